@@ -92,7 +92,7 @@ def halves(case: Case, most: int) -> list[Any]:
     made = product(case)
     counter = gemm_wgmma.WgmmaProblem(made, GpuMachine(132))
     found = [p for p, _ in gemm_wgmma.contraction_schedules(made, GpuMachine(132))]
-    found += [tiling.of(made) for tiling in best_tiles(counter.as_few if counter.few else counter, most)]
+    found += [tiling.of(made) for tiling in best_tiles(counter.small_grid if counter.few else counter, most)]
     return list({p.digest: p for p in found}.values())
 
 
@@ -110,7 +110,7 @@ def schedules(case: Case, most: int) -> list[Any]:
         clusters: dict[tuple[int, ...], Any] = {}
         tilings = list(implicit_gemm_cluster.cluster_tiles(counter, kept))
         for tiling in sorted(tilings, key=lambda t: implicit_gemm_cluster.cycles(counter, kept, t)):
-            stays = tiling.stages == kept.steps // tiling.cluster
+            stays = tiling.stages == kept.k_tiles // tiling.cluster
             clusters.setdefault((tiling.rows, tiling.columns, tiling.cluster, stays, tiling.unrolled), tiling)
         found += [tiling.of(made) for tiling in list(clusters.values())[: 2 * most]]
     ranked = [p for p, _ in gemm_wgmma.contraction_schedules(made, GpuMachine(132))]

@@ -59,8 +59,8 @@ def multiplied(program: Program) -> float:
     if program.template == "attention" and not isinstance(known := match(program), Refusal):
         return float(known.batches * known.rows * known.keys * (known.key.length + known.value.length))
     if program.template == "block" and isinstance(found := match_inverted_residual(program), InvertedResidual):
-        return found.products - float(
-            found.channels * found.window.image[0] * math.prod(found.window.outputs) * len(found.window.taps)
+        return found.multiply_adds - float(
+            found.expanded_channels * found.window.image[0] * math.prod(found.window.outputs) * len(found.window.taps)
         )
     made = as_gemm(program) if program.template in ("contraction", "convolution") else None
     if made is not None:

@@ -222,8 +222,11 @@ def _block(program: Program) -> Draw:
             rng.choice((1, 1, 2, 3, 4)),
         )
         wide = shape.chunk // shape.expand[1] // 8
-        unrolled = shape.high * wide * shape.terms // 8 + shape.tall * shape.broad // 8 * shape.chunk // 8
-        if not shape.fits or chunk >= known.channels + 16 or shape.shared > MOST_SHARED or unrolled > 800:
+        unrolled = (
+            shape.m_fragments_in * wide * shape.padded_in_channels // 8
+            + shape.m_fragments_out * shape.n_per_warp // 8 * shape.chunk // 8
+        )
+        if not shape.fits or chunk >= known.expanded_channels + 16 or shape.shared > MOST_SHARED or unrolled > 800:
             return None
         if shape.threads * shape.beside > 2048 or shape.beside * (shape.shared + 1024) > 228 << 10:
             return None

@@ -66,18 +66,18 @@ def every_kernel(seed: int) -> Iterator[tuple[list[pipeline_passes.Computation],
 
     def select(top: pipeline_passes.Computation, *_: Any, **__: Any) -> kernel_selection.Summary:
         planned.append(top)
-        everywhere = top.everywhere()
+        everywhere = top.walk()
         for level in everywhere:
             plans.other_cover(level, rng)
         computation.add_candidates((s for level in everywhere for s in level.subsets), "cuda")
         chosen: dict[str, Program | None] = {}
         for level in everywhere:
-            level.leave(lambda subset: "" if subset.ranked else "no kernel form on cuda")
+            level.leave_to_xla(lambda subset: "" if subset.ranked else "no kernel form on cuda")
             for subset in level.subsets:
                 if subset.identity not in chosen:
                     chosen[subset.identity] = _schedule([p for p, _ in subset.ranked], rng)
                 subset.chosen, subset.origin = chosen[subset.identity], "estimated"
-            level.leave(lambda subset: "" if subset.chosen is not None else "every schedule was refused")
+            level.leave_to_xla(lambda subset: "" if subset.chosen is not None else "every schedule was refused")
         return kernel_selection.Summary("greedy")
 
     watch = plans.Watch()
@@ -131,7 +131,7 @@ def fenced(planned: Sequence[pipeline_passes.Computation]) -> None:
 
 def _kernels(planned: Sequence[pipeline_passes.Computation]) -> Iterator[tuple[CompiledKernel, Any]]:
     for top in planned:
-        for subset in (s for level in top.everywhere() for s in level.subsets):
+        for subset in (s for level in top.walk() for s in level.subsets):
             if subset.chosen is not None:
                 yield kernel_for(subset.chosen), subset
 

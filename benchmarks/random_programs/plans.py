@@ -35,7 +35,11 @@ def other_cover(level: computation.Computation, rng: np.random.Generator) -> Non
         return
     space = explore(level.graph, level.grouping)
     times = {subset: float(rng.uniform(1e-6, 1e-4)) for subset in space.estimates}
-    level.use((members, space.programs[members]) for members in space.settle(times) if members in space.programs)
+    level.set_partition(
+        (members, space.programs[members])
+        for members in space.best_measured_partition(times)
+        if members in space.programs
+    )
 
 
 @contextlib.contextmanager
@@ -46,11 +50,11 @@ def every_kernel(seed: int) -> Iterator[tuple[list[pipeline_passes.Computation],
 
     def select(top: pipeline_passes.Computation, *_: Any, **__: Any) -> kernel_selection.Summary:
         planned.append(top)
-        for level in top.everywhere():
+        for level in top.walk():
             other_cover(level, rng)
-        computation.add_candidates(subset for level in top.everywhere() for subset in level.subsets)
+        computation.add_candidates(subset for level in top.walk() for subset in level.subsets)
         chosen: dict[str, Any] = {}
-        for level in top.everywhere():
+        for level in top.walk():
             for subset in level.subsets:
                 place = 0 if rng.random() < 0.4 else int(rng.integers(len(subset.ranked)))
                 subset.chosen = chosen.setdefault(subset.identity, subset.ranked[place][0])

@@ -267,7 +267,7 @@ def alone(seed: int, transform: str = "plain") -> None:
 def _count(planned: Sequence[pipeline_passes.Computation], verdict: Verdict) -> None:
     equations: dict[str, None] = {}
     primitives: dict[str, None] = {}
-    for subset in (s for top in planned for level in top.everywhere() for s in level.subsets):
+    for subset in (s for top in planned for level in top.walk() for s in level.subsets):
         if subset.chosen is None:
             continue
         verdict.kernels += 1
@@ -338,7 +338,7 @@ def fenced(planned: Sequence[pipeline_passes.Computation]) -> None:
     Raises: AccuracyRejected.
     """
     for top in planned:
-        for subset in (s for level in top.everywhere() for s in level.subsets):
+        for subset in (s for level in top.walk() for s in level.subsets):
             if subset.chosen is None:
                 continue
             launcher = Launcher(kernel_for(subset.chosen))
@@ -356,7 +356,7 @@ def each_kernel(planned: Sequence[pipeline_passes.Computation], closed: Any, inp
     Raises: AccuracyRejected.
     """
     for top in planned:
-        for level in top.everywhere():
+        for level in top.walk():
             for subset in level.subsets:
                 if subset.chosen is None:
                     continue

@@ -61,7 +61,7 @@ class Space:
     estimates: dict[NodeSet, float] = field(default_factory=dict)
     truncated: bool = False
 
-    def predicted(self, measured: Mapping[NodeSet, float]) -> dict[NodeSet, float]:
+    def predicted_seconds(self, measured: Mapping[NodeSet, float]) -> dict[NodeSet, float]:
         """Seconds of every subset: measured, or estimated and scaled by what is known of its kind and of its parts.
 
             scale(S) = sqrt(median of measured / estimated over kernels of S's kind  *  the same ratio of the measured
@@ -87,14 +87,14 @@ class Space:
             found[subset] = estimate * (kind if own is None else math.sqrt(kind * ratio[own]))
         return found
 
-    def propose(self, measured: Mapping[NodeSet, float], limit: int) -> list[NodeSet]:
+    def next_to_measure(self, measured: Mapping[NodeSet, float], limit: int) -> list[NodeSet]:
         """Subsets without a measurement that could improve the best measured cover, most promising first.
 
         Args: measured: seconds of subsets (kernel or XLA's own code, whatever is allowed and faster); limit: how many.
         Returns: at most ``limit`` subsets, in groups that replace the same part of the cover together.
         """
-        predicted = self.predicted(measured)
-        current = self.settle(measured)
+        predicted = self.predicted_seconds(measured)
+        current = self.best_measured_partition(measured)
         hoped = self._cover(predicted)
         found: list[tuple[float, list[NodeSet]]] = []
         for old, new in _partition_differences(current, hoped):
@@ -111,10 +111,10 @@ class Space:
                 picked += fresh
         return picked
 
-    def settle(self, measured: Mapping[NodeSet, float]) -> list[NodeSet]:
+    def best_measured_partition(self, measured: Mapping[NodeSet, float]) -> list[NodeSet]:
         """The best cover among measured subsets and those of the greedy cover, in an order in which it can run."""
         known = {*self.greedy, *measured, *(a for a in self.atoms if a not in self.programs)}
-        predicted = self.predicted(measured)
+        predicted = self.predicted_seconds(measured)
         return self._cover({s: predicted[s] for s in self.estimates if s in known})
 
     def estimated_cover(self) -> list[NodeSet]:

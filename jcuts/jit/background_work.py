@@ -58,7 +58,7 @@ class BackgroundWork:
                 why = next(iter(str(error).splitlines()), "")
                 log.info("early: %s failed: %s: %s", name, type(error).__name__, why)
 
-    def is_done(self, wait: bool) -> bool:
+    def quiesce(self, wait: bool) -> bool:
         """Whether the device is left alone from now on, but for light pieces.
 
         Args: wait: by those as well: nothing begins any more, and what goes on ends before this does.

@@ -73,7 +73,7 @@ class Decision:
         """Whether no later process should measure again."""
         return not self.noisy or self.tries >= MOST_TRIES
 
-    def open_between(self, names: Sequence[str]) -> list[str]:
+    def still_contending(self, names: Sequence[str]) -> list[str]:
         """Of these candidates plain XLA and those that a second look may still prefer (all where nothing was timed).
 
         Who was timed and is none of them does not count: it follows one that is (`singles`).

@@ -79,7 +79,7 @@ class Float64Judge:
             program, operands = self._wide()
             self._program = program.lower(operands).compile()
 
-    def ahead(self) -> None:
+    def precompute(self) -> None:
         """Makes the float64 results if that can be done now; else it is tried again when they are needed."""
         if self.reference() is None:
             self._failure = ""

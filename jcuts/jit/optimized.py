@@ -106,7 +106,7 @@ class Optimized:
             return self._carriers.nested.lower(*args, **kwargs)
         before, expected.placement = expected.placement, placement
         try:
-            return self._carriers.jit(self._carriers.of_call(placement)).lower(*args, **kwargs)
+            return self._carriers.jit(self._carriers.traced_function(placement)).lower(*args, **kwargs)
         finally:
             expected.placement = before
 
@@ -149,7 +149,7 @@ class Optimized:
             closed = max((p.closed for p in parts.parts), key=lambda c: len(c.jaxpr.eqns))  # the report's program
         platform = platform_of(signature)
         outcome = plan(closed, self.settings, platform, may_measure=False)
-        decision = known or self._deciding.kept(original, signature, outcome.closed is not closed)
+        decision = known or self._deciding.stored_decision(original, signature, outcome.closed is not closed)
         if (form := self._shown_form(decision)) is not None:
             outcome = plan(closed, self._carriers.settings_for(form), platform, may_measure=False)
         report = outcome.report
@@ -248,9 +248,9 @@ class Optimized:
         call = Call(signature, args, kwargs, self._arguments.placement(args, kwargs), platform_of(signature))
         waited = self._waiting.pop(signature, None)
         if waited is not None and waited.program.name != end_to_end_benchmark.XLA:
-            self._carriers.forget(waited.program.name, call.placement)  # compiled before anything was measured
+            self._carriers.evict(waited.program.name, call.placement)  # compiled before anything was measured
         with progress.shown(function_name(self._fn)) if measure else contextlib.nullcontext():
-            decision = self._deciding.decision(call, measure=measure, force=force)
+            decision = self._deciding.select(call, measure=measure, force=force)
         kept = (self._carriers.program(decision.chosen, call.placement, call.platform), decision)
         if decision.deferred:
             pause = _RETRY_AFTER if waited is None else min(_RETRY_MOST, 2 * waited.pause)

@@ -45,13 +45,13 @@ class VariantCompiler:
         self._options = options
         self._programs: dict[tuple[str, Placement], Program] = {}
         self.plain = self.jit(fn)
-        self.nested = self.jit(self.of_call(None))
+        self.nested = self.jit(self.traced_function(None))
 
     def jit(self, carrier: Callable[..., Any], **more: Any) -> Any:
         """A carrier under ``jax.jit`` with the user's options. Args: more: options besides."""
         return jax.jit(carrier, **self._options, **more)
 
-    def of_call(
+    def traced_function(
         self, placement: Placement | None, form: Variant | None = None, *, decided: bool = False
     ) -> Callable[..., Any]:
         """A function to jit.  ``decided``: called by the slow path, which has traced the user's function already."""
@@ -87,7 +87,7 @@ class VariantCompiler:
         if key not in self._programs:
             inner = self._fn
             if not variant_space.is_xla(name):
-                inner = self.of_call(placement, variant_space.form_of(name), decided=True)
+                inner = self.traced_function(placement, variant_space.form_of(name), decided=True)
             token = object()
 
             @functools.wraps(self._fn)
@@ -102,7 +102,7 @@ class VariantCompiler:
             self._programs[key] = Program(name, placement, AuthorizedCall(jitted, token, placement))
         return self._programs[key]
 
-    def forget(self, name: str, placement: Placement) -> None:
+    def evict(self, name: str, placement: Placement) -> None:
         """Makes the program anew when it is asked for again."""
         self._programs.pop((name, placement), None)
 

@@ -93,7 +93,7 @@ class VariantSelector:
         self._arguments = arguments
         self._store = store
 
-    def decision(self, call: Call, *, measure: bool, force: bool = False) -> end_to_end_benchmark.Decision:
+    def select(self, call: Call, *, measure: bool, force: bool = False) -> end_to_end_benchmark.Decision:
         """Which program runs for a call.
 
         Args: measure: whether it may be measured; force: whatever was decided before.
@@ -112,7 +112,7 @@ class VariantSelector:
             permission.traced = self.carriers, Capture(closed, [], out_tree, function_name(self._fn))
         key = self.store_key(closed, call.signature, call.platform) if self.settings.mode == "mixed" else ""
         exact = variant_space.Float64Judge(closed, leaves, self.settings.tolerance, call.platform)
-        planned = self._planned(call, closed, leaves, exact, key, measure, force)
+        planned = self._plan_variants(call, closed, leaves, exact, key, measure, force)
         if isinstance(planned, end_to_end_benchmark.Decision):
             return planned
         if measure and any(getattr(o.report, "postponed", False) for o in planned.outcomes):
@@ -129,17 +129,17 @@ class VariantSelector:
             return stored or end_to_end_benchmark.Decision(
                 end_to_end_benchmark.JCUTS, f"tune={self.settings.tune!r}: nothing was timed"
             )
-        if (why := self._not_timed(closed, leaves)) is not None:
+        if (why := self._why_not_benchmarked(closed, leaves)) is not None:
             return end_to_end_benchmark.Decision(end_to_end_benchmark.JCUTS, why)
         if stored is not None and not force and (stored.is_final or key in _decided_here):
             return stored
-        decision = self._compared(call, closed, leaves, exact, planned, stored if not force else None)
+        decision = self._benchmark(call, closed, leaves, exact, planned, stored if not force else None)
         if not any(getattr(o, "failed", False) for o in planned.outcomes):  # else another process may do better
             _decided_here.add(key)
             self._guard_store().put_guard(key, decision.to_dict())
         return decision
 
-    def _planned(
+    def _plan_variants(
         self,
         call: Call,
         closed: jaxapi.Closed,
@@ -169,7 +169,7 @@ class VariantSelector:
             with machine_lock.try_lock() as may:
                 worth = variant_space.candidate_variants(closed, call.platform)
                 judge = exact if any(form is not None and form.rewrites for form in worth) else None
-                todo = self.meanwhile(call, judge) if may else {}
+                todo = self.background_tasks(call, judge) if may else {}
                 # The first times algorithms, which the next finds in memory; first runs keep the host busy.
                 light = [name for name in list(todo)[1:] if name != FLOAT64_RUN]
                 with background_work.BackgroundWork(todo, light=light, quiet=(FLOAT64,)) as busy:
@@ -189,7 +189,7 @@ class VariantSelector:
         outcome = plan(closed, settings, platform, may_measure=False, examples=leaves)
         return not any(s.why == NOT_MEASURED for s in getattr(outcome.report, "subsets", ()))
 
-    def _compared(
+    def _benchmark(
         self,
         call: Call,
         closed: jaxapi.Closed,
@@ -202,24 +202,24 @@ class VariantSelector:
         names, start = variant_space.programs(planned.racing, variant_space.options(call.platform)), time.monotonic()
         out = variant_space.dominated_names(names, planned.behind)
         names = [name for name in names if name not in out]
-        if call.platform == "cpu" and self._has_every(planned.outcomes, closed, leaves):
+        if call.platform == "cpu" and self._near_ties_worthwhile(planned.outcomes, closed, leaves):
             names.append(variant_space.name_of(variant_space.EVERY))
         barred = variant_space.over_workspace_limit(names, planned.rows if planned.racing else {}, self.settings)
         open_ = [
             n
-            for n in (again.open_between(names) if again else names)
+            for n in (again.still_contending(names) if again else names)
             if n == end_to_end_benchmark.XLA or n not in barred
         ]
-        decision = self._race(call, open_, exact, barred)
+        decision = self._run_benchmark(call, open_, exact, barred)
         if single := chain_ablation.unchained_variant(decision, planned.joined):
-            decision = self._with_single_calls(call, decision, single, exact)
+            decision = self._ablate_chains(call, decision, single, exact)
         decision = dataclasses.replace(decision, rejected={**out, **decision.rejected})
         if again is not None:
             decision = dataclasses.replace(decision, tries=again.tries + 1)
         log.info("%d whole programs compared in %.2f s", len(names), time.monotonic() - start)
         return decision
 
-    def meanwhile(self, call: Call, exact: variant_space.Float64Judge | None) -> dict[str, Callable[[], object]]:
+    def background_tasks(self, call: Call, exact: variant_space.Float64Judge | None) -> dict[str, Callable[[], object]]:
         """What the GPU can do for the last guard while this thread plans: all that has to do with plain XLA alone."""
         names = [
             *(f"{end_to_end_benchmark.XLA}:{option}" for option in variant_space.options(call.platform)),
@@ -241,7 +241,7 @@ class VariantSelector:
 
         todo: dict[str, Callable[[], object]] = {f"{n} compiled": functools.partial(compile_, n) for n in names}
         todo |= {f"{n} run": functools.partial(first_run, n) for n in names}
-        return todo | ({FLOAT64: exact.compile, FLOAT64_RUN: exact.ahead} if exact is not None else {})
+        return todo | ({FLOAT64: exact.compile, FLOAT64_RUN: exact.precompute} if exact is not None else {})
 
     def _plan_forms(
         self,
@@ -260,19 +260,19 @@ class VariantSelector:
 
         with session.shared_worker_session():
             start = time.monotonic()
-            with session.collect_problems(meanwhile.is_done):  # these have all problems of the others
+            with session.collect_problems(meanwhile.quiesce):  # these have all problems of the others
                 for form in worth:
                     if form is None or form.regions in ("all", "absorbing"):
                         of_form(form)
                 log.info("forms planned in %.2f s", time.monotonic() - start)
-            meanwhile.is_done(True)
+            meanwhile.quiesce(True)
             outcomes.clear()
             start = time.monotonic()
             found = variant_space.plan_variants(closed, platform, of_form, worth)
             log.info("forms planned with what was measured in %.2f s", time.monotonic() - start)
             return found, outcomes
 
-    def _not_timed(self, closed: jaxapi.Closed, leaves: Sequence[Any]) -> str | None:
+    def _why_not_benchmarked(self, closed: jaxapi.Closed, leaves: Sequence[Any]) -> str | None:
         if jaxapi.has_effects(closed):
             return f"the function has effects ({', '.join(jaxapi.effects_of(closed))}): it is never run twice"
         if jax.process_count() > 1:
@@ -284,10 +284,12 @@ class VariantSelector:
     def _may_race(self, closed: jaxapi.Closed, leaves: Sequence[Any], platform: str) -> bool:
         """Whether programs of several forms may compete: on GPUs, where whole functions are timed."""
         return (
-            self.settings.mode == "mixed" and platform in variant_space.GPUS and self._not_timed(closed, leaves) is None
+            self.settings.mode == "mixed"
+            and platform in variant_space.GPUS
+            and self._why_not_benchmarked(closed, leaves) is None
         )
 
-    def _has_every(self, outcomes: Sequence[Any], closed: jaxapi.Closed, leaves: Sequence[Any]) -> bool:
+    def _near_ties_worthwhile(self, outcomes: Sequence[Any], closed: jaxapi.Closed, leaves: Sequence[Any]) -> bool:
         """Whether a program with kernels that lost to XLA by little is worth a race, and another one than the plain."""
         plain = outcomes[0].report if len(outcomes) == 1 else None
         if (
@@ -311,7 +313,7 @@ class VariantSelector:
             )
         return {name: program.permitted for name, program in calls.items()}
 
-    def _race(
+    def _run_benchmark(
         self, call: Call, names: Sequence[str], exact: variant_space.Float64Judge, barred: Mapping[str, str]
     ) -> end_to_end_benchmark.Decision:
         on_gpu = call.platform in variant_space.GPUS
@@ -326,7 +328,7 @@ class VariantSelector:
             options_gain=math.inf if on_gpu else end_to_end_benchmark.OPTIONS_GAIN,
         )
 
-    def _with_single_calls(
+    def _ablate_chains(
         self, call: Call, decision: end_to_end_benchmark.Decision, single: str, exact: variant_space.Float64Judge
     ) -> end_to_end_benchmark.Decision:
         """The decision, or the program that won with single calls in place of chains, which is compiled for it."""
@@ -349,7 +351,9 @@ class VariantSelector:
 
     # ------------------------------------------------------------ what is kept
 
-    def kept(self, closed: jaxapi.Closed, signature: Signature, uses_jcuts: bool) -> end_to_end_benchmark.Decision:
+    def stored_decision(
+        self, closed: jaxapi.Closed, signature: Signature, uses_jcuts: bool
+    ) -> end_to_end_benchmark.Decision:
         """What an earlier process decided about a function that this one has not called."""
         platform = platform_of(signature)
         kept = None

@@ -138,7 +138,7 @@ class _AttentionBuilder:
         into = f"local{len(builder.locals)}"
         self.buffers.append(Buffer(into, dtype, (1 if axis is None else axis.extent,), "local"))
         builder.locals[tensor] = (into, place, address)
-        store = Store(into, address, builder.kept(value))
+        store = Store(into, address, builder.to_local_dtype(value))
         axes = self.rows if axis is None else (*self.rows, axis)
         self.phases.append(Phase(name, axes, reds, accs, body or Graph(), builder.target, (store,)))
 

@@ -147,7 +147,7 @@ class Builder:
         live = tuple(g for g in guards if not g.always(self.ranges))
         return self.target.add(Node("guard", "bool", guards=live)) if live else self.target.const(True, "bool")
 
-    def kept(self, value: int) -> int:
+    def to_local_dtype(self, value: int) -> int:
         """A value of the current graph as a local buffer holds it."""
         dtype = self.target.nodes[value].dtype
         return value if local_dtype(dtype) == dtype else self.target.apply("widen", local_dtype(dtype), value)

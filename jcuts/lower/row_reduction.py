@@ -197,7 +197,7 @@ def _keep_phase(rows: _Rows, tensor: int) -> None:
     name = _local(rows, tensor, extents, place, address)
     axes = (*rows.axes, *(Axis(r.name, r.extent) for r in rows.reds))
     rows.phases.append(
-        Phase("keep", axes, (), (), Graph(), builder.target, (Store(name, address, builder.kept(value)),))
+        Phase("keep", axes, (), (), Graph(), builder.target, (Store(name, address, builder.to_local_dtype(value)),))
     )
 
 
@@ -239,7 +239,7 @@ def _reduce_phase(
         if any(u in rows.subset for u in rows.graph.tensors[tensor].users):
             extents = (_lane_extent(rows),) if rows.lane else (1,)
             address = _lane_address(rows)
-            stores.append(Store(_local(rows, tensor, extents, place, address), address, builder.kept(value)))
+            stores.append(Store(_local(rows, tensor, extents, place, address), address, builder.to_local_dtype(value)))
     if stores:
         rows.phases.append(Phase("reduce", rows.axes, rows.reds, tuple(accs), body, target, tuple(stores)))
 

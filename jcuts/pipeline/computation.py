@@ -99,10 +99,10 @@ class Computation:
     grouped: Callable[[], greedy.Grouping]
     mixed: bool
     parts: dict[Members, Part] = field(default_factory=dict)
-    taken: list[Region] = field(default_factory=list)
+    chosen_subsets: list[Region] = field(default_factory=list)
     left_out: dict[int, Refusal] = field(default_factory=dict)
     bodies: dict[int, list[Computation]] = field(default_factory=dict)
-    made: dict[Members, Region] = field(default_factory=dict)
+    subset_cache: dict[Members, Region] = field(default_factory=dict)
     library: list[Region] = field(default_factory=list)
     updated: list[int] = field(default_factory=list)
     copied: list[int] = field(default_factory=list)
@@ -122,16 +122,16 @@ class Computation:
     def subsets(self) -> list[Region]:
         """The subsets of the level's cover: the greedy one, unless another was taken."""
         if not self.begun:
-            self.use(self.grouping.subsets)
-        return self.taken
+            self.set_partition(self.grouping.subsets)
+        return self.chosen_subsets
 
     @subsets.setter
     def subsets(self, subsets: list[Region]) -> None:
-        self.taken, self.begun = subsets, True
+        self.chosen_subsets, self.begun = subsets, True
 
-    def everywhere(self) -> list[Computation]:
+    def walk(self) -> list[Computation]:
         """This level and all levels inside it."""
-        return [self, *(inner for bodies in self.bodies.values() for body in bodies for inner in body.everywhere())]
+        return [self, *(inner for bodies in self.bodies.values() for body in bodies for inner in body.walk())]
 
     def is_small(self, program: Program) -> bool:
         """Too little work for a kernel call of its own (modes that ask for kernels get them all the same)."""
@@ -139,12 +139,14 @@ class Computation:
 
     def subset(self, members: Members, program: Program) -> Region:
         """The subset of these equations; the same object, with what is known of it, when asked again."""
-        if members not in self.made:
+        if members not in self.subset_cache:
             if members not in self.parts:
                 self.parts[members] = self._part(members)
             inputs, outputs, part, identity, rounded = self.parts[members]
-            self.made[members] = Region(members, program, list(inputs), list(outputs), part, identity, rounded=rounded)
-        return self.made[members]
+            self.subset_cache[members] = Region(
+                members, program, list(inputs), list(outputs), part, identity, rounded=rounded
+            )
+        return self.subset_cache[members]
 
     def _part(self, members: Members) -> Part:
         """What a subset is, whichever form it belongs to."""
@@ -155,7 +157,7 @@ class Computation:
         identity = canonical_digest(part) + (f" tf32 {rounded}" if rounded else "")
         return inputs, outputs, part, identity, rounded
 
-    def use(self, cover: Iterable[tuple[Members, Program]]) -> None:
+    def set_partition(self, cover: Iterable[tuple[Members, Program]]) -> None:
         """Makes these the level's subsets; all other equations are left to XLA, each with a reason."""
         self.subsets = []
         for members, program in cover:
@@ -170,7 +172,7 @@ class Computation:
         for number in (*covered, *self.bodies):
             self.left_out.pop(number, None)
 
-    def leave(self, reason_of: Callable[[Region], str]) -> None:
+    def leave_to_xla(self, reason_of: Callable[[Region], str]) -> None:
         """Leaves the subsets to XLA for which ``reason_of`` gives a reason (not '')."""
         kept = []
         for subset in self.subsets:
@@ -181,14 +183,14 @@ class Computation:
                 kept.append(subset)
         self.subsets = kept
 
-    def replace(self, subset: Region) -> None:
+    def merge_into(self, subset: Region) -> None:
         """Makes one subset of what its operations are in now: others, or left to XLA."""
         for kept in (self.subsets, self.library):
             kept[:] = [s for s in kept if not s.members & subset.members]
         self.left_out = {m: why for m, why in self.left_out.items() if m not in subset.members}
         self.subsets = sorted([*self.subsets, subset], key=lambda s: max(s.members))
 
-    def is_anchored(self, members: Members) -> bool:
+    def has_reduction(self, members: Members) -> bool:
         """Whether an operation among them collects many elements into one."""
         return any(op is not None and op.is_root for op in (self.graph.nodes[m].op for m in members))
 

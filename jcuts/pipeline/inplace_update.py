@@ -54,7 +54,7 @@ def note(top: Computation) -> str | None:
     """What kernels write into larger arrays, as a sentence for the report."""
 
     def count(kind: Callable[[Computation], list[int]]) -> int:
-        eqns = [level.closed.jaxpr.eqns[number] for level in top.everywhere() for number in kind(level)]
+        eqns = [level.closed.jaxpr.eqns[number] for level in top.walk() for number in kind(level)]
         return sum(jaxapi.primitive_name(eqn) == UPDATE for eqn in eqns)
 
     made, copied = count(lambda level: level.updated), count(lambda level: level.copied)

@@ -88,7 +88,7 @@ def select(top: Computation, settings: Settings, *, may_measure: bool, platform:
 
 
 def _select(top: Computation, settings: Settings, may_measure: bool, platform: str) -> Summary:
-    levels = top.everywhere()
+    levels = top.walk()
     lasting = settings.tune != "off" and knobs.current().fuel is None
     searching = settings.mode != "no_fusion" and lasting and platform == "cpu"
     key = partition_key(top, settings, platform)
@@ -107,7 +107,7 @@ def _select(top: Computation, settings: Settings, may_measure: bool, platform: s
         add_candidates(_subsets(levels), platform)
         shares = session.resolve_choices(_subsets(levels), settings, may_measure=may_measure)
     subsets = _subsets(levels)
-    unknown = session.is_collecting() or _postponed([s for level in levels for s in level.made.values()])
+    unknown = session.is_collecting() or _postponed([s for level in levels for s in level.subset_cache.values()])
     if settings.tune != "auto" or not may_measure or unknown:
         return Summary("greedy")
     if platform != "cpu" and lasting and all(s.choice is not None and s.choice.origin == "measured" for s in subsets):
@@ -125,7 +125,7 @@ def _select_on_gpu(
         covers = (split_prologues, move_epilogues if regions == "absorbing" else fuse_prologues)
         for cover in covers:
             for level in levels:
-                level.use(cover(level.graph, [(s.members, s.program) for s in level.subsets], has_gpu_kernel))
+                level.set_partition(cover(level.graph, [(s.members, s.program) for s in level.subsets], has_gpu_kernel))
             add_candidates(_subsets(levels), platform)
     # Before any are left: the forms that leave some share the problems, and so the times, of those that do not.
     shares = session.candidate_budget([s for s in _subsets(levels) if s.ranked], on_gpu=True)
@@ -153,7 +153,7 @@ def _select_on_gpu(
     )
     for level, subset, parts in blocks:
         if _is_better(subset, parts):
-            level.replace(subset)
+            level.merge_into(subset)
     return shares
 
 
@@ -200,7 +200,7 @@ def _add_small_regions(level: Computation) -> None:
         return
     if partition_store.is_partition(level, [s.members for s in (*level.subsets, *small)]):
         for subset in small:
-            level.replace(subset)
+            level.merge_into(subset)
 
 
 def _blocks(levels: Sequence[Computation]) -> list[tuple[Computation, Region, list[Region]]]:
@@ -236,7 +236,7 @@ def _leave_on_gpu(levels: Sequence[Computation], regions: str, *, measured: bool
     traffic: dict[str, int] = {}
     for level in levels:
         for subset in level.subsets:
-            if subset.ranked and not level.is_anchored(subset.members):
+            if subset.ranked and not level.has_reduction(subset.members):
                 traffic[subset.identity] = traffic.get(subset.identity, 0) + sum(
                     b.bytes for b in subset.program.buffers if b.role != "local"
                 )
@@ -251,7 +251,7 @@ def _leave_on_gpu(levels: Sequence[Computation], regions: str, *, measured: bool
                 return CONSTANT
             if (
                 level.mixed
-                and not level.is_anchored(subset.members)
+                and not level.has_reduction(subset.members)
                 and (regions != "all" or subset.identity not in worth)
             ):
                 return TO_FUSE
@@ -259,7 +259,7 @@ def _leave_on_gpu(levels: Sequence[Computation], regions: str, *, measured: bool
             to_library = level.mixed and alone and (regions == "absorbing" or not measured)
             return OF_LIBRARY if to_library and is_library_contraction(level.graph, subset.members) else ""
 
-        level.leave(reason)
+        level.leave_to_xla(reason)
 
 
 def partition_key(top: Computation, settings: Settings, platform: str = "cpu") -> str:
@@ -267,7 +267,7 @@ def partition_key(top: Computation, settings: Settings, platform: str = "cpu") -
     here = knobs.current()
     more: tuple[str, ...] = ()
     if platform != "cpu":
-        rounded = [[t.tf32 for t in level.graph.tensors] for level in top.everywhere()]
+        rounded = [[t.tf32 for t in level.graph.tensors] for level in top.walk()]
         more = (_device(platform), repr(xla_devices.machine()), str(Variant.tuned(settings.form)), repr(rounded))
     return fingerprint.digest(
         canonical_digest(top.closed),
@@ -288,7 +288,7 @@ def _search(levels: Sequence[Computation], settings: Settings, shares: dict[str,
     for _ in range(ROUNDS):
         fresh: dict[str, list[Region]] = {}
         for level, space, known in zip(levels, spaces, times, strict=True):
-            for members in space.propose(known, 4 * MOST_PER_ROUND):
+            for members in space.next_to_measure(known, 4 * MOST_PER_ROUND):
                 if level.is_small(space.programs[members]):
                     continue
                 subset = level.subset(members, space.programs[members])
@@ -306,8 +306,8 @@ def _search(levels: Sequence[Computation], settings: Settings, shares: dict[str,
         if not _note_times(levels, spaces, times):
             break
     for level, space, known in zip(levels, spaces, times, strict=True):
-        cover = space.settle(known)
-        level.use((members, space.programs[members]) for members in cover if members in space.programs)
+        cover = space.best_measured_partition(known)
+        level.set_partition((members, space.programs[members]) for members in cover if members in space.programs)
     used = {s.identity for s in _subsets(levels)}
     if not postponed:  # a later call searches to the end
         session.store().put_partition(
@@ -330,7 +330,7 @@ def _note_times(levels: Sequence[Computation], spaces: Sequence[Space], times: l
     """Takes over what has been measured; returns how many subsets are new."""
     new = 0
     for level, space, known in zip(levels, spaces, times, strict=True):
-        for members, subset in level.made.items():
+        for members, subset in level.subset_cache.items():
             seconds = _measured(subset)
             if seconds is not None and members in space.estimates and members not in known:
                 known[members] = seconds
@@ -346,8 +346,8 @@ def _measured(subset: Region) -> float | None:
 def _total(spaces: Sequence[Space], times: Sequence[dict[Members, float]], greedy: bool = False) -> float:
     total = 0.0
     for space, known in zip(spaces, times, strict=True):
-        predicted = space.predicted(known)
-        total += sum(predicted[s] for s in (space.greedy if greedy else space.settle(known)))
+        predicted = space.predicted_seconds(known)
+        total += sum(predicted[s] for s in (space.greedy if greedy else space.best_measured_partition(known)))
     return total
 
 
@@ -368,8 +368,8 @@ def _restore(levels: Sequence[Computation], stored: dict[str, Any], platform: st
         log.warning("the stored partition does not fit the function: searching again")
         for level in levels:
             level.library = []
-            level.made.clear()  # with programs of the stored cover
-            level.use(level.grouping.subsets)
+            level.subset_cache.clear()  # with programs of the stored cover
+            level.set_partition(level.grouping.subsets)
     return usable
 
 

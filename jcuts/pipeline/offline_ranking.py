@@ -107,10 +107,8 @@ def rank(fn: Any, *args: Any, arch: GpuArch, limit: int = 4, percent: float = 10
     capability = divmod(arch.compute_capability, 10)
     machine = gpu_candidates.GpuMachine(arch.num_sm, arch.max_threads_per_sm, capability)
     target, why = _target(arch, capability)
-    operations = [
-        _ranked(members, machine, arch, target, limit, percent) for members in _distinct(list(top.everywhere()))
-    ]
-    left_out = tuple(r for level in top.everywhere() for r in level.left_out.values())
+    operations = [_ranked(members, machine, arch, target, limit, percent) for members in _distinct(list(top.walk()))]
+    left_out = tuple(r for level in top.walk() for r in level.left_out.values())
     shown = target.arch if target is not None else ""
     return Ranking(arch.name, shown, why, tuple(operations), left_out)
 

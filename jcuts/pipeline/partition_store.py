@@ -47,8 +47,8 @@ def from_json(level: Computation, cover: Mapping[str, Any]) -> bool:
     if not is_partition(level, [members for members, _ in found[0]]):
         return False
     for members, program in (*found[0], *found[1]):
-        if members in level.made and level.made[members].program.digest != program.digest:
-            del level.made[members]
+        if members in level.subset_cache and level.subset_cache[members].program.digest != program.digest:
+            del level.subset_cache[members]
     made = [[level.subset(members, program) for members, program in part] for part in found]
     if not all(_is_of(subset) for part in made for subset in part):
         return False
@@ -91,5 +91,5 @@ def apply_stored(level: Computation, cover: Sequence[Sequence[int]]) -> bool:
         if isinstance(program, Refusal):
             return False
         found.append((members, program))
-    level.use(found)
+    level.set_partition(found)
     return True

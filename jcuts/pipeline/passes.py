@@ -211,7 +211,7 @@ def _plan(
     start = time.perf_counter()
     top = group(flat, settings, Fuel(), platform, wait=platform != "cpu")
     timed("group", start)
-    dump.stage("subsets", lambda: "\n".join(s.program.dump() for level in top.everywhere() for s in level.subsets))
+    dump.stage("subsets", lambda: "\n".join(s.program.dump() for level in top.walk() for s in level.subsets))
     start = time.perf_counter()
     partition = _select(top, settings, may_measure, platform)
     timed("select", start)
@@ -240,15 +240,15 @@ def _plan(
             reason=first.reason,
         )
     changed = rewrites.counts or division.count
-    untouched = not changed and not any(s.chosen for level in top.everywhere() for s in level.subsets)
+    untouched = not changed and not any(s.chosen for level in top.walk() for s in level.subsets)
     return Outcome(closed if untouched else rebuilt, report)
 
 
 def _select(top: Computation, settings: Settings, may_measure: bool, platform: str) -> kernel_selection.Summary:
     """Chooses the partition, and a candidate or XLA for every subset."""
     if settings.form is not None and settings.form.regions == "none":
-        for level in top.everywhere():
-            level.leave(lambda _: NOT_ASKED)
+        for level in top.walk():
+            level.leave_to_xla(lambda _: NOT_ASKED)
         return kernel_selection.Summary("none")
     summary = kernel_selection.select(top, settings, may_measure=may_measure, platform=platform)
     if platform != "cpu":
@@ -334,7 +334,7 @@ def _report(
     grouped: OrderedDict[str, SubsetReport] = OrderedDict()
     refusals: Counter[tuple[str, str, str]] = Counter()
     equations = 0
-    for level in top.everywhere():
+    for level in top.walk():
         equations += len(level.closed.jaxpr.eqns)
         for subset in level.subsets:
             one = subset_report(level, subset)
@@ -345,7 +345,7 @@ def _report(
             if microbatch_convs.is_ours(level.closed.jaxpr.eqns[number]) or number in (*level.updated, *level.copied):
                 continue
             refusals[refusal.op, refusal.reason, level.graph.nodes[number].where] += 1
-    kept = [subset.program for level in top.everywhere() for subset in level.library]
+    kept = [subset.program for level in top.walk() for subset in level.library]
     rows = tuple(RefusalReport(op, reason, where, n) for (op, reason, where), n in sorted(refusals.items()))
     return FunctionReport(
         name,
@@ -358,7 +358,7 @@ def _report(
         dict(clock),
         notes=notes,
         postponed=division.postponed
-        or any(s.choice is not None and s.choice.is_postponed for level in top.everywhere() for s in level.subsets),
+        or any(s.choice is not None and s.choice.is_postponed for level in top.walk() for s in level.subsets),
         divisions=division.rows,
         library={"flop": float(sum(_flop(p) for p in kept)), "bytes": float(sum(_moved(p) for p in kept))},
     )
@@ -457,7 +457,7 @@ def _lost(subset: Region) -> tuple[float | None, str]:
 
 def _kernel_texts(top: Computation) -> str:
     seen: dict[str, str] = {}
-    for level in top.everywhere():
+    for level in top.walk():
         for subset in level.subsets:
             if subset.chosen is not None and subset.chosen.digest not in seen:
                 seen[subset.chosen.digest] = f"# {subset.chosen.digest}\n{source_text(subset.chosen)}"

@@ -33,7 +33,7 @@ def add_weight_prep_kernels(level: Computation) -> int:
         if subset.inputs != list(eqn.invars) or subset.outputs != list(eqn.outvars):
             continue  # an argument twice, or a result that nothing reads
         subset.chosen, subset.origin = program, "estimated"
-        level.replace(subset)
+        level.merge_into(subset)
         found += 1
     return found
 

@@ -23,7 +23,7 @@ class Heap:
         self.keeps = all(os.environ.get(name) == value for name, value in KEEPING.items())
         self.base = resident() if self.keeps else 0
 
-    def settle(self) -> bool:
+    def trim(self) -> bool:
         """Gives all free pages back if the process has grown by more than `MOST` since it last did; whether it did."""
         if not self.keeps or resident() <= self.base + MOST:
             return False

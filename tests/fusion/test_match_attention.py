@@ -65,7 +65,7 @@ def test_every_layer_of_bert_has_one(layers, rules):
         assert prims.count("dot_general") == 2 and {"reduce_max", "exp", "reduce_sum", "div"} <= set(prims)
         known = match(program)
         assert isinstance(known, Attention)
-        assert (known.batches, known.rows, known.keys, known.between) == (4, 64, 64, 1)
+        assert (known.batches, known.rows, known.keys, known.score_ops) == (4, 64, 64, 1)
         assert str(known) == "4 x 64 queries, 64 keys of 64, values of 64, float32, 1 operations on a score"
         if rules:  # one product of queries, keys and values: its parts are read where they lie
             assert [b.shape for b in program.inputs] == [(2, 64, 384)]
@@ -88,7 +88,7 @@ def test_masks_of_all_kinds_belong_to_it():
     ((members, program),) = attentions(cover)
     assert len(members) == len(graph.nodes) and len(program.inputs) == 3
     known = match(program)
-    assert isinstance(known, Attention) and known.between >= 3
+    assert isinstance(known, Attention) and known.score_ops >= 3
 
 
 @pytest.mark.parametrize("more", [{}, {"is_causal": True}, {"mask": np.ones((2, 1, 24, 24), bool)}], ids=str)

@@ -60,22 +60,28 @@ def test_covers_are_legal_whatever_the_times(name):
     for seed in range(8):
         rng = random.Random(seed)
         measured = {s: rng.uniform(1e-6, 1e-3) for s in space.estimates if rng.random() < 0.7}
-        for cover in (space.settle(measured), space.estimated_cover(), space.greedy):
+        for cover in (space.best_measured_partition(measured), space.estimated_cover(), space.greedy):
             assert sorted(n for s in cover for n in s) == sorted(everything)
             atoms = [space._as_atoms(s) for s in cover]
             assert is_acyclic_cover(space.dag, atoms)
-        assert all(s in space.greedy or s in measured or s not in space.programs for s in space.settle(measured))
+        assert all(
+            s in space.greedy or s in measured or s not in space.programs
+            for s in space.best_measured_partition(measured)
+        )
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_never_worse_than_the_greedy_cover_and_equal_to_it_at_first(name):
     fn, arguments = FUNCTIONS[name]
     space = space_of(fn, *arguments)
-    assert set(space.settle({})) == set(space.greedy)
+    assert set(space.best_measured_partition({})) == set(space.greedy)
     for seed in range(8):
         rng = random.Random(seed)
         measured = {s: rng.uniform(1e-6, 1e-3) for s in space.estimates}
-        assert sum(measured[s] for s in space.settle(measured)) <= sum(measured[s] for s in space.greedy) + 1e-12
+        assert (
+            sum(measured[s] for s in space.best_measured_partition(measured))
+            <= sum(measured[s] for s in space.greedy) + 1e-12
+        )
 
 
 def test_programs_are_those_of_their_equations():
@@ -89,19 +95,19 @@ def test_programs_are_those_of_their_equations():
 def test_a_slow_fused_kernel_is_taken_apart():
     space = space_of(residual, X, W)
     usual = {s: space.estimates[s] for s in space.greedy}
-    assert space.propose(usual, 10) == []  # everything is as estimated: nothing to measure
+    assert space.next_to_measure(usual, 10) == []  # everything is as estimated: nothing to measure
     slow = max((s for s in space.greedy if len(s) > 2), key=len)
     measured = {**usual, slow: 40 * space.estimates[slow]}
-    fresh = space.propose(measured, 10)
+    fresh = space.next_to_measure(measured, 10)
     assert fresh and all(s not in measured for s in fresh)
     assert frozenset().union(*fresh) & slow
     # what was proposed turns out as hoped: it is used, and the slow kernel is gone
     measured.update({s: space.estimates[s] for s in fresh})
-    cover = space.settle(measured)
+    cover = space.best_measured_partition(measured)
     assert slow not in cover and set(fresh) & set(cover)
     # it turns out bad: the slow kernel stays
     measured.update(dict.fromkeys(fresh, 1.0))
-    assert slow in space.settle(measured)
+    assert slow in space.best_measured_partition(measured)
 
 
 def test_small_promises_are_not_worth_a_measurement():
@@ -109,25 +115,25 @@ def test_small_promises_are_not_worth_a_measurement():
     usual = {s: space.estimates[s] for s in space.greedy}
     for subset in space.greedy:
         measured = {**usual, subset: (1 + min(WORTH, TOTAL) / 2) * usual[subset]}
-        assert space.propose(measured, 10) == []
+        assert space.next_to_measure(measured, 10) == []
 
 
 def test_at_most_the_limit_is_proposed():
     space = space_of(residual, X, W)
     measured = {s: (40 if len(s) > 2 else 1) * space.estimates[s] for s in space.greedy}
-    everything = space.propose(measured, 100)
+    everything = space.next_to_measure(measured, 100)
     assert len(everything) >= 1
-    assert space.propose(measured, 0) == []
-    assert len(space.propose(measured, 1)) <= 1
+    assert space.next_to_measure(measured, 0) == []
+    assert len(space.next_to_measure(measured, 1)) <= 1
 
 
 def test_predictions_follow_the_kind_and_the_operation():
     space = space_of(residual, X, W)
     measured = {s: 3 * space.estimates[s] for s in space.greedy}
-    for subset, predicted in space.predicted(measured).items():
+    for subset, predicted in space.predicted_seconds(measured).items():
         if subset not in measured and subset in space.programs:
             assert predicted == pytest.approx(3 * space.estimates[subset])
-    assert all(space.predicted(measured)[s] == measured[s] for s in measured)
+    assert all(space.predicted_seconds(measured)[s] == measured[s] for s in measured)
 
 
 def test_chains_of_element_operations_are_atoms():

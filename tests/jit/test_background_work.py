@@ -20,7 +20,7 @@ def test_pieces_run_in_turn_and_one_that_fails_costs_only_itself():
 
     work = BackgroundWork({"a": lambda: done.append("a"), "b": fails, "c": lambda: done.append("c")})
     work._thread.join()
-    assert done == ["a", "c"] and work.is_done(False) and work.is_done(True)
+    assert done == ["a", "c"] and work.quiesce(False) and work.quiesce(True)
 
 
 def test_who_needs_the_device_waits_for_one_piece_and_no_more():
@@ -33,9 +33,9 @@ def test_who_needs_the_device_waits_for_one_piece_and_no_more():
 
     work = BackgroundWork({"first": first, "second": lambda: done.append("second")})
     begun.wait(10)
-    assert not work.is_done(False)
+    assert not work.quiesce(False)
     threading.Timer(0.05, go_on.set).start()
-    assert work.is_done(True) and done == ["first"]
+    assert work.quiesce(True) and done == ["first"]
 
 
 def test_who_needs_the_device_does_not_wait_for_what_leaves_it_alone():
@@ -49,7 +49,7 @@ def test_who_needs_the_device_does_not_wait_for_what_leaves_it_alone():
     pieces = {"first": lambda: done.append("first"), "compiles": compiles, "runs": lambda: done.append("ran")}
     with BackgroundWork(pieces, quiet=("compiles",)) as work:
         begun.wait(10)
-        assert work.is_done(False) and work.is_done(True)
+        assert work.quiesce(False) and work.quiesce(True)
         go_on.set()
     assert done == ["first", "compiled"]  # whoever was told that the device is free has it
 
@@ -70,16 +70,16 @@ def test_who_compiles_for_the_device_does_not_wait_for_first_runs_and_who_measur
     }
     with BackgroundWork(pieces, light=("runs", "again"), quiet=("compiles",)) as work:
         begun.wait(10)
-        assert work.is_done(False)
+        assert work.quiesce(False)
         go_on.set()
         work._thread.join()
-        assert work.is_done(False) and work.is_done(True)
+        assert work.quiesce(False) and work.quiesce(True)
     assert done == ["ran", "ran again", "compiled"]  # nothing that times anything began any more
     begun.clear(), go_on.clear(), done.clear()
     with BackgroundWork(pieces, light=("runs", "again"), quiet=("compiles",)) as work:
         begun.wait(10)
         threading.Timer(0.05, go_on.set).start()
-        assert work.is_done(True) and done == ["ran"]
+        assert work.quiesce(True) and done == ["ran"]
     assert done == ["ran"]
 
 
@@ -101,7 +101,7 @@ def test_what_breaks_off_leaves_nothing_behind():
     assert not done
     with BackgroundWork({}) as work:
         pass
-    assert work.is_done(True)
+    assert work.quiesce(True)
 
 
 @pytest.mark.parametrize("options", [{"static_argnums": 1}, {"static_argnames": "n"}, {"donate_argnums": 0}])

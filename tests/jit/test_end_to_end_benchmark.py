@@ -138,12 +138,12 @@ def test_a_quiet_decision_is_final():
 def test_a_second_look_leaves_out_what_cannot_win():
     speed = {"xla": (1.0,) * 3, "xla:wide": (1.0, 0.9, 1.1), "jcuts": (2.0, 1.2, 2.8), "jcuts:wide": (1.8, 1.2, 2.4)}
     names = ["xla", "xla:wide", "jcuts", "jcuts:wide", "jcuts:new"]
-    assert end_to_end_benchmark.Decision("jcuts", "r", speed=speed).open_between(names) == [
+    assert end_to_end_benchmark.Decision("jcuts", "r", speed=speed).still_contending(names) == [
         "xla",
         "jcuts",
         "jcuts:wide",
     ]
-    assert end_to_end_benchmark.Decision("xla", "r").open_between(names) == names
+    assert end_to_end_benchmark.Decision("xla", "r").still_contending(names) == names
 
 
 def test_noise_is_not_measured_for_ever():

@@ -612,7 +612,7 @@ def test_explain_knows_what_an_earlier_process_decided(toy):  # noqa: F811
             return end_to_end_benchmark.Decision(end_to_end_benchmark.XLA, "kept", {}, 0.0, {}, True).to_dict()
 
     f = Optimized(scaled, jcuts.optimize(scaled).settings, {}, Kept())
-    assert f._deciding.kept(f._closed((X,), {}), f._arguments.signature((X,), {}), True).reason == "kept"
+    assert f._deciding.stored_decision(f._closed((X,), {}), f._arguments.signature((X,), {}), True).reason == "kept"
 
 
 def test_disabled_explains_itself(monkeypatch):

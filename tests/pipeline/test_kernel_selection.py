@@ -95,11 +95,11 @@ def test_slow_fused_kernels_are_taken_apart_and_the_cover_is_stored(store, clock
 def test_loop_bodies_have_covers_of_their_own(store, clock):
     top = level_of(looped)
     kernel_selection.select(top, AUTO, may_measure=True)
-    inner = top.everywhere()[1]
+    inner = top.walk()[1]
     assert inner.subsets and all(len(s.members) <= 4 for s in inner.subsets)
     again = level_of(looped)
     assert kernel_selection.select(again, AUTO, may_measure=True).origin == "stored"
-    assert [cover(a) for a in again.everywhere()] == [cover(a) for a in top.everywhere()]
+    assert [cover(a) for a in again.walk()] == [cover(a) for a in top.walk()]
 
 
 @pytest.mark.parametrize("settings", [Settings(mode="no_fusion"), Settings(tune="off"), Settings(tune="cached")])
@@ -330,7 +330,7 @@ def test_forms_of_a_function_share_what_their_subsets_are():
     one, other = (computation.group(closed, AUTO, computation.Fuel(), platform="cuda") for _ in range(2))
     pairs = list(zip(one.subsets, other.subsets, strict=True))
     assert pairs and all(a is not b and a.closed is b.closed and a.identity == b.identity for a, b in pairs)
-    assert one.graph is other.graph and one.made is not other.made
+    assert one.graph is other.graph and one.subset_cache is not other.subset_cache
 
 
 def test_every_equation_is_in_a_subset_or_left_to_xla_with_a_reason():

@@ -143,9 +143,9 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
             )
         check_limits(program.name, used, source.threads, target, source.shared)
         for shape in source.variants.values():
-            if isinstance(shape, WarpSpecializedTile) and shape.registers and used.registers != shape.entry:
+            if isinstance(shape, WarpSpecializedTile) and shape.registers and used.registers != shape.entry_registers:
                 raise CompileRejected(
-                    f"{program.name}: {symbol} has {used.registers} registers to share, not {shape.entry}"
+                    f"{program.name}: {symbol} has {used.registers} registers to share, not {shape.entry_registers}"
                 )
         grid, block, cluster = ((n, 1, 1) for n in (source.blocks, source.threads, source.cluster))
         launches.append(

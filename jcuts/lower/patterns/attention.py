@@ -85,14 +85,14 @@ class Attention:
         return TYPES[self.query.dtype]
 
     @property
-    def between(self) -> int:
+    def score_ops(self) -> int:
         """Element operations between the first product and the softmax, per score."""
         return sum(bool(n.args) and n.op not in BESIDE for n in self.scores.exit.nodes)
 
     def __str__(self) -> str:
         return (
             f"{self.batches} x {self.rows} queries, {self.keys} keys of {self.query.length}, values of "
-            f"{self.value.length}, {self.query.dtype}, {self.between} operations on a score"
+            f"{self.value.length}, {self.query.dtype}, {self.score_ops} operations on a score"
         )
 
 

@@ -62,19 +62,19 @@ class ConvWindow:
         return NARROW if self.narrow else LINE
 
     @property
-    def line(self) -> int:
+    def channels_per_tile(self) -> int:
         """Channels that are kept at once."""
         return self.bytes // self.side.item
 
     @property
-    def chunks(self) -> int:
+    def channel_tiles(self) -> int:
         """How often that many."""
-        return -(-self.channels // self.line)
+        return -(-self.channels // self.channels_per_tile)
 
     @property
-    def steps(self) -> int:
+    def k_tiles(self) -> int:
         """Tiles of terms of the whole sum: of one tap and a line of channels each."""
-        return self.chunks * self.taps
+        return self.channel_tiles * self.taps
 
     @property
     def whole(self) -> int:
@@ -84,17 +84,17 @@ class ConvWindow:
     @property
     def short(self) -> int:
         """The same of the last line of 16-bit floats; those of float32 are multiplied to their ends."""
-        left = (self.channels - (self.chunks - 1) * self.line) * self.side.item
+        left = (self.channels - (self.channel_tiles - 1) * self.channels_per_tile) * self.side.item
         return -(-left // STEP) if self.side.item == 2 else self.whole
 
     @property
-    def reach(self) -> int:
+    def tap_span(self) -> int:
         """Pixels from the first tap to the last, and one."""
         return 1 + (self.taps - 1) // self.across * self.down + (self.across - 1) * self.aside
 
-    def span(self, size: int) -> int:
+    def halo_rows(self, size: int) -> int:
         """Most pixels that a tile of ``size`` neighbouring outputs reads."""
-        return _max_row_distance(self.pixel, self.rows, size) + self.reach
+        return _max_row_distance(self.pixel, self.rows, size) + self.tap_span
 
 
 def match_conv_window(program: Program) -> ConvWindow | None:
@@ -110,11 +110,11 @@ def match_conv_window(program: Program) -> ConvWindow | None:
     taps = terms // channels
     if terms % channels or not LEAST_TAPS <= taps <= MOST_TAPS or left.width * left.item != 16:
         return None
-    place = left.by_place
+    place = left.outer_offset
     begin = place.const % stride
     if begin + channels > stride or any(coef % stride for _, coef in place.terms):
         return None
-    found = [_number(left.by_terms, {K: tap * channels}) for tap in range(taps)]
+    found = [_number(left.k_offset, {K: tap * channels}) for tap in range(taps)]
     if any(f % stride for f in found) or left.step != 1:
         return None
     offsets = [f // stride for f in found]
@@ -131,10 +131,10 @@ def match_conv_window(program: Program) -> ConvWindow | None:
 
 def linearize_k(side: GemmOperand, terms: int) -> GemmOperand:
     """The right operand with its address by terms written as what it is, a multiple of the term, if it is that."""
-    places = _number(side.by_terms, {K: np.arange(terms)})  # type: ignore[dict-item]
+    places = _number(side.k_offset, {K: np.arange(terms)})  # type: ignore[dict-item]
     if not np.array_equal(np.broadcast_to(places, (terms,)), np.arange(terms) * side.step):
         return side
-    return replace(side, index=side.by_place + Index.axis(K) * side.step, run=terms)
+    return replace(side, index=side.outer_offset + Index.axis(K) * side.step, run=terms)
 
 
 def gather_per_copy(program: Program, left: GemmOperand, right: GemmOperand) -> bool:

@@ -67,14 +67,14 @@ class GemmOperand:
     step: int
 
     @property
-    def by_terms(self) -> Index:
+    def k_offset(self) -> Index:
         """The part of the address that the terms decide."""
         return Index(0, tuple(t for t in self.index.terms if _axes(t[0]) & {K, S}))
 
     @property
-    def by_place(self) -> Index:
+    def outer_offset(self) -> Index:
         """The part of the address that batch, row or column decide."""
-        return self.index - self.by_terms
+        return self.index - self.k_offset
 
     @property
     def item(self) -> int:
@@ -303,12 +303,12 @@ def _side(node: Node, outer: str, ranges: dict[str, int], total: int) -> GemmOpe
     for along in (True, False):
         if (side.step if along else index.stride(outer)) != 1:
             continue
-        place = side.by_place if along else side.by_place - Index.axis(outer)
+        place = side.outer_offset if along else side.outer_offset - Index.axis(outer)
         steps = [place.const, *(coef for _, coef in place.terms), total if run == ranges[K] else run]
         starts = range(0, ranges[K], run) if along else range(ranges[K])
         if not along:
             steps[-1] = ranges[outer]
-        terms = side.by_terms
+        terms = side.k_offset
         steps += {_number(terms, {K: k, S: s}) for s in range(ranges.get(S, 1)) for k in starts}
         for width in (b // side.item for b in COPY if b >= side.item):
             if all(step % width == 0 for step in steps):

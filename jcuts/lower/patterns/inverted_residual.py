@@ -55,7 +55,7 @@ class DepthwiseConv:
     phase: Phase
 
     @property
-    def reach(self) -> Place:
+    def receptive_field(self) -> Place:
         """Rows and columns that a window covers."""
         return 1 + max(row for row, _ in self.taps), 1 + max(column for _, column in self.taps)
 
@@ -78,12 +78,12 @@ class InvertedResidual:
         return None if self.expand is None else gemm_operands(self.expand)[1], gemm_operands(self.project)[1]
 
     @cached_property
-    def terms(self) -> int:
+    def in_channels(self) -> int:
         """Channels of the first product's operand; 0 where there is none."""
         return 0 if self.expand is None else self.expand.phases[0].ranges()[K]
 
     @cached_property
-    def columns(self) -> int:
+    def out_channels(self) -> int:
         """Channels of the result."""
         return self.project.phases[0].ranges()[COLUMNS]
 
@@ -98,16 +98,16 @@ class InvertedResidual:
         return ITEM_SIZE[self.dtype]
 
     @property
-    def channels(self) -> int:
+    def expanded_channels(self) -> int:
         """Channels between the products."""
         return self.window.image[3]
 
     @property
-    def products(self) -> float:
+    def multiply_adds(self) -> float:
         """Multiplications of both products and of the window."""
         images, rows, columns, channels = self.window.image
         pixels, outputs = images * rows * columns, images * math.prod(self.window.outputs)
-        return float(channels * (pixels * self.terms + outputs * (self.columns + len(self.window.taps))))
+        return float(channels * (pixels * self.in_channels + outputs * (self.out_channels + len(self.window.taps))))
 
 
 def match_inverted_residual(program: Program) -> InvertedResidual | Refusal:

@@ -57,7 +57,7 @@ class _Access:
         apart = math.gcd(step, cache // WAYS)
         return bytes_, bytes_ if rows * apart <= cache // WAYS else bytes_ / min(1.0, row / apart)
 
-    def crowded(self, extents: dict[str, int], cache: int) -> bool:
+    def has_set_conflicts(self, extents: dict[str, int], cache: int) -> bool:
         """Whether rows of one tile are so far apart that they push each other out of their sets.
 
         Two ways are left to the other operands.
@@ -65,7 +65,7 @@ class _Access:
         _, rows, step = self._rows(extents)
         return step > 0 and rows * math.gcd(step, cache // WAYS) > (WAYS - 2) * (cache // WAYS)
 
-    def jumps(self, extents: dict[str, int]) -> float:
+    def page_opens_per_byte(self, extents: dict[str, int]) -> float:
         """Pages that are opened anew per byte of a tile: its rows over their length, where each lies in another."""
         run, rows, step = self._rows(extents)
         return 0.0 if rows == 1 or step < PAGE else 1.0 / max(run, LINE)
@@ -143,7 +143,7 @@ def _bytes_into_cache(
         tile.setdefault(name, step)
     held, level = dict(tile), len(loops)
     total, share = 0.0, 1.0
-    if any(access.crowded(tile, cache) for access in accesses):
+    if any(access.has_set_conflicts(tile, cache) for access in accesses):
         everything = math.prod(trips for _, trips, _ in loops)
         return everything * sum(access.lines(tile, cache)[0] for access in accesses)
     while True:
@@ -179,4 +179,4 @@ def _runs(
         moved = min(together, trips * access.lines(held, cache)[0])
     else:
         moved = access.lines(held, cache)[0]
-    return moved * math.prod(trips for _, trips, _ in left[1:]) * (1.0 + start * access.jumps(tile))
+    return moved * math.prod(trips for _, trips, _ in left[1:]) * (1.0 + start * access.page_opens_per_byte(tile))

@@ -127,8 +127,8 @@ def _traffic(program: Program, blocks: int, threads: int) -> tuple[float, float,
         moved = float(shape.patches.item * read) + sum(b.bytes for b in program.outputs)
         return max(compulsory, moved), moved / LINE, 1.0
     if params.get("cuda") == "block" and (tile := tile_of(program)) is not None:
-        weights = tile.block.channels * (tile.block.terms + tile.block.columns)
-        moved = float(tile.item * tile.tiles * (tile.pixels * tile.block.terms + weights))
+        weights = tile.block.expanded_channels * (tile.block.in_channels + tile.block.out_channels)
+        moved = float(tile.item * tile.tiles * (tile.pixels * tile.block.in_channels + weights))
         moved += 2 * sum(b.bytes for b in program.outputs)
         return max(compulsory, moved), moved / LINE, 1.0
     if (access := access_of(program)) is not None:
@@ -169,7 +169,7 @@ def _bytes_in_flight(program: Program) -> float:
     if params.get("cuda") == "patch":
         return shape_of(program).patch / params["threads"]
     if params.get("cuda") == "block" and (tile := tile_of(program)) is not None:
-        return tile.item * tile.chunk * (tile.block.terms + tile.block.columns) / params["threads"]
+        return tile.item * tile.chunk * (tile.block.in_channels + tile.block.out_channels) / params["threads"]
     if (access := access_of(program)) is not None:
         return max(access.under_way, 1.0)
     total = 0.0

@@ -85,7 +85,7 @@ class TuningJob:
             if c.label not in out and (c.kind == "stablehlo" or c.label in self.compiled)
         ]
 
-    def expect(self, seconds: float) -> None:
+    def set_derived_time(self, seconds: float) -> None:
         """Takes a time for XLA's that follows from others, beside the kernels' that were measured."""
         self.expected = True
         if self.answer is not None:
@@ -105,7 +105,7 @@ class TuningJob:
         """Whether XLA's time is to follow from other problems'."""
         return self.between is not None or bool(self.parts)
 
-    def again(self) -> None:
+    def remeasure_baseline(self) -> None:
         """XLA's side is to be measured in full."""
         self.between, self.parts, self.apart, self.answer = None, (), [], None
 
@@ -114,7 +114,7 @@ class TuningJob:
         times = [m.seconds for m in self._left() if m.label != LIBRARY and m.is_contest]
         return min(times, default=None)
 
-    def contender(self, mode: str) -> str | None:
+    def next_to_verify(self, mode: str) -> str | None:
         """The candidate that must be checked next, so that a mode can choose; None where that is settled.
 
         It is the one that the mode would choose by its time.  Where that one is right, but would not win against XLA

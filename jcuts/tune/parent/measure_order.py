@@ -36,7 +36,7 @@ def measure_in_order(
     own = [job for job in jobs if not job.is_derived]
     with _told_of("%d problems measured", len(own)):
         for job in own:
-            session.tell("measure", job.problem.name)
+            session.report_progress("measure", job.problem.name)
             session.measure(job)
             job.measured()
             known_of.note(job)
@@ -54,7 +54,7 @@ def measure_in_order(
     for what, some in (("between others", [job for job in jobs if job.between and not job.parts]), ("of parts", sums)):
         with _told_of(f"%d problems {what} measured", len(some)):
             for job in some:
-                session.tell("measure", job.problem.name)
+                session.report_progress("measure", job.problem.name)
                 job.library = known_of.range(job)
                 if job.library is not None:
                     session.measure(job, job.library[1])
@@ -113,7 +113,7 @@ def _is_settled(job: TuningJob, faster: float, slower: float) -> bool:
         return not job.candidates
     seconds = decide_from_bounds(job.fastest(), *job.library, faster, slower)
     if seconds is not None:
-        job.expect(seconds)
+        job.set_derived_time(seconds)
     return seconds is not None
 
 

@@ -209,7 +209,7 @@ def _measure_in_turn(session: TuningQueue, asked: _TuneRequest) -> Iterator[tupl
             return None if choice is None else choice.measured_seconds(LIBRARY)  # errors would add up
 
         for job in measure_in_order(session, [] if busy else missing, known):
-            contender = job.contender(asked.mode) if session.checks_last else None
+            contender = job.next_to_verify(asked.mode) if session.checks_last else None
             if contender is not None:
                 open_.append(job)
                 foreseen(job, contender)

@@ -93,7 +93,7 @@ class TuningQueue:
         self.counts = {"compile": 0, "check": 0, "measure": 0}
         self.total = 0
 
-    def tell(self, stage: str, name: str) -> None:
+    def report_progress(self, stage: str, name: str) -> None:
         """Reports one step of a stage."""
         self.counts[stage] += 1
         if self.progress is not None:
@@ -146,7 +146,7 @@ class TuningQueue:
 
         def done(answer: Answer | CandidateRejected) -> None:
             job.compiling -= 1
-            self.tell("compile", job.problem.name)
+            self.report_progress("compile", job.problem.name)
             if isinstance(answer, CandidateRejected):
                 job.reject(label, answer)
             else:
@@ -214,7 +214,7 @@ class TuningQueue:
         self.pool.shrink(DEVICE, 1)
 
     def _check_next(self, job: TuningJob) -> None:
-        label = job.contender(self.mode)
+        label = job.next_to_verify(self.mode)
         if label is not None:
             self._check(job, label)
 
@@ -225,7 +225,7 @@ class TuningQueue:
 
         def done(answer: Answer | CandidateRejected) -> None:
             job.checking -= 1
-            self.tell("check", job.problem.name)
+            self.report_progress("check", job.problem.name)
             if isinstance(answer, CandidateRejected):
                 job.reject(label, answer)
             else:
@@ -285,7 +285,7 @@ class TuningQueue:
     def send_again(self, jobs: list[TuningJob]) -> None:
         """XLA's own programs of jobs, of which others were compiled, or none."""
         for job in jobs:
-            job.again()
+            job.remeasure_baseline()
             self.sent.discard(str(job.file))
         if jobs:
             self.compile_ahead(jobs)

@@ -91,7 +91,7 @@ class Worker:
         self.id = 0
         self.answered = False
 
-    def give(self, task: Task) -> None:
+    def send(self, task: Task) -> None:
         """Sends a request (small: arrays travel as files)."""
         self.task, self.running = task, ""
         self.id += 1
@@ -137,7 +137,7 @@ class Worker:
                     pipe.close()
         _alive.discard(self)
 
-    def last_words(self) -> str:
+    def stderr_tail(self) -> str:
         """The end of what it wrote to stderr."""
         try:
             return self.log.read_bytes()[-2000:].decode(errors="replace").strip()
@@ -238,18 +238,18 @@ class WorkerPool:
 
     def _step(self, patience: float) -> bool:
         """One round of the event loop, of at most so many seconds; False if nothing is under way."""
-        self._feed()
+        self._dispatch()
         busy = [w for w in self._all() if w.task is not None]
         if not busy:
             return False
         wait = max(0.0, min(w.deadline for w in busy) - time.monotonic())
         for key, _ in self.selector.select(min(wait, patience)):
-            self._hear(key.data)
+            self._handle_answer(key.data)
         now = time.monotonic()
         for worker in [w for w in self._all() if w.task is not None and w.deadline <= now]:
             assert worker.task is not None
             self._fail(worker, f"no answer within {worker.task.timeout:g} s: it was killed", reason="timeout")
-        self._feed()
+        self._dispatch()
         return True
 
     def stop(self, group: str) -> None:
@@ -286,7 +286,7 @@ class WorkerPool:
     def _all(self) -> Iterable[Worker]:
         return [w for group in self.workers.values() for w in group]
 
-    def _feed(self) -> None:
+    def _dispatch(self) -> None:
         for group, workers in self.workers.items():
             idle = [worker for worker in workers if worker.task is None]
             for worker in idle[: max(0, len(workers) - self.sizes[group])]:
@@ -303,7 +303,7 @@ class WorkerPool:
                     if worker is None:
                         self._give_up(group)
                         break
-                worker.give(waiting.popleft())
+                worker.send(waiting.popleft())
 
     def _start(self, group: str) -> Worker | None:
         if not sys.executable or self.failed_starts >= _MAX_STARTS:
@@ -326,7 +326,7 @@ class WorkerPool:
                 WorkerFailed("the measuring process cannot be started", reason="start", executable=sys.executable)
             )
 
-    def _hear(self, worker: Worker) -> None:
+    def _handle_answer(self, worker: Worker) -> None:
         try:
             answers = worker.read()
         except ValueError as error:
@@ -368,7 +368,7 @@ class WorkerPool:
                     f"the measuring process failed during {op!r}: {what}",
                     op=op,
                     running=worker.running,
-                    stderr=worker.last_words(),
+                    stderr=worker.stderr_tail(),
                     **values,
                 )
             )

@@ -86,19 +86,19 @@ class FlatReference:
         """XLA's result in float64."""
         return self.result.astype(np.float64)
 
-    def held(self, values: np.ndarray) -> np.ndarray:
+    def checked_values(self, values: np.ndarray) -> np.ndarray:
         """The values where rules 3 to 5 apply."""
         return values if self.kept is None else values[self.kept]
 
     @functools.cached_property
     def held_r(self) -> np.ndarray:
         """The reference there."""
-        return self.held(self.r)
+        return self.checked_values(self.r)
 
     @functools.cached_property
     def held_errors(self) -> np.ndarray:
         """XLA's errors there."""
-        return self.held(self.errors)
+        return self.checked_values(self.errors)
 
 
 def flat(array: np.ndarray) -> np.ndarray:

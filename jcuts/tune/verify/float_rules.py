@@ -190,7 +190,7 @@ def _errors(have: np.ndarray, known: FlatReference, tiny: float) -> np.ndarray:
         errors[slab] = _beyond(values[slab].astype(np.float64) - known.r[slab], tiny)
 
     blocked_numpy.parallel_blocks(values.size, fill)
-    return known.held(errors)
+    return known.checked_values(errors)
 
 
 def _less(errors: np.ndarray, tiny: float) -> np.ndarray:

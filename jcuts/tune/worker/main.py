@@ -88,7 +88,7 @@ def serve() -> None:
             answer = _failure(request, WorkerFailed.__name__, message, {"traceback": where, **more})
         answers.write(json.dumps(answer) + "\n")
         del answer, request
-        heap.settle()  # nobody waits for that
+        heap.trim()  # nobody waits for that
 
 
 def _failure(request: dict[str, Any], kind: str, message: str, values: dict[str, object]) -> dict[str, Any]:

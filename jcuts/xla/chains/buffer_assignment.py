@@ -46,7 +46,7 @@ class Call(NamedTuple):
             str(attributes["digest"]),
             reads.operands(eqn),
             results,
-            reads.updated(eqn),
+            reads.overwritten_value(eqn),
             int(attributes["start"]),
             int(attributes["scratch_bytes"]),
         )

@@ -30,7 +30,7 @@ class Dataflow:
             return list(eqn.invars)
         return [a if jaxapi.is_literal(a) else self.roots.get(a, a) for a in eqn.invars]
 
-    def updated(self, eqn: Any) -> Any:
+    def overwritten_value(self, eqn: Any) -> Any:
         """The value that a kernel overwrites with its first result, or None."""
         return next((self.operands(eqn)[k] for k in _overwritten(eqn)), None)
 

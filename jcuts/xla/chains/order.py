@@ -41,7 +41,7 @@ def order_for_chains(eqns: Sequence[Any], reads: Dataflow) -> list[Any]:
             found.append(eqn)
             continue
         operands = [a for a in reads.operands(eqn) if not jaxapi.is_literal(a)]
-        updated = reads.updated(eqn)
+        updated = reads.overwritten_value(eqn)
         spoils = updated in chain.made and any(reader is not eqn for reader in reads.readers.get(updated, []))
         if not chain.calls or spoils or chain.outdated & set(operands):
             chain = Chain()

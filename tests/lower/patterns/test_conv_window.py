@@ -52,7 +52,7 @@ def test_every_pixel_that_a_tile_reads_is_in_its_run(image, filters, strides, pa
     assert found is not None and found.taps == filters[1] * filters[2] and found.channels == image[3]
     side = found.side
     for size in (5, 64):
-        span = found.span(size)
+        span = found.halo_rows(size)
         for m in range(found.rows):
             first = _number(found.pixel, {"m": m // size * size}) + found.first
             for tap in range(found.taps):
@@ -166,5 +166,5 @@ def test_filters_stay_where_they_have_a_place():
     found = match_conv_window(program)
     assert found is not None
     stay = [dict(p.params) for p, _ in gemm_wgmma.contraction_schedules(program, MACHINE)]
-    stay = [p for p in stay if "pixels" in p and p["stages"] == found.steps == 18]
+    stay = [p for p in stay if "pixels" in p and p["stages"] == found.k_tiles == 18]
     assert len(stay) >= 2 and all(three(p["tile"])[1] == 64 for p in stay)

@@ -160,10 +160,10 @@ def test_a_patch_by_hand():
     assert (found.lines, found.length, found.images, found.rows, found.outputs) == (224, 672, 64, 112, 112)
     shape = FewChannelTile(found, 8, 16, 64, (4, 1, 1), 2, 4)
     assert (shape.lines, shape.width, shape.early) == (7 * 2 + 7, 4, 3)  # 9 early are 12, a multiple of 16 bytes
-    assert shape.length == 116 >= 3 + 15 * 6 + 21 and shape.steps == 19 and len(shape.places) == 38
+    assert shape.length == 116 >= 3 + 15 * 6 + 21 and shape.steps == 19 and len(shape.k_offsets) == 38
     assert (shape.threads, shape.warp, shape.counts, shape.tiles) == (128, (2, 16, 64), (14, 7), 64 * 98)
     assert shape.filters == 152 * 72 * 4 and shape.shared == 2 * 21 * shape.pitch * 4 + shape.filters
-    assert shape.apart == 2  # 12 elements: eight pixels by four terms meet all banks
+    assert shape.fragment_row_stride == 2  # 12 elements: eight pixels by four terms meet all banks
     (use,) = launch_stats.launch_stats(
         few_channels.apply_tile(as_few_channel_conv(layer("7x7")), shape), [(1568, 128, 140, shape.shared)]
     )
@@ -179,7 +179,7 @@ def test_fragments_meet_few_banks(stride, channels):
     )
     shape = FewChannelTile(conv_geometry(made), 4, 16, 16, (4, 1, 1), 1, 1)
     total = 0
-    for four in shape.places:
-        words = {g * shape.apart * stride * channels + t for g in range(8) for t in four}
+    for four in shape.k_offsets:
+        words = {g * shape.fragment_row_stride * stride * channels + t for g in range(8) for t in four}
         total += max(sum(w % 32 == bank for w in words) for bank in range(32))
-    assert total == shape.waits <= (4 if stride * channels == 16 else 2) * len(shape.places)
+    assert total == shape.bank_conflict_cycles <= (4 if stride * channels == 16 else 2) * len(shape.k_offsets)

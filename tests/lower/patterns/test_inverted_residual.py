@@ -160,8 +160,8 @@ def test_a_chain_of_blocks_has_no_subset_twice():
     assert [len(f.parts) for f in found] == [3, 3] and not found[0].members & found[1].members
     assert found[0].members | found[1].members == traced.everything
     level = Computation(traced.closed, traced.graph, lambda: greedy.group(traced.graph), True)
-    level.use(cover)
-    level.replace(level.subset(found[0].members, found[0].program))
+    level.set_partition(cover)
+    level.merge_into(level.subset(found[0].members, found[0].program))
     assert next(len(s.members) for s in level.subsets) == len(found[0].members) and len(level.subsets) == 4
 
 
@@ -203,5 +203,5 @@ def test_banks_of_what_warps_store_and_read():
         lanes = range(32 // width)
         words = [lane // 4 * shape.patch_pitch + lane % 4 * width + k for lane in lanes for k in range(width)]
         assert len({word % 32 for word in words}) == 32
-        assert len({(row * shape.deep_pitch + k) % 32 for row in range(8) for k in range(4)}) == 32
+        assert len({(row * shape.projected_pitch + k) % 32 for row in range(8) for k in range(4)}) == 32
         assert len({(row * shape.input_pitch + k) % 32 for row in range(8) for k in range(4)}) == 32

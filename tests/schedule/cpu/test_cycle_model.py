@@ -72,7 +72,7 @@ def test_lines_and_sets():
     rows = _Access((("r", 4096), ("c", 4)), 4, 1 << 20)
     # 16 rows of 16 floats: 16 lines; 4 KiB apart they share one of the 64 sets of a 32 KiB cache
     assert rows.lines({"r": 16, "c": 16}, 32 << 10) == (1024.0, 1024.0 * 64)
-    assert rows.crowded({"r": 7, "c": 1}, 32 << 10) and not rows.crowded({"r": 6, "c": 1}, 32 << 10)
+    assert rows.has_set_conflicts({"r": 7, "c": 1}, 32 << 10) and not rows.has_set_conflicts({"r": 6, "c": 1}, 32 << 10)
     near = _Access((("r", 64), ("c", 4)), 4, 1 << 20)
     assert near.lines({"r": 16, "c": 16}, 32 << 10) == (1024.0, 1024.0)
 

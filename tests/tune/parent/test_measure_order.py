@@ -186,7 +186,7 @@ def test_clear_members_of_a_family_are_not_measured_in_full(tmp_path):
     session, jobs = run(tmp_path, times, **{name: {"between": place} for name in ("wins", "close", "loses", "far")})
     assert session.again == ["close"] and library(jobs["close"]) == (2.7, "chain")
     assert all(library(jobs[name]) == (2.5, FAMILY) and jobs[name].expected for name in ("wins", "loses", "far"))
-    assert jobs["wins"].contender("mixed") == "k" and jobs["loses"].contender("mixed") is None
+    assert jobs["wins"].next_to_verify("mixed") == "k" and jobs["loses"].next_to_verify("mixed") is None
     assert not jobs["low"].expected and not jobs["close"].expected
     assert session.asked.count(("wins", False, False)) == 1 and ("close", True, False) in session.asked
 

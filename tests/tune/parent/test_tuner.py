@@ -201,7 +201,7 @@ def test_who_is_checked_is_who_wins_in_the_end(tmp_path):
     noisy = {"xla": (1.12, 0.1), first.label: (1.08, 0.1), second.label: (1.0, 0.1)}
     job = measured_job(tmp_path / "ties", noisy)
     checked = []
-    while (label := job.contender("mixed")) is not None:
+    while (label := job.next_to_verify("mixed")) is not None:
         checked.append(label)
         job.passed.append(label)
     assert checked == [first.label, second.label]
@@ -210,15 +210,15 @@ def test_who_is_checked_is_who_wins_in_the_end(tmp_path):
     job = measured_job(tmp_path / "wrong", noisy)
     job.passed.append(first.label)
     job.reject(second.label, CandidateRejected("wrong"))
-    assert job.contender("mixed") is None and job.choice().uses_library
+    assert job.next_to_verify("mixed") is None and job.choice().uses_library
 
 
 def test_noise_of_a_wrong_candidate_is_no_noise_of_the_others(tmp_path):
     job = measured_job(tmp_path / "noise", {"xla": (1.0, 0.001), "wrong": (0.8, 0.1), "right": (0.95, 0.001)})
     job.reject("wrong", CandidateRejected("wrong"))
-    assert job.contender("mixed") == "right"
+    assert job.next_to_verify("mixed") == "right"
     job.passed.append("right")
-    assert job.contender("mixed") is None
+    assert job.next_to_verify("mixed") is None
     assert job.choice().winner == "right" and job.choice().margin == 0.01
 
 
@@ -665,7 +665,7 @@ def test_a_shortage_while_the_fastest_is_checked_postpones(tmp_path, label):
     job = measured_job(tmp_path, {"xla": (1.0, 0.001), "right": (0.5, 0.001), "slow": (2.0, 0.001)})
     short = WorkerFailed("full", reason="memory")
     job.fail(short) if label == "xla" else job.reject(label, short)
-    assert job.contender("mixed") is None
+    assert job.next_to_verify("mixed") is None
     assert job.choice().is_postponed and job.transient
 
 

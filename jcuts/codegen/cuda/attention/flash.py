@@ -104,7 +104,7 @@ class FlashAttentionKernel:
         if shape.warps[1] == 1:
             self._finish(state)
         else:
-            self._meet(state)
+            self.merge_split_keys(state)
 
     def _start(self, tile: L.Value, stage: L.Value) -> None:
         for copier in self.copiers:
@@ -211,7 +211,7 @@ class FlashAttentionKernel:
         keys = STEP // self.attention.value.item
         for first in range(0, shape.warp[1], keys):
             left = [self._left(weights[2 * i], weights[2 * i + 1], first // EIGHT) for i in range(len(out))]
-            for column in range(0, shape.features, SIXTEEN):
+            for column in range(0, shape.padded_head_dim, SIXTEEN):
                 for j, right in enumerate(self.reader.values(stage, first, column)):
                     at = column // EIGHT + j
                     for i, fragment in enumerate(left):
@@ -228,14 +228,14 @@ class FlashAttentionKernel:
         return [asm(builder, text, L.I32, [high, low]) for low, high in pairs]
 
     # -- the end ------------------------------------------------------------------------------------------------
-    def _meet(self, state: OnlineSoftmaxState) -> None:
+    def merge_split_keys(self, state: OnlineSoftmaxState) -> None:
         """Warps that have shared the keys: all but the first put down what they have, the first one takes it."""
         builder, shape = self.builder, self.shape
         ptx_mma.cp_async_wait(builder, 0)
         ptx_mma.barrier(builder)
-        place = builder.add(builder.mul(self.band, L.I32(shape.state)), builder.mul(self.lane, L.I32(FOUR)))
+        place = builder.add(builder.mul(self.band, L.I32(shape.exchange_bytes)), builder.mul(self.lane, L.I32(FOUR)))
         place = builder.add(self.shared, place)
-        every = shape.warps[0] * shape.state
+        every = shape.warps[0] * shape.exchange_bytes
         with builder.if_then(builder.icmp_signed(">", self.part, L.I32(0))):
             mine = builder.mul(builder.sub(self.part, L.I32(1)), L.I32(every))
             store_state(builder, state, builder.add(place, mine))
@@ -263,5 +263,5 @@ class FlashAttentionKernel:
             STEP,
             shape.warp[0],
         )
-        tiles = (rows, SmemTile(side, value.length, shape.features, STEP, shape.features))
+        tiles = (rows, SmemTile(side, value.length, shape.padded_head_dim, STEP, shape.padded_head_dim))
         epilogue(frame, attention.result, tiles, self.buffers, self.lane, totals)

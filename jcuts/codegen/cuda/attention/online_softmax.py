@@ -44,7 +44,7 @@ class OnlineSoftmaxState:
     def none(shape: FlashTile) -> OnlineSoftmaxState:
         """Before the first key."""
         rows = 2 * shape.warp[0] // SIXTEEN
-        out = [L.F32(0.0)] * (rows // 2 * shape.features // EIGHT * 4)
+        out = [L.F32(0.0)] * (rows // 2 * shape.padded_head_dim // EIGHT * 4)
         return OnlineSoftmaxState.of([*[LEAST] * rows, *[L.F32(0.0)] * rows, *out], shape)
 
 

@@ -56,10 +56,10 @@ def apply_score_mod(
     for i, j, k in itertools.product(range(len(scores)), range(len(scores[0])), range(4)):
         down, across = i * SIXTEEN + EIGHT * (k // 2), j * EIGHT + k % 2
         given = graph.add(Node("acc", "float32", attrs=(("number", 0), ("point", (down, across)))))
-        emitter.give(given, E.Lanes(scores[i][j][k], "float32"))
+        emitter.bind(given, E.Lanes(scores[i][j][k], "float32"))
         where = {ROWS: Index.axis(ROWS) + down, COLUMNS: Index.axis(COLUMNS) + across}
         (numbers[i, j, k],) = made.copy_into(graph, [wanted], where, frame.ranges, dict.fromkeys(accs, given))
-    emitter.plan(numbers.values())
+    emitter.vectorize_loads(numbers.values())
     places = list(numbers)
     values = dict(zip(places, emitter.emit([numbers[p] for p in places]), strict=True))
     found = [[[values[i, j, k].value for k in range(4)] for j in range(len(row))] for i, row in enumerate(scores)]

@@ -118,7 +118,7 @@ class FewChannelConvKernel:
 
     def _begin(self, tile: L.Value, stage: L.Value) -> L.Value:
         """Where the first line of a tile begins, seen from the first patch."""
-        if not self.shape.odd:
+        if not self.shape.half_word_lines:
             return stage
         middle = self.copier.middle(self._places(tile))
         return self.builder.add(stage, self.builder.mul(middle, L.I32(self.shape.patches.item)))
@@ -157,13 +157,13 @@ class FewChannelConvKernel:
         """For every pattern of four terms the address of this lane's one, for its first pixel and the first stage."""
         builder, shape, item = self.builder, self.shape, self.shape.patches.item
         down, across = shape.patches.step
-        pixel = builder.mul(builder.lshr(self.lane, L.I32(2)), L.I32(shape.apart))
+        pixel = builder.mul(builder.lshr(self.lane, L.I32(2)), L.I32(shape.fragment_row_stride))
         place = builder.mul(builder.add(self.pixel, pixel), L.I32(across))
         place = builder.add(place, builder.mul(self.row, L.I32(down * shape.pitch)))
         place = builder.add(self.shared, builder.mul(builder.add(place, L.I32(shape.early)), L.I32(item)))
         term = builder.and_(self.lane, L.I32(3))
         found: dict[tuple[int, ...], L.Value] = {}
-        for four in shape.places:
+        for four in shape.k_offsets:
             pattern = tuple(t - four[0] for t in four)
             if pattern in found:
                 continue
@@ -190,7 +190,11 @@ class FewChannelConvKernel:
         high, long, broad = shape.warp
         count, kind = high * long // TILE, TYPES[shape.patches.dtype]
         sums: Totals = [[[L.F32(0.0)] * 4 for _ in range(broad // EIGHT)] for _ in range(count)]
-        places = {p: builder.add(v, stage) for p, v in patterns.items()} if shape.stages > 1 or shape.odd else patterns
+        places = (
+            {p: builder.add(v, stage) for p, v in patterns.items()}
+            if shape.stages > 1 or shape.half_word_lines
+            else patterns
+        )
         near = (self._left(places, 0), self._right(columns, 0))
         for step in range(shape.steps):
             rows, filters = near
@@ -206,7 +210,7 @@ class FewChannelConvKernel:
         builder, shape = self.builder, self.shape
         high, long, _ = shape.warp
         down, across = shape.patches.step
-        lower, many = 1 if shape.apart == 2 else EIGHT, WORD // shape.patches.item
+        lower, many = 1 if shape.fragment_row_stride == 2 else EIGHT, WORD // shape.patches.item
         found = []
         for row in range(high):
             for pixel in range(0, long, TILE):
@@ -227,7 +231,7 @@ class FewChannelConvKernel:
         kind = L.I32 if item == WORD else ir.IntType(16)
         if real == 0:
             return kind(0)
-        places = shape.places[four]
+        places = shape.k_offsets[four]
         address = patterns[tuple(t - places[0] for t in places)]
         offset = item * (places[0] + offset)
         if item == WORD:
@@ -260,7 +264,7 @@ class FewChannelConvKernel:
         variables[ROWS] = builder.add(variables[ROWS], self.pixel)
         variables[COLUMNS] = builder.add(variables[COLUMNS], self.column)
         tiles = (
-            SmemTile(_side(ROWS, shape.apart == 1), found.outputs, shape.pixels, LINES, long),
+            SmemTile(_side(ROWS, shape.fragment_row_stride == 1), found.outputs, shape.pixels, LINES, long),
             SmemTile(_side(COLUMNS, False), found.columns, shape.columns, LINES, broad),
         )
         frame = replace(self.frame, variables=variables)

@@ -39,7 +39,10 @@ class ImageLoader:
         begin = builder.add(begin, L.I32(found.start[1] - shape.early))
         base = builder.mul(builder.sext(M.index(at, found.base), L.I64), L.I64(item))
         base = builder.add(self.frame.pointers[found.image], base)
-        line, column = builder.udiv(thread, L.I32(shape.beside)), builder.urem(thread, L.I32(shape.beside))
+        line, column = (
+            builder.udiv(thread, L.I32(shape.threads_per_line)),
+            builder.urem(thread, L.I32(shape.threads_per_line)),
+        )
         place = builder.mul(column, L.I32(shape.width))
         down = builder.add(line, first)
 
@@ -56,30 +59,30 @@ class ImageLoader:
             offset = builder.add(builder.mul(builder.add(there, first), L.I32(found.length)), right)
             return target, builder.add(base, builder.mul(builder.sext(offset, L.I64), L.I64(item))), right
 
-        abreast, pieces = shape.threads // shape.beside, shape.length // shape.width
-        if shape.odd:
+        abreast, pieces = shape.threads // shape.threads_per_line, shape.length // shape.width
+        if shape.half_word_lines:
             middle = builder.and_(builder.add(self.middle(places), line), L.I32(1))
             other = abreast % 2 and abreast < shape.lines
             turns = [addresses(0, middle), *([addresses(abreast, builder.sub(L.I32(1), middle))] if other else [])]
         else:
             turns = [addresses(0, None)]
         for above in range(0, shape.lines, abreast):
-            turn = above % 2 if shape.odd else 0
+            turn = above % 2 if shape.half_word_lines else 0
             target, source, right = turns[turn]
             lines = above - turn * abreast
             there = None
             if above + abreast > shape.lines:
                 there = builder.icmp_unsigned("<", line, L.I32(shape.lines - above))
             inside = builder.icmp_unsigned("<", builder.add(down, L.I32(above)), L.I32(found.lines))
-            for left in range(0, pieces, shape.beside):
+            for left in range(0, pieces, shape.threads_per_line):
                 where = there
-                if left + shape.beside > pieces:
+                if left + shape.threads_per_line > pieces:
                     held = builder.icmp_unsigned("<", column, L.I32(pieces - left))
                     where = held if where is None else builder.and_(where, held)
                 end = builder.add(right, L.I32(left * shape.width))
                 moved = (lines * shape.pitch + left * shape.width, lines * found.length + left * shape.width)
                 ends = (target, item * moved[0]), (source, item * moved[1])
-                if not shape.odd:
+                if not shape.half_word_lines:
                     live = builder.and_(inside, builder.icmp_unsigned("<", end, L.I32(found.length)))
                     ptx_mma.cp_async(builder, *ends, item * shape.width, live, where)
                     continue

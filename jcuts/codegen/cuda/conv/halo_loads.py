@@ -79,8 +79,8 @@ class HaloLoader:
         where = inside if where is None else builder.and_(where, inside)
         pixel = builder.add(first, line)
         live = builder.icmp_unsigned("<", pixel, L.I32(window.pixels))
-        channel = builder.add(self.channel, builder.mul(chunk, L.I32(window.line)))
-        if window.channels % window.line:
+        channel = builder.add(self.channel, builder.mul(chunk, L.I32(window.channels_per_tile)))
+        if window.channels % window.channels_per_tile:
             live = builder.and_(live, builder.icmp_signed("<", channel, L.I32(window.channels)))
         place = builder.add(builder.mul(pixel, L.I32(window.stride)), channel)
         if window.begin:
@@ -134,7 +134,7 @@ class HaloFragments:
             total = bit if total is None else builder.or_(total, bit)
         return total
 
-    def turn(self, tap: L.Value, stage: L.Value) -> None:
+    def select_tap(self, tap: L.Value, stage: L.Value) -> None:
         """Goes to a tap of the run at so many bytes from the first one."""
         builder, window = self.builder, self.window
         offset = builder.mul(builder.urem(tap, L.I32(window.across)), L.I32(window.aside))

@@ -57,9 +57,9 @@ class ImplicitGemmKernel(WgmmaKernel):
             phi.add_incoming(value, before)
         steps = ImplicitGemmMainloop(self, places)
         self._finish(steps, row)
-        for phi, value in zip(carried, (self.following(row), *steps.places), strict=True):
+        for phi, value in zip(carried, (self.next_tile_row(row), *steps.places), strict=True):
             phi.add_incoming(value, builder.block)
-        builder.cbranch(self.there(self.following(row)), loop, after)
+        builder.cbranch(self.has_tile(self.next_tile_row(row)), loop, after)
         builder.position_at_end(after)
         ptx_mma.cp_async_wait(builder, 0)
 
@@ -71,11 +71,11 @@ class ImplicitGemmKernel(WgmmaKernel):
         row, column = builder.udiv(block, L.I32(shape.columns)), builder.urem(block, L.I32(shape.columns))
         return {ROWS: builder.mul(row, L.I32(shape.left.size)), COLUMNS: builder.mul(column, L.I32(shape.right.size))}
 
-    def following(self, row: L.Value) -> L.Value:
+    def next_tile_row(self, row: L.Value) -> L.Value:
         """The first row of the block's next tile."""
         return self.builder.add(row, L.I32(self.shape.high_blocks * self.shape.left.size))
 
-    def there(self, row: L.Value) -> L.Value:
+    def has_tile(self, row: L.Value) -> L.Value:
         """Whether there is a tile that begins at a row."""
         return self.builder.icmp_signed("<", row, L.I32(self.shape.left.extent))
 
@@ -115,7 +115,7 @@ class ImplicitGemmKernel(WgmmaKernel):
     def filters(self, tap: L.Value, chunk: L.Value, stage: L.Value, where: L.Value | None) -> Iterator[None]:
         """Starts one copy of a tile of weights at a time."""
         builder, found = self.builder, self.shape.window
-        channel = builder.mul(chunk, L.I32(found.line))
+        channel = builder.mul(chunk, L.I32(found.channels_per_tile))
         term = builder.add(builder.mul(tap, L.I32(found.channels)), channel)
         return self.weights.copies(term, stage, builder.sub(L.I32(found.channels), channel), where)
 

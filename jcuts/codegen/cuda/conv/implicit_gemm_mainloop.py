@@ -32,12 +32,12 @@ class ImplicitGemmMainloop:
         emitter.rows.begin(row, emitter.row_warp, emitter.lane)
         mine, more, other = emitter.pixels.first(row), L.I1(0), L.I32(0)
         if shape.rounds > 1:
-            more, other = emitter.there(emitter.following(row)), emitter.pixels.first(emitter.following(row))
+            more, other = emitter.has_tile(emitter.next_tile_row(row)), emitter.pixels.first(emitter.next_tile_row(row))
         self.runs = mine, more, other
         fetched: Words = []
         if shape.fetched:
             self._arrived()
-            emitter.rows.turn(L.I32(0), self.places[2])
+            emitter.rows.select_tap(L.I32(0), self.places[2])
             fetched = self._read()
         high, wide = shape.left.warp // wgmma.ROWS, shape.right.warp // 8
         state: list[L.Value] = [L.I32(0), L.I32(0), emitter.chunk, *self.places]
@@ -109,7 +109,7 @@ class ImplicitGemmMainloop:
         if shape.fetched:
             totals, words = self._fetched(number, (tap, run), (following[1], following[5]), reading, totals, words)
         else:
-            emitter.rows.turn(tap, run)
+            emitter.rows.select_tap(tap, run)
             totals = emitter.products(number, reading, totals, beside if shape.spread else [], most)
         for copy in [] if shape.spread and not shape.fetched else beside:
             next(copy)
@@ -140,7 +140,7 @@ class ImplicitGemmMainloop:
                 [(r, wgmma.advance_descriptor(builder, right, columns.step(k))) for k, r in enumerate(rounded)]
             )
         ends = builder.icmp_signed("==", number, L.I32(shape.share - 1))
-        emitter.rows.turn(*(builder.select(ends, mine, other) for mine, other in zip(now, then, strict=True)))
+        emitter.rows.select_tap(*(builder.select(ends, mine, other) for mine, other in zip(now, then, strict=True)))
         words = self._read()
         return wgmma.wgmma_async(builder, shape.kind, pairs, (False, False), totals), words
 
@@ -179,8 +179,8 @@ class ImplicitGemmMainloop:
             first = builder.select(inside, mine, other)
             later = builder.select(inside, builder.add(chunk, L.I32(1)), L.I32(0))
             where = builder.or_(inside, more)
-            parts = emitter.pixels.part(first, later, self._other(run), tap, shape.slots, where)
-            made += [parts] * -(-emitter.pixels.count // shape.slots)
+            parts = emitter.pixels.part(first, later, self._other(run), tap, shape.copy_steps, where)
+            made += [parts] * -(-emitter.pixels.count // shape.copy_steps)
         return made
 
 

@@ -64,7 +64,7 @@ class ImplicitGemmKernelTile(HaloTile):
     @property
     def lines(self) -> int:
         """Lines of channels that the block multiplies."""
-        return self.window.chunks // self.cluster
+        return self.window.channel_tiles // self.cluster
 
     @property
     def stage(self) -> int:
@@ -92,7 +92,7 @@ class ImplicitGemmKernelTile(HaloTile):
         found = self.window
         if not self.short:
             return [KLoopSegment(self.share, found.whole, self.together)]
-        lines = (found.chunks - 1) * found.taps
+        lines = (found.channel_tiles - 1) * found.taps
         return [
             KLoopSegment(count, steps, found.taps if self.unrolled else self._apart(count, steps))
             for count, steps in ((lines, found.whole), (found.taps, found.short))
@@ -112,7 +112,7 @@ class ImplicitGemmKernelTile(HaloTile):
         return self.window.taps * (2 if self.whole and self.window.taps % 2 and self.lines > 1 else 1)
 
     @property
-    def slots(self) -> int:
+    def copy_steps(self) -> int:
         """Steps of a chunk beside which the next run of pixels is copied, so that it is there when it is read."""
         return self.window.taps - self.ahead + (0 if self.fetched else 1)
 
@@ -156,7 +156,7 @@ def window_shape(program: Program) -> ImplicitGemmKernelTile:
     found = match_conv_window(program)
     if found is None or not weights_need_no_transform(program):
         raise CompileRejected(f"{program.name}: no convolution with rounded weights whose pixels can be kept")
-    ragged, right = found.channels % found.line != 0, linearize_k(right, found.taps * found.channels)
+    ragged, right = found.channels % found.channels_per_tile != 0, linearize_k(right, found.taps * found.channels)
     first = WgmmaSmemTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
     second = WgmmaSmemTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), 0, ragged)
     stages, kept = int(str(params["stages"])), int(str(params["pixels"]))
@@ -167,10 +167,10 @@ def window_shape(program: Program) -> ImplicitGemmKernelTile:
         second,
         (WARPS * along, across, 1),
         stages,
-        found.steps // cluster,
+        found.k_tiles // cluster,
         found.taps * found.channels,
         cluster,
-        found.span(rows),
+        found.halo_rows(rows),
         kept,
         rounds,
         found,
@@ -181,16 +181,16 @@ def window_shape(program: Program) -> ImplicitGemmKernelTile:
         short=bool(params.get("short", 0)),
         push=bool(params.get("push", 0)),
     )
-    fits = divides_evenly(first, second, along, across) and terms == found.line
+    fits = divides_evenly(first, second, along, across) and terms == found.channels_per_tile
     grouped = 1 <= steps <= AHEAD and not found.narrow
     grouped = grouped or (shape.whole and (found.narrow or shape.short or shape.share % 2 == 0))
     fits = fits and grouped and terms * left.item // ptx_mma.STEP % steps == 0 and is_loadable(second, across)
     fits = fits and (shape.short or not shape.unrolled or shape.share % shape.together == 0)
-    fits = fits and not (shape.short and (found.short == found.whole or (shape.unrolled and found.chunks > 2)))
-    fits = fits and 3 <= stages <= shape.share and shape.slots >= 1 and rounds >= 1
+    fits = fits and not (shape.short and (found.short == found.whole or (shape.unrolled and found.channel_tiles > 2)))
+    fits = fits and 3 <= stages <= shape.share and shape.copy_steps >= 1 and rounds >= 1
     fits = fits and (not shape.fetched or (shape.whole and left.item == 4))
     fits = fits and (kept == 2 or (kept == shape.lines == rounds == 1))
-    fits = fits and found.chunks % cluster == 0 and shape.push == (cluster > 1)
+    fits = fits and found.channel_tiles % cluster == 0 and shape.push == (cluster > 1)
     fits = fits and (rounds == 1 or not (shape.push or params.get("early", 0))) and not (shape.push and shape.short)
     fits = fits and {"flight", "split", "cached"}.isdisjoint(params)
     fits = fits and may_swap_lanes(params, second)

@@ -241,7 +241,7 @@ class ThreadTileKernel:
         if self.bare:
             _strip(tile.graph)
         emitter = self._body_emitter(frame, tile.graph)
-        emitter.plan(value for _, _, _, values in tile.terms for value in values)
+        emitter.vectorize_loads(value for _, _, _, values in tile.terms for value in values)
         for point, red_point, number, values in sorted(tile.terms, key=lambda t: _memory_order(tile.graph, t[3])):
             if self._changes_nothing(tile.graph, number, values):
                 continue
@@ -272,9 +272,9 @@ class ThreadTileKernel:
             _strip(tile.graph)
         emitter = self._exit_emitter(frame, tile.graph)
         for node, (point, number) in tile.accs.items():
-            emitter.give(node, self._accumulated(number, point))
+            emitter.bind(node, self._accumulated(number, point))
         # no schedule of this form has stores under guards: tiles that reach beyond the result have guarded threads
-        emitter.plan(value for _, _, value, _, _ in tile.stores)
+        emitter.vectorize_loads(value for _, _, value, _, _ in tile.stores)
         store_all(emitter, [(self.phase.stores[k].buffer, where, value) for _, k, value, where, _ in tile.stores])
 
     def _accumulated(self, number: int, point: Point) -> E.Lanes:

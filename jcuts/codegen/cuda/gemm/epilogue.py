@@ -71,7 +71,7 @@ def epilogue(
         cache={},
     )
     if keeper is not None:
-        keeper.stand(row, column, column_step)
+        keeper.bind_lane(row, column, column_step)
     exit_, stores = _guarded(phase, tiles, further, keeper)
     wanted = [s.value for s in stores]
     accs = [(k, int(str(node.attr("number")))) for k, node in enumerate(exit_.nodes) if node.op == "acc"]
@@ -95,7 +95,7 @@ def epilogue(
                 }
                 point = ("point", (far, down, offset))
                 given = {n: graph.add(Node("acc", exit_.nodes[k].dtype, attrs=(("number", n), point))) for k, n in accs}
-                emitter.give(given[0], E.Lanes(totals[far * each + i][j][k], graph.nodes[given[0]].dtype))
+                emitter.bind(given[0], E.Lanes(totals[far * each + i][j][k], graph.nodes[given[0]].dtype))
                 emitter.coarse.add(given[0])
                 kept.append(given)
                 numbers = exit_.copy_into(graph, wanted, where, frame.ranges, {k: given[n] for k, n in accs})
@@ -104,12 +104,12 @@ def epilogue(
                     for place, (s, number) in enumerate(zip(stores, numbers, strict=True))
                 ]
             groups.append((far, down, first, kept, rows))
-    emitter.plan(number for *_, rows in groups for *_, number in rows)
+    emitter.vectorize_loads(number for *_, rows in groups for *_, number in rows)
     for far, down, first, kept, rows in groups:
         if keeper is not None:
             for n in sorted(set(kept[0]) - {0}):
                 for given, value in zip(kept, keeper.read(n - 1, down, first, len(kept)), strict=True):
-                    emitter.give(given[n], value)
+                    emitter.bind(given[n], value)
         guards = (
             Guard(Index.axis(ROWS) + down, None, left.extent - 1),
             Guard(Index.axis(COLUMNS) + first, None, right.extent - 1),

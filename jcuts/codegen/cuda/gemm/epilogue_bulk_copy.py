@@ -38,12 +38,12 @@ class EpilogueStaging:
         self.bases: dict[StagedMatrix, L.Value] = {}
 
     @property
-    def overlays(self) -> bool:
+    def reuses_operand_smem(self) -> bool:
         """Whether results are put where operands were."""
         return bool(self.held.stored) and not self.held.loaded
 
     # -- what is added ------------------------------------------------------------------------------------------
-    def begin(self, thread: L.Value, threads: int) -> None:
+    def bulk_load(self, thread: L.Value, threads: int) -> None:
         """Makes the barrier and asks for all matrices; a barrier of the block between the two."""
         builder, loaded = self.builder, self.held.loaded
         if not loaded:
@@ -71,7 +71,7 @@ class EpilogueStaging:
             cluster.mbarrier_wait(self.builder, self.barrier)
 
     # -- lanes --------------------------------------------------------------------------------------------------
-    def stand(self, row: L.Value, column: L.Value, step: int) -> None:
+    def bind_lane(self, row: L.Value, column: L.Value, step: int) -> None:
         """Where a lane's first result lies in its warp's tile. Args: step: divides its columns."""
         builder, self.step = self.builder, step
         row, column = builder.add(self.warp[0], row), builder.add(self.warp[1], column)
@@ -120,7 +120,7 @@ class EpilogueStaging:
         return found
 
     # -- results ------------------------------------------------------------------------------------------------
-    def leave(self, thread: L.Value, threads: int) -> None:
+    def bulk_store(self, thread: L.Value, threads: int) -> None:
         """Sends the results off, after all threads have put theirs there."""
         builder, stored = self.builder, self.held.stored
         if not stored:

@@ -70,7 +70,7 @@ class DoubleShape(MmaKernelTile):
     @property
     def partial(self) -> int:
         """Bytes in which warps and blocks that share terms meet."""
-        return 2 * super().partial
+        return 2 * super().split_k_smem
 
 
 def double_shape(program: Program) -> DoubleShape:
@@ -102,7 +102,7 @@ class F64Fragments(FragmentReader):
         self.builder, self.shape = builder, shape
         self.left = shape.side.outer == "m"
         outer, term = builder.lshr(lane, L.I32(2)), builder.shl(builder.and_(lane, L.I32(3)), L.I32(1))
-        if shape.lone:
+        if shape.scalar_fragments:
             line, column = term, builder.add(warp, builder.mul(outer, L.I32(PAIR)))
         else:
             line, column = builder.add(warp, outer), term
@@ -126,7 +126,7 @@ class F64Fragments(FragmentReader):
 
     def _sixteen(self, place: L.Value, first: int, tile: int) -> Values:
         shape = self.shape
-        if shape.lone:
+        if shape.scalar_fragments:
             near, far = (self._two(place, first + k * shape.pitch + tile * ITEM) for k in range(2))
             return [[*near, *far]] if self.left else [[near[k], far[k]] for k in range(2)]
         two = [self._two(place, first + (tile + k * EIGHT) * shape.pitch) for k in range(2)]

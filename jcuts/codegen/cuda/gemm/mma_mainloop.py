@@ -69,7 +69,7 @@ class MmaKernelTile:
         return self.left.bytes + self.right.bytes
 
     @property
-    def ahead(self) -> int:
+    def prefetch_distance(self) -> int:
         """Tiles that are asked for before the first one is multiplied."""
         return self.stages - 1
 
@@ -79,7 +79,7 @@ class MmaKernelTile:
         return WARP * math.prod(self.warps)
 
     @property
-    def partial(self) -> int:
+    def split_k_smem(self) -> int:
         """Bytes in which warps and blocks that share terms meet."""
         alone = self.warps[2] == self.cluster == 1
         return 0 if alone else 4 * self.left.size * self.right.size * self.warps[2]
@@ -87,7 +87,7 @@ class MmaKernelTile:
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block."""
-        return max(self.stage * self.stages, self.partial)
+        return max(self.stage * self.stages, self.split_k_smem)
 
     @property
     def alignment(self) -> int:
@@ -172,11 +172,11 @@ class MmaKernel:
 
     def emit(self) -> None:
         """The tile: sums, what warps add up together, the exit graph."""
-        totals = self._sums()
+        totals = self.mainloop()
         if self.shape.warps[2] == self.shape.cluster == 1:
-            self._exit(totals, L.I32(0), L.I32(0))
+            self.epilogue(totals, L.I32(0), L.I32(0))
         else:
-            self._meet(totals)
+            self.split_k_reduce(totals)
 
     # -- where the block stands ---------------------------------------------------------------------------------
     def _warp_places(self, across: int) -> tuple[L.Value, L.Value]:
@@ -215,7 +215,7 @@ class MmaKernel:
         return found
 
     # -- sums ---------------------------------------------------------------------------------------------------
-    def _sums(self) -> Totals:
+    def mainloop(self) -> Totals:
         """Totals [tile of 16 rows][tile of 8 columns][4] of this warp."""
         builder, shape = self.builder, self.shape
         rows, columns = self.variables[ROWS], self.variables[COLUMNS]
@@ -227,7 +227,7 @@ class MmaKernel:
             self.reader(builder, tile, self.shared, warp, self.lane)
             for tile, warp in ((shape.left, self.row_warp), (shape.right, self.column_warp))
         ]
-        count, ahead = shape.share, shape.ahead
+        count, ahead = shape.share, shape.prefetch_distance
         left: L.Value = L.I32(shape.terms)
         skipped = builder.mul(self.rank, L.I32(count * shape.left.terms))
         if S in self.variables:
@@ -238,10 +238,10 @@ class MmaKernel:
                 for copier in copiers:
                     copier.start(first, L.I32(number * shape.stage), builder.sub(left, first))
             ptx_mma.cp_async_commit(builder)
-        self._ask()
+        self.prefetch_epilogue()
         return self._loop(copiers, readers, left, skipped)
 
-    def _ask(self) -> None:
+    def prefetch_epilogue(self) -> None:
         """Asks for what the exit adds, where the schedule says so; operands have been asked for."""
         if dict(self.program.params).get("early"):
             shape = self.shape
@@ -254,7 +254,7 @@ class MmaKernel:
         self, copiers: list[TileLoader], readers: list[FragmentReader], left: L.Value, skipped: L.Value
     ) -> Totals:
         builder, shape = self.builder, self.shape
-        count, ahead = shape.share, shape.ahead
+        count, ahead = shape.share, shape.prefetch_distance
         before = builder.block
         loop, after = builder.append_basic_block("terms"), builder.append_basic_block("terms.done")
         builder.branch(loop)
@@ -297,7 +297,7 @@ class MmaKernel:
     ) -> None:
         """Starts the copies of the tile so far ahead of this one, if there is one; the group may be empty."""
         builder, shape = self.builder, self.shape
-        count, ahead = shape.share, shape.ahead
+        count, ahead = shape.share, shape.prefetch_distance
         if count > ahead:
             with builder.if_then(builder.icmp_signed("<", number, L.I32(count - ahead))):
                 done = builder.mul(builder.add(number, L.I32(ahead)), L.I32(shape.left.terms))
@@ -333,17 +333,26 @@ class MmaKernel:
                     sums[i][j] = ptx_mma.mma_sync(builder, shape.kind, row, column, sums[i][j])
 
     # -- the exit -------------------------------------------------------------------------------------------------
-    def _meet(self, totals: Totals) -> None:
+    def split_k_reduce(self, totals: Totals) -> None:
         """Adds up what warps and blocks have that share terms; each then finishes its share of the tile."""
         builder, shape = self.builder, self.shape
         lane = builder.add(builder.mul(self.flat, L.I32(WARP)), self.lane)
         lanes = WARP * shape.warps[0] * shape.warps[1]
         deep, rank = (self.deep, shape.warps[2]), (self.rank, shape.cluster)
         reduce_across_warps_and_cluster(
-            builder, totals, self.shared, lanes, lane, deep, rank, shape.right.beside, shape.left.high, self._exit
+            builder,
+            totals,
+            self.shared,
+            lanes,
+            lane,
+            deep,
+            rank,
+            shape.right.n_tiles_per_lane_group,
+            shape.left.m_fragment_stride,
+            self.epilogue,
         )
 
-    def _exit(self, totals: Totals, row: L.Value, column: L.Value) -> None:
+    def epilogue(self, totals: Totals, row: L.Value, column: L.Value) -> None:
         """The exit graph on a thread's accumulators, the first of which have this row and column of the warp's tile."""
         builder, shape = self.builder, self.shape
         variables = {

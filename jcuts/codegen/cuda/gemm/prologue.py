@@ -80,9 +80,9 @@ class Prologue:
                 for row in words
             ]
         fours = [[w for at in (0, 8) for w in ptx_mma.read_pair(builder, place, offset + at)] for offset in offsets]
-        return [[self._pair(word, fours, k // 2) for k, word in enumerate(row)] for row in words]
+        return [[self._bf16_pair(word, fours, k // 2) for k, word in enumerate(row)] for row in words]
 
-    def _pair(self, word: L.Value, fours: list[list[L.Value]], half: int) -> L.Value:
+    def _bf16_pair(self, word: L.Value, fours: list[list[L.Value]], half: int) -> L.Value:
         """Both elements of a word of bfloat16. Args: half: of the step's terms."""
         builder = self.builder
         parts = builder.shl(word, L.I32(16)), builder.and_(word, L.I32(-65536))
@@ -95,7 +95,7 @@ class Prologue:
         builder = self.builder
         emitter = Emitter(replace(self.frame, values={}, cache={}), self.graph, {})
         for number, value in zip(self.given, (word, *mine), strict=True):
-            emitter.give(number, E.Lanes(builder.bitcast(value, L.F32), "float32"))
+            emitter.bind(number, E.Lanes(builder.bitcast(value, L.F32), "float32"))
         (found,) = emitter.emit([self.result])
         return found.value
 

@@ -56,7 +56,7 @@ class DoubleBufferedMmaKernel(MmaKernel):
         self, copiers: list[TileLoader], readers: list[FragmentReader], left: L.Value, skipped: L.Value
     ) -> Totals:
         builder, shape, step = self.builder, self.shape, self._stepper(readers)
-        count, ahead = shape.share, shape.ahead
+        count, ahead = shape.share, shape.prefetch_distance
         ptx_mma.cp_async_wait(builder, ahead - 1)
         ptx_mma.barrier(builder)
         near = self._begin(readers, self._first(readers, L.I32(0)))

@@ -73,9 +73,9 @@ class SimtFragments(FragmentReader):
         self.left = shape.side.outer == "m"
         self.grain = STEP if shape.side.along_terms else 1
         first = builder.lshr(lane, L.I32(2)) if self.left else builder.and_(lane, L.I32(3))
-        together = (2 if shape.lone else 1) if self.left else (4 if shape.lone else 2)
+        together = (2 if shape.scalar_fragments else 1) if self.left else (4 if shape.scalar_fragments else 2)
         first = builder.add(warp, builder.mul(first, L.I32(together)))
-        pitch = shape.side.item if shape.lone else shape.pitch
+        pitch = shape.side.item if shape.scalar_fragments else shape.pitch
         self.place = builder.add(builder.add(shared, L.I32(shape.first)), builder.mul(first, L.I32(pitch)))
 
     @property

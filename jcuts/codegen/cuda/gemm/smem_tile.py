@@ -55,12 +55,12 @@ class SmemTile:
     @property
     def pitch(self) -> int:
         """Bytes from one line to the next: 16 more than a multiple of 32 words for matrices, 32 for single words."""
-        words = 8 if self.lone else 4
+        words = 8 if self.scalar_fragments else 4
         length = self.length * self.side.item // 4
-        return 4 * (length + (words - length) % (32 if self.lone else 8))
+        return 4 * (length + (words - length) % (32 if self.scalar_fragments else 8))
 
     @property
-    def lone(self) -> bool:
+    def scalar_fragments(self) -> bool:
         """Fragments are read word by word (lines of float32 rows), not as matrices."""
         return not self.side.along_terms and self.side.item == 4
 
@@ -75,12 +75,12 @@ class SmemTile:
         return self.lines * (self.length // self.side.width)
 
     @property
-    def beside(self) -> int:
+    def n_tiles_per_lane_group(self) -> int:
         """Tiles of 8 columns of a warp's results that stay together."""
-        return 2 if self.lone else 1
+        return 2 if self.scalar_fragments else 1
 
     @property
-    def high(self) -> int:
+    def m_fragment_stride(self) -> int:
         """Rows from one tile of a warp's results to the next."""
         return 16
 
@@ -147,7 +147,7 @@ class TileLoader:
             into = builder.add(shared, shape.place(builder, line, column))
             outer, term = (line, column) if side.along_terms else (column, line)
             outer = self._inside(builder.add(start, outer))
-            constant = side.by_place.const * side.item
+            constant = side.outer_offset.const * side.item
             self.places.append(ThreadCopy(self._source(outer, term), constant, into, 0, outer, term, condition))
 
     def _moved(self, lines: int) -> ThreadCopy | None:
@@ -182,7 +182,7 @@ class TileLoader:
     def _source(self, outer: L.Value, term: L.Value) -> L.Value:
         """Address (i64) of an element of the first tile, without the constant part of its index."""
         builder, side = self.builder, self.shape.side
-        place = M.index(self._at(outer, term), Index(0, side.by_place.terms))
+        place = M.index(self._at(outer, term), Index(0, side.outer_offset.terms))
         place = builder.add(place, builder.mul(term, L.I32(side.step)))
         return builder.add(self.frame.pointers[side.buffer], _bytes(builder, place, side.item))
 
@@ -209,12 +209,12 @@ class TileLoader:
             yield
 
     @property
-    def steady(self) -> bool:
+    def has_constant_stride(self) -> bool:
         """Whether one tile's addresses lie a constant distance behind those of the tile before."""
         side = self.shape.side
         return side.index.stride(K) is not None and not side.guards
 
-    def series(self, first: L.Value, left: L.Value) -> Callable[[int, int], None]:
+    def shared_address_loader(self, first: L.Value, left: L.Value) -> Callable[[int, int], None]:
         """A way to start the copies of several tiles that shares their addresses.
 
         Args: as of `start`. Returns: a function of a tile's number and of its place in shared memory [B].
@@ -242,7 +242,7 @@ class TileLoader:
         """Of every piece of a tile: the global address, without its constant, and whether it is there (None: it is)."""
         builder, shape = self.builder, self.shape
         side = shape.side
-        offset = _bytes(builder, M.index(self._at(None, first), side.by_terms), side.item)
+        offset = _bytes(builder, M.index(self._at(None, first), side.k_offset), side.item)
         alive: dict[L.Value, L.Value] = {}
         own: dict[L.Value, tuple[L.Value, L.Value]] = {}
         for piece in self.places:
@@ -262,7 +262,7 @@ class TileLoader:
         """A piece's first term, and bytes from the place that it would have were all terms before it one run."""
         builder, side = self.builder, self.shape.side
         term = builder.add(first, behind)
-        place = M.index(self._at(None, term), side.by_terms)
+        place = M.index(self._at(None, term), side.k_offset)
         place = builder.sub(place, builder.mul(behind, L.I32(side.step)))
         return term, _bytes(builder, place, side.item)
 
@@ -289,7 +289,7 @@ class FragmentReader:
         low = builder.and_(lane, L.I32(7))
         eight = builder.and_(builder.lshr(lane, L.I32(3)), L.I32(1))
         sixteen = builder.lshr(lane, L.I32(4))
-        if shape.lone:
+        if shape.scalar_fragments:
             line = builder.and_(lane, L.I32(3))
             column = builder.mul(builder.lshr(lane, L.I32(2)), L.I32(PAIR))
         elif shape.side.along_terms:  # matrices: rows, then terms, of the left operand; the other way of the right one
@@ -321,7 +321,7 @@ class FragmentReader:
         found: list[list[L.Value]] = []
         for row in range(0, shape.warp, 16):
             offset = first + row * (shape.pitch if side.along_terms else side.item)
-            if shape.lone:
+            if shape.scalar_fragments:
                 near = ptx_mma.read_pair(builder, place, offset)
                 far = ptx_mma.read_pair(builder, place, offset + 4 * shape.pitch)
                 words = [*near, *far]
@@ -336,15 +336,15 @@ class FragmentReader:
 
 def lane_rows(shape: SmemTile) -> tuple[int, list[list[int]]]:
     """Which rows of a warp's tile a lane's results belong to: (factor of ``lane / 4``, offsets per 16 rows)."""
-    if shape.lone:
+    if shape.scalar_fragments:
         return PAIR, [[row, row + 1] for row in range(0, shape.warp, 16)]
-    return 1, [[row, row + 8] for row in range(0, shape.warp, shape.high)]
+    return 1, [[row, row + 8] for row in range(0, shape.warp, shape.m_fragment_stride)]
 
 
 def lane_columns(shape: SmemTile) -> tuple[int, list[list[int]]]:
     """The same for columns: (factor of ``lane % 4``, offsets of the two results per tile of 8)."""
-    if shape.lone:  # tiles of even and of odd columns take turns
+    if shape.scalar_fragments:  # tiles of even and of odd columns take turns
         return 2 * PAIR, [[group + odd, group + 2 + odd] for group in range(0, shape.warp, 16) for odd in (0, 1)]
-    many = shape.beside
+    many = shape.n_tiles_per_lane_group
     pairs = [group + 2 * tile for group in range(0, shape.warp, 8 * many) for tile in range(many)]
     return 2 * many, [[first, first + 1] for first in pairs]

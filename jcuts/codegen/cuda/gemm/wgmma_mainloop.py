@@ -62,21 +62,21 @@ class WgmmaKernel(MmaKernel):
         if shape.push:
             barrier = builder.add(self.shared, L.I32(shape.shared - BARRIER))
             cluster.mbarrier_expect_tx(builder, barrier, shape.room, self.thread)
-            if shape.apart:  # nobody writes into a block that has not begun
+            if shape.dsmem_is_separate:  # nobody writes into a block that has not begun
                 cluster.arrive(builder)
 
     def _meet(self, totals: Totals) -> None:
         """Adds up what the blocks of a cluster have."""
         builder, shape = self.builder, self.shape
         if not shape.push:
-            super()._meet(totals)
+            super().split_k_reduce(totals)
             return
         ptx_mma.cp_async_wait(builder, 0)
-        if not shape.apart:
+        if not shape.dsmem_is_separate:
             cluster.arrive(builder)
             cluster.wait(builder)
         end = shape.shared - BARRIER
-        places = [builder.add(self.shared, L.I32(n)) for n in (end - shape.room if shape.apart else 0, end)]
+        places = [builder.add(self.shared, L.I32(n)) for n in (end - shape.room if shape.dsmem_is_separate else 0, end)]
         lane = builder.add(builder.mul(self.flat, L.I32(WARP)), self.lane)
         rank, high = (self.rank, shape.cluster), shape.left.high
         reduce_through_dsmem(
@@ -84,23 +84,23 @@ class WgmmaKernel(MmaKernel):
         )
 
     def _ask(self) -> None:
-        super()._ask()
+        super().prefetch_epilogue()
         shape = self.shape
         if shape.held.loaded or shape.held.stored:
             barrier = self.builder.add(self.shared, L.I32(shape.shared - BARRIER))
             self.keeper = EpilogueStaging(self.frame, shape.held, (shape.left, shape.right), self.shared, barrier)
-            self.keeper.begin(self.thread, shape.threads)
+            self.keeper.bulk_load(self.thread, shape.threads)
 
     def _exit(self, totals: Totals, row: L.Value, column: L.Value) -> None:
         if self.keeper is None:
-            super()._exit(totals, row, column)
+            super().epilogue(totals, row, column)
             return
-        if self.keeper.overlays:
+        if self.keeper.reuses_operand_smem:
             ptx_mma.cp_async_wait(self.builder, 0)
             ptx_mma.barrier(self.builder)
         self.keeper.wait()
-        super()._exit(totals, row, column)
-        self.keeper.leave(self.thread, self.shape.threads)
+        super().epilogue(totals, row, column)
+        self.keeper.bulk_store(self.thread, self.shape.threads)
 
     # -- sums ---------------------------------------------------------------------------------------------------
     def _sums(self) -> Totals:
@@ -123,16 +123,16 @@ class WgmmaKernel(MmaKernel):
         if not shape.flight:
             copiers = [TileLoader(self.frame, t, shape.threads, self.thread, start, self.shared) for t, start in places]
             copiers[0].cached = shape.cached
-            return self._copied(copiers, left, skipped)
+            return self._mainloop_cp_async(copiers, left, skipped)
         takers = [
-            (TransposingLoader if t.turned else Tf32RoundingLoader)(
+            (TransposingLoader if t.is_transposed else Tf32RoundingLoader)(
                 self.frame, t, shape.threads, self.thread, start, self.shared
             )
             for t, start in places
         ]
-        return self._rounded(takers, left, skipped)
+        return self._mainloop_via_registers(takers, left, skipped)
 
-    def _copied(self, copiers: Sequence[TileLoader], left: L.Value, skipped: L.Value) -> Totals:
+    def _mainloop_cp_async(self, copiers: Sequence[TileLoader], left: L.Value, skipped: L.Value) -> Totals:
         """Operands as they are: a ring of copies that do not wait."""
         builder, shape = self.builder, self.shape
         count, ahead = shape.share, shape.ahead
@@ -142,8 +142,8 @@ class WgmmaKernel(MmaKernel):
             for copier in copiers:
                 copier.start(first, stage, builder.sub(left, first))
 
-        steady = all(copier.steady for copier in copiers)
-        ways = [copier.series(skipped, builder.sub(left, skipped)) for copier in copiers if steady]
+        steady = all(copier.has_constant_stride for copier in copiers)
+        ways = [copier.shared_address_loader(skipped, builder.sub(left, skipped)) for copier in copiers if steady]
         for number in range(ahead):
             if number < count and steady:
                 for way in ways:
@@ -151,7 +151,7 @@ class WgmmaKernel(MmaKernel):
             elif number < count:
                 start(L.I32(number), L.I32(number * shape.stage))
             ptx_mma.cp_async_commit(builder)
-        if shape.push and shape.apart:
+        if shape.push and shape.dsmem_is_separate:
             cluster.wait(builder)
         self._ask()
         loop = _WgmmaLoop(self, ahead)
@@ -160,7 +160,9 @@ class WgmmaKernel(MmaKernel):
             ptx_mma.cp_async_wait(builder, ahead - 1)
             wgmma.proxy_fence(builder)
             if shape.spread:
-                loop.multiply(self._beside(copiers, loop, count - ahead, left, skipped) if count > ahead else [])
+                loop.multiply(
+                    self._interleaved_copies(copiers, loop, count - ahead, left, skipped) if count > ahead else []
+                )
             else:
                 loop.multiply()
                 if count > ahead:
@@ -169,17 +171,17 @@ class WgmmaKernel(MmaKernel):
             ptx_mma.cp_async_commit(builder)
             loop.advance()
 
-        for _ in range(shape.together):
+        for _ in range(shape.unrolled_k_tiles):
             tile()
         loop.close()
-        for _ in range(count % shape.together):
+        for _ in range(count % shape.unrolled_k_tiles):
             tile()
         totals = loop.end()
         if shape.spread:
             ptx_mma.cp_async_wait(builder, 0)
         return totals
 
-    def _beside(
+    def _interleaved_copies(
         self, copiers: Sequence[TileLoader], loop: _WgmmaLoop, rounds: int, left: L.Value, skipped: L.Value
     ) -> list[Iterator[None]]:
         """Copies of a later tile, one after the other, in so many rounds of the loop."""
@@ -192,7 +194,7 @@ class WgmmaKernel(MmaKernel):
             found += [copier.copies(first, loop.writing, left, where)] * len(copier.places)
         return found
 
-    def _rounded(self, takers: Sequence[Tf32RoundingLoader], left: L.Value, skipped: L.Value) -> Totals:
+    def _mainloop_via_registers(self, takers: Sequence[Tf32RoundingLoader], left: L.Value, skipped: L.Value) -> Totals:
         """float32 operands: tiles wait in registers, are rounded, and stored beside the one that is multiplied."""
         builder, shape = self.builder, self.shape
         count = shape.share
@@ -327,7 +329,7 @@ class _WgmmaLoop:
         values = [self.number, self.reading, self.writing, *self._flat(), *self.held]
         for phi, value in zip(self.carried, values, strict=True):
             phi.add_incoming(value, builder.block)
-        last = L.I32(shape.share // shape.together * shape.together)
+        last = L.I32(shape.share // shape.unrolled_k_tiles * shape.unrolled_k_tiles)
         builder.cbranch(builder.icmp_signed("<", self.number, last), self.loop, self.after)
         builder.position_at_end(self.after)
 

@@ -31,7 +31,7 @@ class WgmmaSmemTile(SmemTile):
         return self.side.along_terms or self.side.item == 4
 
     @property
-    def turned(self) -> bool:
+    def is_transposed(self) -> bool:
         """Its lines in shared memory lie across those in global memory."""
         return self.by_terms and not self.side.along_terms
 
@@ -110,7 +110,7 @@ class WgmmaSmemTile(SmemTile):
         """Registers in which a thread holds its share of a tile of float32."""
         return (
             -(-self.size * self.terms // (SQUARE * SQUARE * threads)) * SQUARE * SQUARE
-            if self.turned
+            if self.is_transposed
             else (-(-self.pieces // threads) * self.side.width)
         )
 
@@ -180,7 +180,7 @@ class TransposingLoader(Tf32RoundingLoader):
             term = builder.mul(chunk, L.I32(SQUARE))
             into = builder.add(shared, shape.place(builder, row, term))
             outer = self._inside(builder.add(start, row))
-            constant = side.by_place.const * side.item
+            constant = side.outer_offset.const * side.item
             self.places.append(ThreadCopy(self._source(outer, term), constant, into, 0, outer, term, condition))
 
     def wanted(self, first: L.Value, left: L.Value) -> Iterator[Wanted]:

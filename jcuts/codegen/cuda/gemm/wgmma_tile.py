@@ -73,7 +73,7 @@ class WgmmaKernelTile(MmaKernelTile):
         return self.rounded and self.steps == self.left.terms * self.left.side.item // ptx_mma.STEP
 
     @property
-    def together(self) -> int:
+    def unrolled_k_tiles(self) -> int:
         """Tiles of a round of the loop: two where the fragments of both are in registers at once."""
         return min(2, self.share) if self.whole else 1
 
@@ -87,7 +87,7 @@ class WgmmaKernelTile(MmaKernelTile):
         """Bytes of shared memory of a block: tiles, behind them vectors, what the exit keeps, and a barrier."""
         if self.held.loaded or self.held.stored:
             return self.held.end + BARRIER
-        return smem_with_dsmem(self.kept_until, self.room) if self.push else max(self.kept_until, self.partial)
+        return smem_with_dsmem(self.kept_until, self.room) if self.push else max(self.kept_until, self.split_k_smem)
 
     @property
     def kept_until(self) -> int:
@@ -100,7 +100,7 @@ class WgmmaKernelTile(MmaKernelTile):
         return tile_dsmem_bytes(self)
 
     @property
-    def apart(self) -> bool:
+    def dsmem_is_separate(self) -> bool:
         """Whether that lies behind everything else."""
         return dsmem_is_separate(self.kept_until, self.room)
 
@@ -177,7 +177,7 @@ def group_shape(program: Program) -> WgmmaKernelTile:
 def tile_dsmem_bytes(shape: MmaKernelTile) -> int:
     """Bytes in which a block of warp groups gets what the others of its cluster push."""
     high, wide = shape.left.warp // wgmma.ROWS, shape.right.warp // 8
-    return dsmem_bytes(high, wide, shape.right.beside, shape.cluster, shape.threads)
+    return dsmem_bytes(high, wide, shape.right.n_tiles_per_lane_group, shape.cluster, shape.threads)
 
 
 def divides_evenly(left: WgmmaSmemTile, right: WgmmaSmemTile, along: int, across: int) -> bool:
@@ -198,7 +198,7 @@ def may_swap_lanes(params: Mapping[str, object], tile: WgmmaSmemTile) -> bool:
 def is_loadable(tile: WgmmaSmemTile, groups: int) -> bool:
     """Whether threads can copy a tile, and so many groups beside each other read it."""
     side = tile.side
-    if tile.turned:
+    if tile.is_transposed:
         return side.width == SQUARE and tile.size % SPAN == 0 and not side.guards
     if not tile.by_terms and groups > 1 and tile.warp % wgmma.ROWS:
         return False

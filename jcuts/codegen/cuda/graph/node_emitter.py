@@ -74,12 +74,12 @@ class Emitter:
         self.coarse: set[int] = set()
         """Sums of matrix units, and what is computed from them."""
 
-    def give(self, number: int, lanes: E.Lanes) -> None:
+    def bind(self, number: int, lanes: E.Lanes) -> None:
         """Sets the value of a node that is made elsewhere (an accumulator)."""
         self.done[number] = lanes
         self.frame.values[number] = lanes.value
 
-    def plan(self, wanted: Iterable[int]) -> None:
+    def vectorize_loads(self, wanted: Iterable[int]) -> None:
         """Joins the loads that ``wanted`` needs into wide accesses."""
         groups: dict[object, list[tuple[int, int]]] = {}
         for number in self.graph.needed(wanted, self.done):
@@ -113,7 +113,7 @@ class Emitter:
         """Values of ``wanted``; what they need is emitted first, in order."""
         for number in self.graph.needed(wanted, self.done):
             if number not in self.done:  # a load may have brought its neighbours
-                self.give(number, self._node(number))
+                self.bind(number, self._node(number))
         return [self.done[w] for w in wanted]
 
     def _node(self, number: int) -> E.Lanes:
@@ -152,7 +152,7 @@ class Emitter:
             self.frame, node.buffer, size, first.index, len(members), first.guards, fill_bits(first.value, node.dtype)
         )
         for member, word in zip(members, words, strict=True):
-            self.give(member, from_word(self.frame.builder, word, node.dtype))
+            self.bind(member, from_word(self.frame.builder, word, node.dtype))
         return self.done[number]
 
 

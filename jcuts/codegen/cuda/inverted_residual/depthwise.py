@@ -37,12 +37,12 @@ class DepthwiseConv:
         builder, window, chunk = self.builder, shape.block.window, shape.chunk
         self.channel = builder.mul(builder.urem(thread, L.I32(shape.words)), L.I32(shape.lanes))
         group = builder.udiv(thread, L.I32(shape.words))
-        self.chain = MidEpilogue(frame, window.phase, window.channel, shape.block.channels, chunk, buffers)
+        self.chain = MidEpilogue(frame, window.phase, window.channel, shape.block.expanded_channels, chunk, buffers)
         self.places: list[tuple[L.Value, L.Value, L.Value | None]] = []
         (high, wide), step = shape.strip, window.step
         down, across = shape.rows // high, shape.columns // wide
         for first in range(0, shape.strips, shape.groups):
-            strip, inside, order = group, None, shape.dealt(first)
+            strip, inside, order = group, None, shape.strips_per_pass(first)
             if order != sorted(order):
                 table = L.I64(sum(number << 4 * place for place, number in enumerate(order)))
                 moved = builder.zext(builder.shl(group, L.I32(2)), L.I64)
@@ -59,7 +59,7 @@ class DepthwiseConv:
             source = builder.add(builder.mul(pixel, L.I32(shape.patch_pitch)), self.channel)
             line = builder.add(builder.mul(image, L.I32(shape.rows)), builder.mul(row, L.I32(high)))
             pixel = builder.add(builder.mul(line, L.I32(shape.columns)), builder.mul(column, L.I32(wide)))
-            target = builder.add(builder.mul(pixel, L.I32(shape.deep_pitch)), self.channel)
+            target = builder.add(builder.mul(pixel, L.I32(shape.projected_pitch)), self.channel)
             self.places.append(
                 (
                     builder.add(patch, builder.mul(source, L.I32(shape.item))),
@@ -76,10 +76,10 @@ class DepthwiseConv:
             variables={window.channel: builder.add(first, self.channel)},
             cache={},
             values={},
-            ranges={window.channel: shape.pieces * shape.chunk},
+            ranges={window.channel: shape.channel_chunks * shape.chunk},
             multiples={window.channel: shape.lanes},
         )
-        guards = (Guard(Index.axis(window.channel), None, shape.block.channels - 1),)
+        guards = (Guard(Index.axis(window.channel), None, shape.block.expanded_channels - 1),)
         found = []
         for address in window.weights:
             if (
@@ -98,7 +98,7 @@ class DepthwiseConv:
 
     def compute(self, first: L.Value, filters: list[list[L.Value]], skipped: L.Value) -> None:
         """All strips of the piece that begins at channel ``first``. Args: skipped: bytes before its patch."""
-        builder, channels = self.builder, self.shape.block.channels
+        builder, channels = self.builder, self.shape.block.expanded_channels
         channel = builder.add(first, self.channel)
         real = None
         if channels % self.shape.chunk:
@@ -135,7 +135,7 @@ class DepthwiseConv:
                 word = ptx_mma.to_tf32(builder, word)
             if real is not None:
                 word = builder.select(real, word, L.I32(0))
-            ptx_mma.write_words(builder, target, item * (i * shape.columns + j) * shape.deep_pitch, [word])
+            ptx_mma.write_words(builder, target, item * (i * shape.columns + j) * shape.projected_pitch, [word])
 
     def _floats(self, word: L.Value) -> list[L.Value]:
         """The channels of a word."""

@@ -40,25 +40,33 @@ class ExpandGemm:
         assert side is not None and block.expand is not None
         self.kind = TYPES[block.dtype]
         self.lane, warp = builder.and_(thread, L.I32(WARP - 1)), builder.lshr(thread, L.I32(5))
-        row = builder.mul(builder.udiv(warp, L.I32(shape.expand[1])), L.I32(ROW_TILE * shape.high))
+        row = builder.mul(builder.udiv(warp, L.I32(shape.expand[1])), L.I32(ROW_TILE * shape.m_fragments_in))
         width = shape.chunk // shape.expand[1]
         self.column = builder.mul(builder.urem(warp, L.I32(shape.expand[1])), L.I32(width))
-        self.tile = SmemTile(side, block.channels, shape.chunk, shape.terms, width, 0, block.terms % shape.step != 0)
+        self.tile = SmemTile(
+            side,
+            block.expanded_channels,
+            shape.chunk,
+            shape.padded_in_channels,
+            width,
+            0,
+            block.in_channels % shape.step != 0,
+        )
         self.pixels = InputLoader(frame, shape, place, thread, pixels)
         self.copier = WeightLoader(frame, self.tile, shape.threads, thread, L.I32(0), weights)
         rounded = buffers[side.buffer].tf32
         self.fragments = FragmentReader(builder, self.tile, weights, self.column, self.lane, rounded)
         self.left = left_fragments(builder, self.lane, pixels, row, shape.item * shape.input_pitch)
         quad = builder.add(row, builder.lshr(self.lane, L.I32(2)))
-        rows = [place.in_patch(builder.add(quad, L.I32(EIGHT * n))) for n in range(2 * shape.high)]
-        self.rows = [row for row, _ in rows[:1]] if shape.even else [row for row, _ in rows]
+        rows = [place.in_patch(builder.add(quad, L.I32(EIGHT * n))) for n in range(2 * shape.m_fragments_in)]
+        self.rows = [row for row, _ in rows[:1]] if shape.is_linear else [row for row, _ in rows]
         self.inside: L.Value | None = None
         if any(inside is not None for _, inside in rows):
             self.inside = L.I32(0)
             for number, (_, inside) in enumerate(rows):
                 bit = builder.zext(L.I1(1) if inside is None else inside, L.I32)
                 self.inside = builder.or_(self.inside, builder.shl(bit, L.I32(number)))
-        self.chain = MidEpilogue(frame, block.expand.phases[0], COLUMNS, block.channels, shape.chunk, buffers)
+        self.chain = MidEpilogue(frame, block.expand.phases[0], COLUMNS, block.expanded_channels, shape.chunk, buffers)
         self.held: list[list[list[L.Value]]] | None = None
 
     def start(self) -> None:
@@ -69,7 +77,7 @@ class ExpandGemm:
     def ahead(self, first: L.Value, odd: L.Value) -> None:
         """Starts the copies for the piece of channels that begins at ``first``."""
         stage = self.builder.mul(odd, L.I32(self.shape.sizes[1]))
-        self.copier.fetch(first, stage, L.I32(self.shape.block.terms))
+        self.copier.fetch(first, stage, L.I32(self.shape.block.in_channels))
 
     def arrived(self) -> None:
         """The input is there, as far as this thread has copied it."""
@@ -78,7 +86,7 @@ class ExpandGemm:
 
     def hold(self) -> None:
         """The input is there: takes it into registers."""
-        self.held = [self._pixels(step) for step in range(self.shape.terms // self.shape.step)]
+        self.held = [self._pixels(step) for step in range(self.shape.padded_in_channels // self.shape.step)]
 
     def source(self, odd: L.Value) -> L.Value:
         """Bytes before the patch of a piece."""
@@ -88,8 +96,8 @@ class ExpandGemm:
         """A piece of channels of all pixels, with what follows, into the patch."""
         builder, shape = self.builder, self.shape
         stage = builder.mul(odd, L.I32(shape.sizes[1]))
-        sums: Totals = [[[L.F32(0.0)] * 4 for _ in range(self.tile.warp // EIGHT)] for _ in range(shape.high)]
-        for step in range(shape.terms // shape.step):
+        sums: Totals = [[[L.F32(0.0)] * 4 for _ in range(self.tile.warp // EIGHT)] for _ in range(shape.m_fragments_in)]
+        for step in range(shape.padded_in_channels // shape.step):
             rows = self.held[step] if self.held is not None else self._pixels(step)
             columns = self.fragments.read(stage, step * shape.step)
             for i, row in enumerate(rows):
@@ -113,8 +121,10 @@ class ExpandGemm:
         bits = None  # one register for all rows: what is made of it must not be computed before the loop
         if self.inside is not None:
             bits = asm(builder, "mov.b32 $0, $1;", L.I32, [self.inside], effects=True)
-        for number in range(2 * shape.high):
-            target, offset = (targets[0], EIGHT * number * shape.patch_pitch) if shape.even else (targets[number], 0)
+        for number in range(2 * shape.m_fragments_in):
+            target, offset = (
+                (targets[0], EIGHT * number * shape.patch_pitch) if shape.is_linear else (targets[number], 0)
+            )
             inside = None
             if bits is not None:
                 inside = builder.icmp_unsigned("!=", builder.and_(bits, L.I32(1 << number)), L.I32(0))
@@ -125,7 +135,7 @@ class ExpandGemm:
     def _pixels(self, step: int) -> list[list[L.Value]]:
         """Fragments of the input pixels."""
         shape, found = self.shape, []
-        for row in range(shape.high):
+        for row in range(shape.m_fragments_in):
             offset = shape.item * row * ROW_TILE * shape.input_pitch + step * STEP
             words = ptx_mma.ldmatrix_x4(self.builder, self.left, offset)
             rounds = shape.held and self.kind == "tf32"

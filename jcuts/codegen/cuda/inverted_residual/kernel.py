@@ -63,18 +63,21 @@ class InvertedResidualKernel:
         self.frame = M.Frame(builder, {}, pointers, {}, {})
         shared = ptx_mma.dynamic_shared(builder, f"{symbol}_shared")
         inputs, up, _, patch, _ = shape.sizes
-        weights, pixels = builder.add(shared, L.I32(shape.turns * up)), builder.add(shared, L.I32(shape.weights))
+        weights, pixels = (
+            builder.add(shared, L.I32(shape.weight_stages * up)),
+            builder.add(shared, L.I32(shape.weights)),
+        )
         self.patch = pixels if shape.held else builder.add(pixels, L.I32(inputs))
         self.deep = builder.add(self.patch, L.I32(shape.patches * patch))
-        self.row = builder.mul(builder.udiv(warp, L.I32(shape.project[1])), L.I32(ROW_TILE * shape.tall))
-        self.column = builder.mul(builder.urem(warp, L.I32(shape.project[1])), L.I32(shape.broad))
-        side, columns = shape.block.weights[1], shape.broad * shape.project[1]
-        ragged = shape.block.channels % shape.chunk != 0
-        self.down = SmemTile(side, shape.block.columns, columns, shape.chunk, shape.broad, 0, ragged)
+        self.row = builder.mul(builder.udiv(warp, L.I32(shape.project[1])), L.I32(ROW_TILE * shape.m_fragments_out))
+        self.column = builder.mul(builder.urem(warp, L.I32(shape.project[1])), L.I32(shape.n_per_warp))
+        side, columns = shape.block.weights[1], shape.n_per_warp * shape.project[1]
+        ragged = shape.block.expanded_channels % shape.chunk != 0
+        self.down = SmemTile(side, shape.block.out_channels, columns, shape.chunk, shape.n_per_warp, 0, ragged)
         self.copier = TileLoader(self.frame, self.down, shape.threads, self.thread, L.I32(0), weights)
         rounded = buffers[side.buffer].tf32
         self.fragments = FragmentReader(builder, self.down, weights, self.column, self.lane, rounded)
-        self.left = left_fragments(builder, self.lane, self.deep, self.row, shape.item * shape.deep_pitch)
+        self.left = left_fragments(builder, self.lane, self.deep, self.row, shape.item * shape.projected_pitch)
         self.first: ExpandGemm | DirectLoad
         if shape.block.expand is None:
             self.first = DirectLoad(self.frame, shape, self.place, self.thread, self.patch)
@@ -116,15 +119,18 @@ class InvertedResidualKernel:
         builder.position_at_end(loop)
         number = builder.phi(L.I32)
         number.add_incoming(L.I32(0), before)
-        carried = [[[builder.phi(L.F32) for _ in range(4)] for _ in range(self._wide)] for _ in range(shape.tall)]
+        carried = [
+            [[builder.phi(L.F32) for _ in range(4)] for _ in range(self.n_fragments)]
+            for _ in range(shape.m_fragments_out)
+        ]
         following = builder.add(number, L.I32(1))
-        more = builder.icmp_signed("<", following, L.I32(shape.pieces))
+        more = builder.icmp_signed("<", following, L.I32(shape.channel_chunks))
         odd, first = builder.and_(number, L.I32(1)), builder.mul(number, L.I32(shape.chunk))
-        if shape.pieces > 1:
+        if shape.channel_chunks > 1:
             with builder.if_then(more):
                 self.first.ahead(builder.add(first, L.I32(shape.chunk)), builder.xor(odd, L.I32(1)))
         stage = builder.mul(odd, L.I32(shape.sizes[2]))
-        self.copier.start(first, stage, builder.sub(L.I32(shape.block.channels), first))
+        self.copier.start(first, stage, builder.sub(L.I32(shape.block.expanded_channels), first))
         ptx_mma.cp_async_commit(builder)
         filters = self.windows.filters(first)
         self.first.compute(first, odd)
@@ -144,21 +150,21 @@ class InvertedResidualKernel:
         return sums
 
     @property
-    def _wide(self) -> int:
+    def n_fragments(self) -> int:
         """Fragments of 8 columns of a warp's results that there are."""
         shape = self.shape
-        if shape.project[1] > 1 or self.down.lone:
-            return shape.broad // EIGHT
-        return -(-shape.block.columns // EIGHT)
+        if shape.project[1] > 1 or self.down.scalar_fragments:
+            return shape.n_per_warp // EIGHT
+        return -(-shape.block.out_channels // EIGHT)
 
     def _project(self, stage: L.Value, sums: Totals) -> Totals:
         """What a piece of channels adds to the results."""
         builder, shape = self.builder, self.shape
         kind = TYPES[shape.block.dtype]
         for step in range(shape.chunk // shape.step):
-            columns = self.fragments.read(stage, step * shape.step)[: self._wide]
-            for i in range(shape.tall):
-                offset = shape.item * i * ROW_TILE * shape.deep_pitch + step * STEP
+            columns = self.fragments.read(stage, step * shape.step)[: self.n_fragments]
+            for i in range(shape.m_fragments_out):
+                offset = shape.item * i * ROW_TILE * shape.projected_pitch + step * STEP
                 row = ptx_mma.ldmatrix_x4(builder, self.left, offset)
                 for j, column in enumerate(columns):
                     sums[i][j] = ptx_mma.mma_sync(builder, kind, row, column, sums[i][j])

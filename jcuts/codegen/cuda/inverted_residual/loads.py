@@ -25,19 +25,19 @@ class InputLoader:
     ) -> None:
         self.frame, self.shape, self.place, self.thread, self.shared = frame, shape, place, thread, shared
         self.builder: GpuBuilder = frame.builder
-        terms = shape.block.terms
+        terms = shape.block.in_channels
         self.width = _width(terms, shape.item)
-        self.along = shape.terms // self.width
-        self.lines = shape.high * shape.expand[0] * ROW_TILE
+        self.along = shape.padded_in_channels // self.width
+        self.lines = shape.m_fragments_in * shape.expand[0] * ROW_TILE
 
     def start(self) -> None:
         """Starts this thread's copies."""
-        builder, shape, terms = self.builder, self.shape, self.shape.block.terms
+        builder, shape, terms = self.builder, self.shape, self.shape.block.in_channels
         assert shape.block.expand is not None
         base = self.frame.pointers[gemm_operands(shape.block.expand)[0].buffer]
         for target, line, part, where in self._pieces():
             pixel, live = self.place.of_input(line)
-            if shape.terms > terms:
+            if shape.padded_in_channels > terms:
                 held = builder.icmp_unsigned("<", part, L.I32(terms))
                 live = held if live is None else builder.and_(live, held)
             place = builder.add(builder.mul(pixel, L.I32(terms)), part)
@@ -85,7 +85,7 @@ class ChannelChunkLoader:
     def start(self, first: L.Value, skipped: L.Value) -> None:
         """Starts this thread's copies. Args: first: channel; skipped: bytes before the patch."""
         builder, shape = self.frame.builder, self.shape
-        channels, base = shape.block.channels, self.frame.pointers[shape.block.window.image_buffer]
+        channels, base = shape.block.expanded_channels, self.frame.pointers[shape.block.window.image_buffer]
         width = _width(channels, shape.item)
         along = shape.chunk // width
         pieces = shape.pixels * along

@@ -60,11 +60,11 @@ class MidEpilogue:
                 numbers[-1].append([])
                 for pixel, value in enumerate(sums):
                     given = graph.add(Node("acc", "float32", attrs=(("number", 0), ("point", (offset, pixel)))))
-                    emitter.give(given, E.Lanes(value, "float32"))
+                    emitter.bind(given, E.Lanes(value, "float32"))
                     accs = dict.fromkeys(self.accs, given)
                     (made,) = self.graph.copy_into(graph, [self.wanted], where, frame.ranges, accs)
                     numbers[-1][-1].append(made)
-        emitter.plan(n for run in numbers for column in run for n in column)
+        emitter.vectorize_loads(n for run in numbers for column in run for n in column)
         return [[emitter.emit(column) for column in run] for run in numbers]
 
     def words(self, values: Sequence[E.Lanes]) -> list[L.Value]:

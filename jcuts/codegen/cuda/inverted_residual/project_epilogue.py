@@ -41,10 +41,10 @@ def store_epilogue(
     first = builder.add(column, builder.mul(builder.and_(lane, L.I32(3)), L.I32(step)))
     row = builder.add(row, builder.lshr(lane, L.I32(2)))
     pixels, extents = phase.ranges()[ROWS], phase.ranges()
-    reach = shape.broad * shape.project[1] - max(o for two in offsets for o in two)
+    reach = shape.n_per_warp * shape.project[1] - max(o for two in offsets for o in two)
     variables, ranges = {COLUMNS: first}, {COLUMNS: reach}
     inside: list[L.Value] = []
-    for number in range(2 * shape.tall):
+    for number in range(2 * shape.m_fragments_out):
         at = builder.add(row, L.I32(ROW_TILE // 2 * number))
         variables[f"{ROWS}{number}"], held = place.of_output(at)
         ranges[f"{ROWS}{number}"] = pixels
@@ -56,7 +56,7 @@ def store_epilogue(
     emitter = Emitter(frame, graph, buffers)
     whole = extents[COLUMNS] % step == 0  # neighbours in one access are inside together, or not at all
     groups: list[tuple[int, int, list[tuple[str, Index, int]]]] = []
-    for number in range(2 * shape.tall):
+    for number in range(2 * shape.m_fragments_out):
         for run in _runs(offsets[: len(totals[0])], whole):
             rows: list[tuple[str, Index, int]] = []
             start = run[0][0]
@@ -67,14 +67,14 @@ def store_epilogue(
                     _HELD: Index.axis(COLUMNS) + start,
                 }
                 given = graph.add(Node("acc", "float32", attrs=(("number", 0), ("point", (number, offset)))))
-                emitter.give(given, E.Lanes(totals[number // 2][j][2 * (number % 2) + k], "float32"))
+                emitter.bind(given, E.Lanes(totals[number // 2][j][2 * (number % 2) + k], "float32"))
                 numbers = exit_.copy_into(graph, [s.value for s in stores], where, ranges, dict.fromkeys(accs, given))
                 rows += [
                     (s.buffer, s.address.substitute(where, ranges), made)
                     for s, made in zip(stores, numbers, strict=True)
                 ]
             groups.append((number, start, rows))
-    emitter.plan(made for *_, rows in groups for _, _, made in rows)
+    emitter.vectorize_loads(made for *_, rows in groups for _, _, made in rows)
     for number, start, rows in groups:
         beyond = M.condition(frame, (Guard(Index.axis(COLUMNS) + start, None, extents[COLUMNS] - 1),))
         frame.live = inside[number] if beyond is None else builder.and_(inside[number], beyond)

@@ -50,7 +50,7 @@ class TileCoordinates:
         inside = None
         if shape.pixels % (16 * shape.expand[0]) and shape.block.expand is not None:
             inside = builder.icmp_unsigned("<", pixel, L.I32(shape.pixels))
-        for place, size, leaves in zip((row, column), shape.patch, shape.leaves, strict=True):
+        for place, size, leaves in zip((row, column), shape.patch, shape.has_outside_pixels, strict=True):
             if leaves:
                 holds = builder.icmp_unsigned("<", place, L.I32(size))
                 inside = holds if inside is None else builder.and_(inside, holds)

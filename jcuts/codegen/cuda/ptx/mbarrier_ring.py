@@ -27,7 +27,7 @@ class MbarrierRing:
         """Args: place: address of the first barrier in shared memory; lane: of the thread in its warp."""
         self.builder, self.place, self.stages, self.lane = builder, place, stages, lane
 
-    def make(self, thread: L.Value, filling: int, reading: int) -> None:
+    def init(self, thread: L.Value, filling: int, reading: int) -> None:
         """Makes all barriers, by the first threads of the block; a barrier of the block has to follow.
 
         Args: filling: threads that do; reading: warps.
@@ -44,7 +44,7 @@ class MbarrierRing:
         """The barrier that tells that a stage's copies have come."""
         return self.builder.add(self.place, self.builder.mul(stage, L.I32(BARRIER)))
 
-    def seen(self, stage: L.Value) -> L.Value:
+    def fenced(self, stage: L.Value) -> L.Value:
         """The barrier at which those wait that read a stage."""
         return self.builder.add(self.full(stage), L.I32(self.stages * BARRIER))
 
@@ -72,7 +72,7 @@ class MbarrierRing:
         text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.arrive.shared.b64 _, [$0]; }"
         asm(builder, text, VOID, [barrier, builder.zext(mine, L.I32)], effects=True)
 
-    def fill(self, barrier: L.Value) -> None:
+    def arrive_on_cp_async(self, barrier: L.Value) -> None:
         """This thread arrives when all copies have come that it has started."""
         asm(self.builder, "cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", VOID, [barrier], effects=True)
 

@@ -141,10 +141,10 @@ class ColumnSoftmaxKernel(RowReductionKernel):
                     values = iter(self._copy(emitter, phase, phase.body, wanted, offset, tail, {}))
                     for number, acc in enumerate(phase.accs):
                         terms.append((offset, column, number, tuple(next(values) for _ in acc.values)))
-            emitter.plan(v for _, _, _, values in terms for v in values)
+            emitter.vectorize_loads(v for _, _, _, values in terms for v in values)
             for offset, column, number, values in terms:
                 acc = phase.accs[number]
-                values = self._only_live(emitter, acc, values, offset) if tail else values
+                values = self._mask_tail(emitter, acc, values, offset) if tail else values
                 accumulate(emitter, acc, slots[number, column], values)
         found = {key: tuple(self.builder.load(s) for s in made) for key, made in slots.items()}
         self._column_results(phase, self._totals(phase, found))
@@ -165,7 +165,7 @@ class ColumnSoftmaxKernel(RowReductionKernel):
             accs = {n: E.Lanes(totals[n, column][-1], a.index_dtype or a.dtype) for n, a in enumerate(phase.accs)}
             made = self._copy(emitter, phase, phase.exit, [s.value for s in phase.stores], None, False, accs)
             numbers[column] = made
-        emitter.plan(n for made in numbers.values() for n in made)
+        emitter.vectorize_loads(n for made in numbers.values() for n in made)
         for column, made in numbers.items():
             self.at = column
             for store, number in zip(phase.stores, made, strict=True):
@@ -191,7 +191,7 @@ class ColumnSoftmaxKernel(RowReductionKernel):
                         for s, n in zip(phase.stores, numbers, strict=True)
                     ]
                 pieces.append((offset, rows))
-            emitter.plan(n for _, rows in pieces for _, _, n in rows)
+            emitter.vectorize_loads(n for _, rows in pieces for _, _, n in rows)
             for offset, rows in pieces:
                 guard = Guard(Index.axis(K) + offset, None, self.length - 1)
                 self._store(emitter, rows, M.condition(emitter.frame, (guard,)) if tail else None)

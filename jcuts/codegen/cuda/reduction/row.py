@@ -217,7 +217,7 @@ class RowReductionKernel:
     @staticmethod
     def _given(emitter: Emitter, name: tuple[object, ...], lanes: E.Lanes) -> int:
         number = emitter.graph.add(Node("acc", lanes.dtype, attrs=(("given", name),)))
-        emitter.give(number, lanes)
+        emitter.bind(number, lanes)
         return number
 
     # -- phases -------------------------------------------------------------------------------------------------
@@ -253,11 +253,11 @@ class RowReductionKernel:
                     values = iter(self._copy(emitter, phase, phase.body, wanted, offset + j, tail, {}))
                     for number, acc in enumerate(phase.accs):
                         terms.append((offset, number, tuple(next(values) for _ in acc.values)))
-            emitter.plan(v for _, _, values in terms for v in values)
+            emitter.vectorize_loads(v for _, _, values in terms for v in values)
             for place, (offset, number, values) in enumerate(terms):
                 chain = place // len(phase.accs) % shape.vector % chains
                 acc = phase.accs[number]
-                values = self._only_live(emitter, acc, values, offset) if tail else values
+                values = self._mask_tail(emitter, acc, values, offset) if tail else values
                 accumulate(emitter, acc, slots[number, chain], values)
         accs = {}
         for number, acc in enumerate(phase.accs):
@@ -265,12 +265,12 @@ class RowReductionKernel:
             total = parts[0]
             for part in parts[1:]:
                 total = E.combine(builder, acc.combine, acc.dtype, total, part)
-            total = self._across(acc, total, number)
+            total = self._team_reduce(acc, total, number)
             accs[number] = E.Lanes(total[-1], acc.index_dtype or acc.dtype)
         self._row_results(phase, accs)
         self.reductions += 1
 
-    def _only_live(self, emitter: Emitter, acc: Acc, values: tuple[int, ...], offset: int) -> tuple[int, ...]:
+    def _mask_tail(self, emitter: Emitter, acc: Acc, values: tuple[int, ...], offset: int) -> tuple[int, ...]:
         """The terms, or what changes nothing where the point lies beyond the row."""
         guard = Guard(Index.axis(K) + offset, None, self.length - 1)
         if guard.always(emitter.frame.ranges):
@@ -288,7 +288,7 @@ class RowReductionKernel:
         emitter = self.emitter if self.resident else Emitter(self._frame(L.I32(0), 1), Graph(), self.buffers)
         frame = emitter.frame
         numbers = self._copy(emitter, phase, phase.exit, [s.value for s in phase.stores], None, False, accs)
-        emitter.plan(numbers)
+        emitter.vectorize_loads(numbers)
         rows = []
         for store, number in zip(phase.stores, numbers, strict=True):
             if self.buffers[store.buffer].role == "local":
@@ -317,7 +317,7 @@ class RowReductionKernel:
                         for s, n in zip(phase.stores, numbers, strict=True)
                     ]
                 pieces.append((offset, rows))
-            emitter.plan(n for _, rows in pieces for _, _, n in rows)
+            emitter.vectorize_loads(n for _, rows in pieces for _, _, n in rows)
             for offset, rows in pieces:
                 saved = frame.live
                 inside = M.condition(frame, (Guard(Index.axis(K) + offset, None, self.length - 1),)) if tail else None
@@ -327,7 +327,7 @@ class RowReductionKernel:
                 frame.live = saved
 
     # -- across threads -----------------------------------------------------------------------------------------
-    def _across(self, acc: Acc, values: tuple[L.Value, ...], number: int) -> tuple[L.Value, ...]:
+    def _team_reduce(self, acc: Acc, values: tuple[L.Value, ...], number: int) -> tuple[L.Value, ...]:
         """Combines the partial results of the team's threads; every thread gets the total."""
         values = self._shuffled(acc, values, min(self.shape.team, WARP))
         warps = self.shape.team // WARP

@@ -107,7 +107,7 @@ class WelfordKernel(ColumnSoftmaxKernel):
                 self.at, offset = column, piece * self.step
                 made = self._copy(emitter, phase, phase.body, [value], offset, limit is not None, {})
                 numbers[piece, column] = made[0]
-        emitter.plan(numbers.values())
+        emitter.vectorize_loads(numbers.values())
         inside: list[L.Value] | None = None
         if limit is None:
             count: L.Value = ir.Constant(self.kind, float(pieces))

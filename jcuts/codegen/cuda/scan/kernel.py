@@ -194,7 +194,7 @@ class ScanColumnsEmitter(ScanEmitter):
         carries = []
         for column, slot in enumerate(self.slots):
             number = emitter.graph.add(Node("acc", self.dtype, attrs=(("column", column),)))
-            emitter.give(number, E.Lanes(builder.load(slot), self.dtype))
+            emitter.bind(number, E.Lanes(builder.load(slot), self.dtype))
             carries.append(number)
         (carried,) = [s.value for s in self.carry.stores]
         rows: list[tuple[str, Index, int]] = []
@@ -211,7 +211,7 @@ class ScanColumnsEmitter(ScanEmitter):
                     (s.buffer, s.address.substitute(places, emitter.frame.ranges), v)
                     for s, v in zip(self.result.stores, values, strict=True)
                 ]
-        emitter.plan([n for _, _, n in rows] + carries)
+        emitter.vectorize_loads([n for _, _, n in rows] + carries)
         last = emitter.emit(carries)
         store_all(emitter, rows)
         for slot, lanes in zip(self.slots, last, strict=True):
@@ -268,7 +268,7 @@ class ScanRowsEmitter(ScanEmitter):
         for j in range(shape.vector):
             places = {time.name: Index.axis(time.name) + j} if j else {}
             numbers += self._copy(emitter, self.carry, [self.value], places, None, guards)
-        emitter.plan(numbers)
+        emitter.vectorize_loads(numbers)
         values = [lanes.value for lanes in emitter.emit(numbers)]
         holds = M.condition(frame, guards)
         if holds is not None:
@@ -284,14 +284,14 @@ class ScanRowsEmitter(ScanEmitter):
         for j, value in enumerate(values):
             places = {time.name: Index.axis(time.name) + j} if j else {}
             given = emitter.graph.add(Node("acc", self.dtype, attrs=(("point", j),)))
-            emitter.give(given, E.Lanes(value, self.dtype))
+            emitter.bind(given, E.Lanes(value, self.dtype))
             wanted = [s.value for s in self.result.stores]
             made = self._copy(emitter, self.result, wanted, places, given, guards)
             rows += [
                 (s.buffer, s.address.substitute(places, frame.ranges), n)
                 for s, n in zip(self.result.stores, made, strict=True)
             ]
-        emitter.plan(n for _, _, n in rows)
+        emitter.vectorize_loads(n for _, _, n in rows)
         store_all(emitter, rows)
         return self._join(carry, total)
 

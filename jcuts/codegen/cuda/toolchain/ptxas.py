@@ -141,7 +141,7 @@ class Grid(NamedTuple):
     threads: int
     shared: int
 
-    def beside(self, registers: int, shared: int) -> int:
+    def blocks_per_sm(self, registers: int, shared: int) -> int:
         """Blocks with so many registers per thread that a multiprocessor has at once, of those that it gets at all."""
         warps = -(-self.threads // _WARP)
         by_shared = _SHARED // max(1, self.shared + shared)
@@ -172,7 +172,7 @@ def assemble_best(
         if not any(used.stack for used in report.values()):
             used = [report[symbol] for _, symbol in sources]
             count, most = (
-                sum(grid.beside(u.registers * own, u.shared) for u, grid in zip(used, grids, strict=True))
+                sum(grid.blocks_per_sm(u.registers * own, u.shared) for u, grid in zip(used, grids, strict=True))
                 for own in (1, 0)
             )
             found.append((count, cubin, report))

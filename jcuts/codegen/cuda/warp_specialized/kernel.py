@@ -52,7 +52,7 @@ class WarpSpecializedKernel(WgmmaKernel):
         """All tiles of the block, by both kinds of warps."""
         builder, shape = self.builder, self.shape
         self.ring = MbarrierRing(builder, builder.add(self.shared, L.I32(shape.barriers)), shape.stages, self.lane)
-        self.ring.make(self.thread, WARP * shape.carriers, shape.warps[0])
+        self.ring.init(self.thread, WARP * shape.carriers, shape.warps[0])
         self.runs = builder.add(self.shared, L.I32(shape.ring))
         self.zeros = builder.add(self.shared, L.I32(shape.kept_until - wgmma.LINE))
         if shape.window is not None:
@@ -61,23 +61,26 @@ class WarpSpecializedKernel(WgmmaKernel):
                 ptx_mma.write_words(builder, place, 0, [L.I32(0)])
         ptx_mma.barrier(builder)
         frame, variables = self.frame, self.variables
-        with builder.if_else(builder.icmp_unsigned("<", self.thread, L.I32(shape.multipliers))) as (then, otherwise):
+        with builder.if_else(builder.icmp_unsigned("<", self.thread, L.I32(shape.consumer_threads))) as (
+            then,
+            otherwise,
+        ):
             with then:
                 self.frame = replace(frame, cache={})
-                self._registers(0)
-                self._multiply_all()
+                self.setmaxnreg(0)
+                self.consumer()
             with otherwise:
                 self.frame = replace(frame, cache={})
-                self._registers(1)
+                self.setmaxnreg(1)
                 warp = builder.sub(builder.lshr(self.thread, L.I32(5)), L.I32(shape.warps[0]))
                 with builder.if_then(builder.icmp_unsigned("<", warp, L.I32(shape.carriers))):
-                    self._carry_all()
+                    self.producer()
                 self.frame, self.variables = replace(frame, cache={}), variables
-                if shape.apart:
+                if shape.has_fence_warp:
                     with builder.if_then(builder.icmp_unsigned("==", warp, L.I32(shape.carriers))):
-                        self._tiles([L.I32(0), L.I32(0)], self._pass_all)
+                        self._tiles([L.I32(0), L.I32(0)], self.fence_warp)
 
-    def _registers(self, number: int) -> None:
+    def setmaxnreg(self, number: int) -> None:
         """Takes or gives registers: groups that multiply (0) need more of them than warps that copy (1)."""
         found = self.shape.registers
         if found is not None:
@@ -107,11 +110,11 @@ class WarpSpecializedKernel(WgmmaKernel):
         builder.position_at_end(after)
 
     # -- copies -------------------------------------------------------------------------------------------------
-    def _carry_all(self) -> None:
+    def producer(self) -> None:
         """What a warp that copies does; state: the stage that is filled next, its parity, the place of the run."""
         builder, shape, found = self.builder, self.shape, self.shape.window
         threads = WARP * shape.carriers
-        mine = builder.sub(self.thread, L.I32(shape.multipliers))
+        mine = builder.sub(self.thread, L.I32(shape.consumer_threads))
 
         if prologue(self.program) is not None:
             self._prologue().start(L.I32(0), threads, mine)
@@ -148,18 +151,18 @@ class WarpSpecializedKernel(WgmmaKernel):
                     tap, chunk = builder.urem(number, L.I32(found.taps)), builder.udiv(number, L.I32(found.taps))
                     with builder.if_then(builder.icmp_signed("==", tap, L.I32(0))):
                         pixels.all(begin, chunk, run)
-                    channel = builder.mul(chunk, L.I32(found.line))
+                    channel = builder.mul(chunk, L.I32(found.channels_per_tile))
                     term = builder.add(builder.mul(tap, L.I32(found.channels)), channel)
                     weights.start(term, place, builder.sub(L.I32(found.channels), channel))
                     after = self._next_run(tap, run)
-                self.ring.fill(self.ring.full(stage))
+                self.ring.arrive_on_cp_async(self.ring.full(stage))
                 return [*self.ring.next(stage, parity), after]
 
-            return self._carry_beside(mine, self._loop_over(state, step))
+            return self.produce_residual(mine, self._loop_over(state, step))
 
         self._tiles([L.I32(0), L.I32(1), L.I32(0)], tile)
 
-    def _carry_beside(self, thread: L.Value, state: list[L.Value]) -> list[L.Value]:
+    def produce_residual(self, thread: L.Value, state: list[L.Value]) -> list[L.Value]:
         """Fills the stages of what the exit adds. Args: thread: of those that copy; state: as of `_carry_all`."""
         builder, shape = self.builder, self.shape
         if shape.beside is None:
@@ -167,24 +170,24 @@ class WarpSpecializedKernel(WgmmaKernel):
         stage, parity, run = state
         tiles, threads = (shape.left, shape.right), WARP * shape.carriers
         copies = ResidualLoader(self.frame, shape.beside, tiles, threads, thread, self.shared)
-        for group in range(shape.besides):
+        for group in range(shape.residual_stages):
             self.ring.wait(self.ring.empty(stage), parity)
             copies.start(group, builder.mul(stage, L.I32(shape.stage)))
-            self.ring.fill(self.ring.full(stage))
+            self.ring.arrive_on_cp_async(self.ring.full(stage))
             stage, parity = self.ring.next(stage, parity)
         return [stage, parity, run]
 
-    def _pass_all(self, state: list[L.Value]) -> list[L.Value]:
+    def fence_warp(self, state: list[L.Value]) -> list[L.Value]:
         """Lets the units see the stages of a tile of outputs. Args: state: the first stage, its parity."""
 
         def step(number: L.Value, state: list[L.Value]) -> list[L.Value]:
             stage, parity = state
             self.ring.wait(self.ring.full(stage), parity)
             wgmma.proxy_fence(self.builder)
-            self.ring.arrive(self.ring.seen(stage))
+            self.ring.arrive(self.ring.fenced(stage))
             return list(self.ring.next(stage, parity))
 
-        return self._loop_over(state, step, self.shape.share + self.shape.besides)
+        return self._loop_over(state, step, self.shape.share + self.shape.residual_stages)
 
     def _prologue(self) -> Prologue:
         """What is computed from the left operand, with vectors that come with the first tile of terms."""
@@ -220,7 +223,7 @@ class WarpSpecializedKernel(WgmmaKernel):
         return builder.select(builder.icmp_signed("==", tap, L.I32(shape.window.taps - 1)), moved, run)
 
     # -- products -----------------------------------------------------------------------------------------------
-    def _multiply_all(self) -> None:
+    def consumer(self) -> None:
         """What a warp that multiplies does."""
         builder, shape = self.builder, self.shape
         self.before = None if prologue(self.program) is None else self._prologue()
@@ -264,13 +267,13 @@ class WarpSpecializedKernel(WgmmaKernel):
         builder.position_at_end(after)
         totals = wgmma.wgmma_wait_all(builder, totals)
         self.ring.arrive(self.ring.empty(self._before(numbers[1])))
-        mine, *numbers[1:3] = self._beside(numbers[1], numbers[2])
-        self._leave(totals)
+        mine, *numbers[1:3] = self.acquire_residual(numbers[1], numbers[2])
+        self.epilogue(totals)
         if shape.beside is not None:
             self.ring.arrive(self.ring.empty(mine))
         return numbers[1:]
 
-    def _beside(self, stage: L.Value, parity: L.Value) -> tuple[L.Value, L.Value, L.Value]:
+    def acquire_residual(self, stage: L.Value, parity: L.Value) -> tuple[L.Value, L.Value, L.Value]:
         """Waits for what the exit adds, and leaves the other groups' stages to them: the own one; stage and parity."""
         builder, shape, mine = self.builder, self.shape, stage
         if shape.beside is None:
@@ -278,12 +281,12 @@ class WarpSpecializedKernel(WgmmaKernel):
         group = builder.lshr(self.flat, L.I32(WARPS.bit_length() - 1))
         ring = self.ring
         others: list[tuple[L.Value, L.Value]] = []
-        for number in range(shape.besides):
+        for number in range(shape.residual_stages):
             other = builder.icmp_signed("!=", group, L.I32(number))
             others.append((stage, other))
             mine = builder.select(other, mine, stage)
-            if number == shape.besides - 1:  # what is copied comes in order: the last stage tells of all
-                ring.wait((ring.seen if shape.apart else ring.full)(stage), parity)
+            if number == shape.residual_stages - 1:  # what is copied comes in order: the last stage tells of all
+                ring.wait((ring.fenced if shape.has_fence_warp else ring.full)(stage), parity)
             stage, parity = ring.next(stage, parity)
         for one, other in others:
             ring.arrive(ring.empty(one), other)
@@ -295,14 +298,14 @@ class WarpSpecializedKernel(WgmmaKernel):
         """The products of a tile of terms; the stage of the one before is empty then."""
         builder, shape, found = self.builder, self.shape, self.shape.window
         number, stage, parity, run = numbers
-        self.ring.wait((self.ring.seen if shape.apart else self.ring.full)(stage), parity)
-        if not shape.apart:
+        self.ring.wait((self.ring.fenced if shape.has_fence_warp else self.ring.full)(stage), parity)
+        if not shape.has_fence_warp:
             wgmma.proxy_fence(builder)
         place = builder.mul(stage, L.I32(shape.stage))
         right = builder.add(self.weights, builder.zext(builder.lshr(place, L.I32(4)), L.I64))
         if found is not None:
             tap = builder.urem(number, L.I32(found.taps))
-            self.rows.turn(tap, run)  # type: ignore[union-attr]
+            self.rows.select_tap(tap, run)  # type: ignore[union-attr]
             run = self._next_run(tap, run)
         totals = wgmma_register_operand.wgmma_from_registers(
             builder,
@@ -325,10 +328,10 @@ class WarpSpecializedKernel(WgmmaKernel):
         first = builder.icmp_signed("==", stage, L.I32(0))
         return builder.select(first, L.I32(self.shape.stages - 1), builder.sub(stage, L.I32(1)))
 
-    def _leave(self, totals: Totals) -> None:
+    def epilogue(self, totals: Totals) -> None:
         """The exit graph."""
         kept = self.lane
         if self.shape.rounds > 1:  # what depends on it is not kept over the loop
             self.lane = asm(self.builder, "mov.b32 $0, $1;", L.I32, [kept], effects=True)
-        MmaKernel._exit(self, totals, L.I32(0), L.I32(0))
+        MmaKernel.epilogue(self, totals, L.I32(0), L.I32(0))
         self.lane = kept

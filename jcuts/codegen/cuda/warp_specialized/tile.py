@@ -54,14 +54,14 @@ class WarpSpecializedTile(HaloTile):
     beside: StagedMatrix | None
 
     @property
-    def multipliers(self) -> int:
+    def consumer_threads(self) -> int:
         """Threads that multiply."""
         return WARP * self.warps[0]
 
     @property
     def threads(self) -> int:
         """Of a block."""
-        return self.multipliers + WARP * OTHERS[self.carriers]
+        return self.consumer_threads + WARP * OTHERS[self.carriers]
 
     @property
     def registers(self) -> tuple[int, int] | None:
@@ -72,15 +72,15 @@ class WarpSpecializedTile(HaloTile):
             return None
         more = self.window is not None or self.early or groups > 2
         mine = CARRYING[self.carriers][more]
-        return min(MOST_REGISTERS, (self.entry * (groups + 1) - mine) // groups // STEP * STEP), mine
+        return min(MOST_REGISTERS, (self.entry_registers * (groups + 1) - mine) // groups // STEP * STEP), mine
 
     @property
-    def apart(self) -> bool:
+    def has_fence_warp(self) -> bool:
         """Whether a warp of its own passes proxy fences, not those that multiply."""
         return OTHERS[self.carriers] > self.carriers
 
     @property
-    def entry(self) -> int:
+    def entry_registers(self) -> int:
         """Registers that every thread begins with where they are shared out."""
         return FILE // self.threads // STEP * STEP
 
@@ -90,7 +90,7 @@ class WarpSpecializedTile(HaloTile):
         return self.right.bytes + (self.left.bytes if self.window is None else 0)
 
     @property
-    def besides(self) -> int:
+    def residual_stages(self) -> int:
         """Stages of a tile of outputs behind those of its terms."""
         return 0 if self.beside is None else self.warps[0] // WARPS
 
@@ -129,7 +129,7 @@ def fed_shape(program: Program) -> WarpSpecializedTile:
     if kept:
         if found is None or not weights_need_no_transform(program):
             raise CompileRejected(f"{program.name}: no convolution with rounded weights whose pixels can be kept")
-        right, share, ragged = linearize_k(right, total), found.steps, found.channels % found.line != 0
+        right, share, ragged = linearize_k(right, total), found.k_tiles, found.channels % found.channels_per_tile != 0
     first = WgmmaSmemTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
     second = WgmmaSmemTile(right, extents[COLUMNS], columns, terms, columns, 0 if kept else first.bytes, ragged)
     stages, rounds = int(str(params["stages"])), int(str(params.get("rounds", 1)))
@@ -145,7 +145,7 @@ def fed_shape(program: Program) -> WarpSpecializedTile:
         share,
         total,
         1,
-        0 if found is None else found.span(rows),
+        0 if found is None else found.halo_rows(rows),
         kept,
         rounds,
         found,
@@ -154,7 +154,7 @@ def fed_shape(program: Program) -> WarpSpecializedTile:
         len(k_vectors(program)),
         added,
     )
-    fits = fits and bool(params.get("beside", 0)) == (added is not None) and shape.besides <= stages
+    fits = fits and bool(params.get("beside", 0)) == (added is not None) and shape.residual_stages <= stages
     fits = fits and across == 1 and divides_evenly(first, second, along, across)
     fits = fits and left.item == 4 and left.along_terms and right.along_terms and program.buffer(right.buffer).tf32
     fits = fits and stages >= 3 and share >= 2 and rounds >= 1
@@ -166,7 +166,7 @@ def fed_shape(program: Program) -> WarpSpecializedTile:
         fits = fits and kept >= 2 and stages <= (kept - 1) * found.taps + 1
         fits = fits and shape.carriers % 2 == 0  # lines are swizzled by their number
     if shape.registers is not None:  # those that give some give to those that take some
-        fits = fits and shape.registers[0] >= shape.entry >= shape.registers[1]
+        fits = fits and shape.registers[0] >= shape.entry_registers >= shape.registers[1]
     others = {"flight", "split", "cluster", "push", "held", "cached", "spread", "steps", "unrolled", "fetched"}
     if not fits or not others.isdisjoint(params) or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no product of tiles {params['tile']} by groups {params['groups']}")

@@ -129,7 +129,7 @@ class SlidingWindowKernel(ThreadTileKernel):
         values = _carried_values(graph, wanted, follows)
         plan = Emitter(here, graph, self.buffers)
         needed = (n for n in graph.needed(wanted, values) if graph.nodes[n].op == "load")
-        plan.plan(n for n in needed if not _data(graph.nodes[n]))
+        plan.vectorize_loads(n for n in needed if not _data(graph.nodes[n]))
         runs = list(dict.fromkeys(tuple(members) for members in plan.runs.values()))
         still = [r for r in runs if path.name not in _axes(graph.nodes[r[0]])]
         moving = [r for r in runs if r not in set(still)]
@@ -137,10 +137,10 @@ class SlidingWindowKernel(ThreadTileKernel):
         kept = [r for r in moving if path.ahead or r in again]
         start = {r: self._words(here, graph, r) for r in (*still, *kept)}
         fresh = [r for r in kept if r not in again]
-        early = [self._early(path, graph, fresh, frame, path.first, k) for k in range(1, path.ahead)]
+        early = [self._prefetch(path, graph, fresh, frame, path.first, k) for k in range(1, path.ahead)]
         self.given = self._lanes(graph, start)
         first = self._body_emitter(here, graph)
-        first.plan(values)
+        first.vectorize_loads(values)
         made = dict(zip(values, first.emit(values), strict=True))
         before = builder.block
         loop, after = builder.append_basic_block("walk"), builder.append_basic_block("walked")
@@ -154,14 +154,14 @@ class SlidingWindowKernel(ThreadTileKernel):
         now: dict[Run, list[L.Value]] = {**{r: start[r] for r in still}, **phis}
         arriving: list[Mapping[Run, list[L.Value]]] = [*queue]
         if path.ahead:
-            arriving.append(self._early(path, graph, fresh, frame, at, path.ahead))
+            arriving.append(self._prefetch(path, graph, fresh, frame, at, path.ahead))
         else:
             here = frame(at)
             now |= {r: self._words(here, graph, r) for r in moving if r not in again}
         self.given = {**self._lanes(graph, now), **carried}
         compute(at)
         last = [follows[n] for n in values]
-        self.emitter.plan(last)
+        self.emitter.vectorize_loads(last)
         coming = self.emitter.emit(last)
         pairs = [(at, path.first, following)]
         pairs += [(phi.value, made[n].value, new.value) for (n, phi), new in zip(carried.items(), coming, strict=True)]
@@ -176,7 +176,7 @@ class SlidingWindowKernel(ThreadTileKernel):
         builder.cbranch(builder.icmp_signed("<", following, path.end), loop, after)
         builder.position_at_end(after)
 
-    def _early(
+    def _prefetch(
         self, path: _Path, graph: Graph, runs: Sequence[Run], frame: Callable[[L.Value], M.Frame], at: L.Value, by: int
     ) -> dict[Run, list[L.Value]]:
         """What loads bring that many tiles further on, where there is such a tile."""
@@ -189,7 +189,7 @@ class SlidingWindowKernel(ThreadTileKernel):
         """An emitter that has what the walk brings along."""
         self.emitter = Emitter(frame, graph, self.buffers)
         for number, lanes in self.given.items():
-            self.emitter.give(number, lanes)
+            self.emitter.bind(number, lanes)
         return self.emitter
 
     def _exit_emitter(self, frame: M.Frame, graph: Graph) -> Emitter:

@@ -108,7 +108,7 @@ def shapes(attention: Attention, machine: GpuMachine) -> Iterator[FlashTile]:
 def registers(shape: FlashTile) -> float:
     """Of a thread: fragments of queries, sums of values, scores."""
     high, wide = shape.warp
-    kept = shape.steps + shape.features // EIGHT + wide // EIGHT
+    kept = shape.steps + shape.padded_head_dim // EIGHT + wide // EIGHT
     bands = high // SIXTEEN
     return OWN + PER_VALUE * bands * 4 * kept + PER_KEYS * wide / SIXTEEN + PER_BAND * bands
 
@@ -129,14 +129,14 @@ def cycles(shape: FlashTile, program: Program, machine: GpuMachine) -> float:
     """Estimated cycles of a launch."""
     attention = shape.attention
     item, (high, wide), (along, parts) = attention.key.item, shape.warp, shape.warps
-    depth, features = shape.steps * STEP // item, shape.features
+    depth, features = shape.steps * STEP // item, shape.padded_head_dim
     count, bands = along * parts, high // SIXTEEN
     line = (depth + features) * item
     values = wide * item // STEP  # steps along the keys of a warp
     products = bands * (wide // EIGHT * shape.steps + features // EIGHT * values)
     reads = wide // SIXTEEN * shape.steps + features // SIXTEEN * values * (2 if item == 4 else 1)
     turned = 4 * reads if item == 4 and not shape.rounded else 0
-    each = high * wide / WARP * (PER_SCORE + attention.between) + high * features / WARP + PER_ROWS * bands
+    each = high * wide / WARP * (PER_SCORE + attention.score_ops) + high * features / WARP + PER_ROWS * bands
     copies = shape.keys * line / 16 / WARP
     early = 2 * copies + 4 * copies if shape.rounded else 0
     limits = [

@@ -63,14 +63,14 @@ class FlashTile:
         return -(-self.attention.key.length * self.attention.key.item // STEP)
 
     @property
-    def features(self) -> int:
+    def padded_head_dim(self) -> int:
         """Features of a block's results, with those that pad them to whole pairs of tiles."""
         return -(-self.attention.value.length // SIXTEEN) * SIXTEEN
 
     def line(self, operand: Operand) -> int:
         """Elements of a line of keys or values in shared memory that are copied or zero."""
         if operand is self.attention.value:
-            return self.features
+            return self.padded_head_dim
         return self.steps * STEP // operand.item
 
     def pitch(self, operand: Operand) -> int:
@@ -83,15 +83,15 @@ class FlashTile:
         return self.keys * (self.pitch(self.attention.key) + self.pitch(self.attention.value))
 
     @property
-    def state(self) -> int:
+    def exchange_bytes(self) -> int:
         """Bytes in which one warp hands over what it has."""
         high = self.warp[0]
-        return 4 * high * self.features + 4 * WARP * STATE * high // EIGHT
+        return 4 * high * self.padded_head_dim + 4 * WARP * STATE * high // EIGHT
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block."""
-        return max(self.stages * self.stage, self.state * self.warps[0] * (self.warps[1] - 1))
+        return max(self.stages * self.stage, self.exchange_bytes * self.warps[0] * (self.warps[1] - 1))
 
     @property
     def tiles(self) -> int:

@@ -129,12 +129,12 @@ def cycles(program: Program, shape: FewChannelTile, machine: GpuMachine) -> floa
     resident = max(1, min(resident, machine.threads_per_sm // shape.threads))
     queue = -(-math.prod(shape.blocks) // machine.sms)
     beside, waves = min(resident, queue), queue / min(resident, queue)
-    waits = shape.waits / len(shape.places)
+    waits = shape.bank_conflict_cycles / len(shape.k_offsets)
     item = shape.patches.item
     read = warps * shape.steps * WORD * (high * long * waits * DEPTH // item + broad * LINES)
     tiles = high * long // TILE * (broad // 8)
     issued = warps * shape.steps * (tiles + high * long * 2 // item + broad // 4)
-    issued += warps * shape.copies(shape.beside) * PIECE
+    issued += warps * shape.copies(shape.threads_per_line) * PIECE
     issued += RESULT * outputs * shape.columns / WARP
     copied = item * (shape.lines * shape.length + outputs * shape.columns)
     limits = [

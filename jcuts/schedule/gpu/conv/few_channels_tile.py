@@ -90,7 +90,7 @@ class FewChannelTile:
 
     # -- the patch ----------------------------------------------------------------------------------------------
     @property
-    def odd(self) -> bool:
+    def half_word_lines(self) -> bool:
         """Whether every second line begins in the middle of a word (no zeros to the left of an image then)."""
         return self.patches.item < WORD and self.patches.length % 2 == 1 and self.patches.start[1] >= 0
 
@@ -103,7 +103,7 @@ class FewChannelTile:
     def width(self) -> int:
         """Elements of one copy; 0 where lines are not even words."""
         found = self.patches
-        if self.odd:
+        if self.half_word_lines:
             return WORD // found.item
         image = found.lines * found.length
         steps = (found.length, found.step[1] * self.pixels, image)
@@ -118,11 +118,11 @@ class FewChannelTile:
     @property
     def length(self) -> int:
         """Elements of a line that are copied."""
-        found = self.odd + self.early + (self.pixels - 1) * self.patches.step[1] + self.patches.reach[1]
+        found = self.half_word_lines + self.early + (self.pixels - 1) * self.patches.step[1] + self.patches.reach[1]
         return -(-found // self.width) * self.width
 
     @cached_property
-    def beside(self) -> int:
+    def threads_per_line(self) -> int:
         """Threads that copy a line together."""
         pieces = self.length // self.width
         return min((2**k for k in range(2, 6)), key=lambda count: (self.copies(count), abs(count - pieces)))
@@ -139,13 +139,17 @@ class FewChannelTile:
     @cached_property
     def _layout(self) -> tuple[int, int]:
         return _best_pitch(
-            self.patches.terms, self.patches.step[1] * self.apart, self.length + self.odd, self.width, self.patches.item
+            self.patches.terms,
+            self.patches.step[1] * self.fragment_row_stride,
+            self.length + self.half_word_lines,
+            self.width,
+            self.patches.item,
         )
 
     @property
     def patch(self) -> int:
         """Bytes of a patch, a multiple of 16."""
-        return -(-(self.lines * self.pitch + self.odd) * self.patches.item // ACCESS) * ACCESS
+        return -(-(self.lines * self.pitch + self.half_word_lines) * self.patches.item // ACCESS) * ACCESS
 
     # -- terms --------------------------------------------------------------------------------------------------
     @property
@@ -154,7 +158,7 @@ class FewChannelTile:
         return -(-len(self.patches.terms) * self.patches.item // DEPTH)
 
     @cached_property
-    def places(self) -> list[list[int]]:
+    def k_offsets(self) -> list[list[int]]:
         """Elements of the patch from a pixel's first one to its terms, in fours; the last stands for those beyond.
 
         Of 16-bit floats a four of even terms comes before that of the odd ones beside them.
@@ -168,12 +172,12 @@ class FewChannelTile:
         return max(0, min(FOUR, -((first - len(self.patches.terms)) // many)))
 
     @property
-    def waits(self) -> int:
+    def bank_conflict_cycles(self) -> int:
         """Cycles of all reads of a fragment's fours: one each where all banks are different."""
         return self._layout[1]
 
     @cached_property
-    def apart(self) -> int:
+    def fragment_row_stride(self) -> int:
         """From one pixel to the next of a fragment's upper half: 1, or 2 with the lower half between them."""
 
         def cost(apart: int) -> int:

@@ -102,7 +102,7 @@ class ImplicitGemmTile:
         more = tuple((name, count) for name, count, least in found if count > least)
         item = gemm_operands(program)[0].item
         kept = match_conv_window(program)
-        tile = (self.rows, self.columns, LINE // item if kept is None else kept.line)
+        tile = (self.rows, self.columns, LINE // item if kept is None else kept.channels_per_tile)
         params = (("tile", tile), ("groups", (self.groups, 1)), ("stages", self.stages), ("pixels", self.pixels))
         more += (("rounded", 1),) if item == 4 else ()
         return scheduled(program, "product", self.threads, *params, *more)
@@ -139,12 +139,12 @@ def implicit_gemm_schedules(
 def _full_line_fraction(found: ConvWindow, short: int) -> float:
     """Of all steps of whole lines, those that are multiplied."""
     last = found.short if short else found.whole
-    return ((found.chunks - 1) * found.whole + last) / (found.chunks * found.whole)
+    return ((found.channel_tiles - 1) * found.whole + last) / (found.channel_tiles * found.whole)
 
 
 def _weights_resident(found: ConvWindow, tiling: ImplicitGemmTile) -> bool:
     """Whether a block's weights stay in shared memory."""
-    return tiling.stages == found.steps
+    return tiling.stages == found.k_tiles
 
 
 def candidates(counter: GemmProblem, program: Program, most: int = MOST) -> list[Candidate]:
@@ -177,28 +177,30 @@ def tilings(counter: GemmProblem, found: ConvWindow) -> Iterator[ImplicitGemmTil
     ways = (0, 1) if _full_line_fraction(found, 1) < WORTH else (0,)
     for (rows, groups), columns, short in itertools.product((*HEIGHTS, *TALLER), _widths(counter.columns), ways):
         # two tiles' fragments are in registers at once
-        whole = found.narrow or (found.chunks <= 2 and rows == HIGH * groups if short else found.steps % 2 == 0)
+        whole = found.narrow or (
+            found.channel_tiles <= 2 and rows == HIGH * groups if short else found.k_tiles % 2 == 0
+        )
         if whole and rows > HIGH * groups:
             continue
         if rows >= 2 * counter.rows or rows * columns > MOST_TOTALS * GROUP * groups:
             continue
-        if found.span(rows) > SHARE * found.taps * rows:
+        if found.halo_rows(rows) > SHARE * found.taps * rows:
             continue
         spread = int(rows == HIGH * groups)  # the assembler has no registers for copies among products of more rows
-        steps, runs = found.whole if whole else 2, 1 if found.chunks == 1 else 2
+        steps, runs = found.whole if whole else 2, 1 if found.channel_tiles == 1 else 2
         codes = (0, 1) if columns <= FEW_COLUMNS else (0,)
-        for stages, code in itertools.product((*STAGES, found.steps), codes):
-            if not 3 <= stages <= found.steps or (stages < found.steps and stages - 2 > found.taps):
+        for stages, code in itertools.product((*STAGES, found.k_tiles), codes):
+            if not 3 <= stages <= found.k_tiles or (stages < found.k_tiles and stages - 2 > found.taps):
                 continue
             once = ImplicitGemmTile(rows, columns, groups, stages, runs, 1, spread, steps, code, 0, short)
-            loops, most = UNEVEN * short * (found.chunks > 1), min(MOST_REGISTERS, FILE // once.threads)
+            loops, most = UNEVEN * short * (found.channel_tiles > 1), min(MOST_REGISTERS, FILE // once.threads)
             if loops and whole and registers(found, replace(once, unrolled=0)) + loops > most:
                 once = replace(once, steps=2)
             if code and not _can_unroll_taps(found, once):
                 continue
             if registers(found, replace(once, unrolled=0)) + loops > most:
                 continue
-            if shared(found, once) <= MOST_SHARED and stages < found.steps:
+            if shared(found, once) <= MOST_SHARED and stages < found.k_tiles:
                 yield once
             tiles, slots = _tiles(counter, once), counter.machine.sms * _resident(found, once)
             along = -(-counter.rows // rows)
@@ -210,9 +212,9 @@ def tilings(counter: GemmProblem, found: ConvWindow) -> Iterator[ImplicitGemmTil
 
 def _can_unroll_taps(found: ConvWindow, tiling: ImplicitGemmTile) -> bool:
     """Whether every tap may have code of its own: its loop goes round a whole number of times, registers suffice."""
-    if tiling.steps != found.whole or (found.chunks > 1 and found.chunks % (1 + found.taps % 2)):
+    if tiling.steps != found.whole or (found.channel_tiles > 1 and found.channel_tiles % (1 + found.taps % 2)):
         return False
-    if tiling.short and found.chunks > 2:
+    if tiling.short and found.channel_tiles > 2:
         return False
     most = min(FILE // tiling.threads, MOST_REGISTERS + 8)
     return _weights_resident(found, tiling) or (
@@ -229,7 +231,7 @@ def _widths(columns: int) -> list[int]:
 def shared(found: ConvWindow, tiling: ImplicitGemmTile) -> int:
     """Bytes of shared memory of a block."""
     columns = tiling.columns if found.side.item == 4 else -(-tiling.columns // HIGH) * HIGH
-    return (tiling.stages * columns + tiling.pixels * found.span(tiling.rows)) * found.bytes + LINE
+    return (tiling.stages * columns + tiling.pixels * found.halo_rows(tiling.rows)) * found.bytes + LINE
 
 
 def registers(found: ConvWindow, tiling: ImplicitGemmTile) -> int:
@@ -261,10 +263,12 @@ def cycles(counter: GemmProblem, found: ConvWindow, tiling: ImplicitGemmTile) ->
     beside = min(_resident(found, tiling), queue)
     waves = math.ceil(queue / beside)
     stays = _weights_resident(found, tiling)
-    copied = found.span(rows) * found.bytes / found.taps + (0.0 if stays else columns * found.bytes)
+    copied = found.halo_rows(rows) * found.bytes / found.taps + (0.0 if stays else columns * found.bytes)
     part = _full_line_fraction(found, tiling.short)
     read = part * (rows // HIGH * (HIGH + columns) * found.bytes)
-    work = max(part * rows * columns * found.line / UNIT[found.side.item], (read + copied) / PORT, copied / CACHE)
+    work = max(
+        part * rows * columns * found.channels_per_tile / UNIT[found.side.item], (read + copied) / PORT, copied / CACHE
+    )
     high = rows // tiling.groups // HIGH
     chain = CHAIN + GROUPS * tiling.groups * beside + TALL * (high - 1)
     chain *= 1.0 if tiling.steps == found.whole else HALF[high > 1]
@@ -273,5 +277,5 @@ def cycles(counter: GemmProblem, found: ConvWindow, tiling: ImplicitGemmTile) ->
     leave = LEAVE + beside * 4.0 * rows * columns * counter.results / max(1.0, counter.partial) / CACHE
     begin = BEGIN + (tiling.stages * columns * found.bytes / CACHE if stays else 0.0)
     begin *= 1.0 + (waves - 1) * (AGAIN_BEGUN if beside > 1 else 1.0)
-    total, moved = begin + waves * tiling.rounds * (found.steps * inner + leave), counter.moved / MEMORY
+    total, moved = begin + waves * tiling.rounds * (found.k_tiles * inner + leave), counter.moved / MEMORY
     return max(total, moved + BEGIN) + LEFT * min(total, moved)

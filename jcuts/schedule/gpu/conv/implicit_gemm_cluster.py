@@ -67,11 +67,11 @@ def cluster_tiles(counter: GemmProblem, found: ConvWindow) -> Iterator[ImplicitG
     """All schedules that fit the convolution and the multiprocessor."""
     for (rows, groups), columns, cluster in itertools.product(HEIGHTS, WIDTHS, SIZES):
         tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
-        if found.chunks % cluster or rows >= 2 * counter.rows or columns >= 2 * counter.columns:
+        if found.channel_tiles % cluster or rows >= 2 * counter.rows or columns >= 2 * counter.columns:
             continue
         if tiles * cluster > WAVES * counter.machine.sms or found.narrow:
             continue
-        lines = found.chunks // cluster
+        lines = found.channel_tiles // cluster
         steps = lines * found.taps
         whole = found.whole if steps % 2 == 0 else min(2, found.whole)
         rings = [s for s in RING if 3 <= s < steps and s - 2 <= found.taps and steps > STAY]
@@ -94,7 +94,7 @@ def shared(found: ConvWindow, tiling: ImplicitGemmTile) -> int:
 def cycles(counter: GemmProblem, found: ConvWindow, tiling: ImplicitGemmTile) -> float:
     """Estimated cycles of a launch."""
     rows, columns, cluster = tiling.rows, tiling.columns, tiling.cluster
-    lines, size = found.chunks // cluster, found.bytes
+    lines, size = found.channel_tiles // cluster, found.bytes
     steps, resident = lines * found.taps, tiling.stages == lines * found.taps
     tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
     held = gemm_cost.blocks_per_sm(
@@ -103,9 +103,9 @@ def cycles(counter: GemmProblem, found: ConvWindow, tiling: ImplicitGemmTile) ->
     beside, waves = gemm_cost.occupancy(tiles * cluster, cluster, held, counter.machine.sms)
     once = gemm_cost.concurrent_clusters(cluster, counter.machine.sms)
     beside = max(beside, min(held, math.ceil(tiles / once)))  # some of them share multiprocessors
-    copied = beside * (found.span(rows) * lines + columns * steps) * size / RATES.cache
+    copied = beside * (found.halo_rows(rows) * lines + columns * steps) * size / RATES.cache
     read = rows // HIGH * (HIGH + columns) * size
-    work = max(rows * columns * found.line / kept.UNIT[found.side.item], read / kept.PORT)
+    work = max(rows * columns * found.channels_per_tile / kept.UNIT[found.side.item], read / kept.PORT)
     chain = kept.CHAIN + kept.GROUPS * tiling.groups * beside
     chain *= 1.0 if tiling.steps == found.whole else kept.HALF[0]
     chain *= kept.OWN_CODE if tiling.unrolled else 1.0
@@ -119,7 +119,7 @@ def cycles(counter: GemmProblem, found: ConvWindow, tiling: ImplicitGemmTile) ->
 
 def _repeats(found: ConvWindow, tiling: ImplicitGemmTile) -> bool:
     """Whether every tap may have code of its own: its loop goes round a whole number of times."""
-    lines = found.chunks // tiling.cluster
+    lines = found.channel_tiles // tiling.cluster
     return lines == 1 or tiling.steps < found.whole or lines % (1 + found.taps % 2) == 0
 
 

@@ -72,7 +72,11 @@ def memory_bound_tiles(counter: WgmmaProblem) -> Iterator[tuple[float, WgmmaTile
         return
     for rows, columns, along in SHAPES:
         tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
-        if columns >= 2 * counter.columns or tiles < 2 * counter.machine.sms or not counter.whole(rows, columns):
+        if (
+            columns >= 2 * counter.columns
+            or tiles < 2 * counter.machine.sms
+            or not counter.copies_are_16_bytes(rows, columns)
+        ):
             continue
         for tiling in _depths(counter, (rows, columns, along)):
             for how, early in (ADDED if counter.beside else ALONE)[counter.narrow]:
@@ -107,7 +111,7 @@ def _depths(counter: WgmmaProblem, block: tuple[int, int, int]) -> Iterator[tupl
     if any(side.run % terms and side.run != counter.terms for side in counter.sides):
         return
     share, _ = k_tiles_per_split(counter.terms, terms, 1)
-    if not counter.takes(terms * share):
+    if not counter.fits_prologue(terms * share):
         return
     if counter.item == 4 and not counter.rounded:
         stages = ((2, 1), (3, 1)) if share <= WHOLE else ()  # longer sums are for tiles that are rounded less often
@@ -120,7 +124,7 @@ def _depths(counter: WgmmaProblem, block: tuple[int, int, int]) -> Iterator[tupl
 def registers(counter: WgmmaProblem, tiling: WgmmaTile) -> float:
     """32-bit registers of a thread, as the assembler takes them."""
     totals = tiling.rows * tiling.columns / tiling.threads
-    waiting = tiling.flight * counter.words(tiling)
+    waiting = tiling.flight * counter.staging_registers(tiling)
     return (28 + 1.42 * totals if counter.beside else 36 + 1.12 * totals) + waiting
 
 

@@ -159,7 +159,7 @@ def _tilings(program: Program, counter: GemmProblem) -> Iterator[MmaTile]:
                 if groups != ways or (ways > 1 and share < 2) or stages > share + 1 or (stages == 2 and share > 1):
                     continue
                 tiling = MmaTile(rows, columns, terms, warps, stages, split, cluster, fma=counter.fma)
-                if counter.shared(tiling) <= MOST_SHARED and counter.holds(tiling):
+                if counter.shared(tiling) <= MOST_SHARED and counter.fits_registers(tiling):
                     yield tiling
 
 
@@ -202,7 +202,7 @@ class GemmProblem:
         meet = 0 if alone else self.total * tiling.rows * tiling.columns * tiling.warps[2]
         return max(gemm_cost.smem_bytes(self.sides, tiling) * tiling.stages, meet)
 
-    def holds(self, tiling: MmaTile) -> bool:
+    def fits_registers(self, tiling: MmaTile) -> bool:
         """Whether the registers of a thread should do, where its totals take most of them."""
         if not (self.fma or self.double):
             return True

@@ -114,7 +114,7 @@ def contraction_schedules(program: Program, machine: GpuMachine) -> Iterator[Can
             found = sorted(found, key=lambda pair: -pair[1])[:ENOUGH]
         elif kept:  # the best of either form comes first
             kept = [(p, score / other * best) for p, score in kept]
-    few = list(wgmma_schedules(counter.as_few, SMALL_GRID_CANDIDATES)) if counter.few else []
+    few = list(wgmma_schedules(counter.small_grid, SMALL_GRID_CANDIDATES)) if counter.few else []
     if counter.short:
         few += _interleave_cluster_conv(found, implicit_gemm_cluster.candidates(counter, program))
     if kept and not found:  # few outputs: blocks of both families are as small, and of the other one more share a sum
@@ -194,14 +194,14 @@ def _variants(counter: WgmmaProblem, tiling: WgmmaTile, first: bool) -> list[tup
             return [(1.0, tiling)]
         return [(1.0, replace(tiling, paired=1)), (AGAIN, tiling)]
     spread, whole = replace(tiling, spread=1, steps=2), replace(tiling, steps=0)
-    if not counter.short and counter.share(tiling) > tiling.stages and counter.fits(spread):
+    if not counter.short and counter.k_tiles_per_block(tiling) > tiling.stages and counter.fits(spread):
         others = [(PLAIN, tiling), (PLAIN, whole)] if first else []
         found = [(1.0, spread), *others]
     else:
         others = [spread]
         if tiling.steps:
             others.append(whole)
-        elif tiling.stages >= counter.share(tiling):  # no copies are left to be spread
+        elif tiling.stages >= counter.k_tiles_per_block(tiling):  # no copies are left to be spread
             others = [replace(tiling, steps=2)]
         found = [(1.0, tiling), *((AGAIN, other) for other in others if first)]
     return [(factor, other) for factor, other in found if other is tiling or counter.fits(other)]
@@ -219,7 +219,7 @@ def tilings(counter: WgmmaProblem) -> Iterator[WgmmaTile]:
     for rows, columns, along in dict.fromkeys(shapes):
         if rows >= 2 * counter.rows or columns >= 2 * counter.columns:
             continue
-        if not counter.whole(rows, columns):
+        if not counter.copies_are_16_bytes(rows, columns):
             continue
         tiles, sms = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns), counter.machine.sms
         few = tiles < 2 * sms
@@ -256,7 +256,7 @@ def _k_pipelines(counter: WgmmaProblem, block: tuple[int, int, int], split: int,
         ):
             continue
         share, found = k_tiles_per_split(counter.terms, terms, split * cluster)
-        if not counter.takes(terms * share * (found if split == 1 else 1), split):
+        if not counter.fits_prologue(terms * share * (found if split == 1 else 1), split):
             continue
         if found != split * cluster or (lines > 1 and share < 3) or (flight and stages > max(2, share)):
             continue
@@ -308,20 +308,20 @@ class WgmmaProblem(GemmProblem):
         self.least = max(self.moved / MEMORY, products / (machine.sms * self.unit), LATENCY)
 
     @property
-    def as_few(self) -> WgmmaProblem:
+    def small_grid(self) -> WgmmaProblem:
         """The same for schedules of few blocks."""
         made = copy.copy(self)
         made.short, made.few = True, False
         return made
 
-    def takes(self, terms: int, split: int = 1) -> bool:
+    def fits_prologue(self, terms: int, split: int = 1) -> bool:
         """Whether what stands before the product allows for blocks of so many terms, and so many parts of the grid."""
         if not self.before:
             return True
         whole = self.terms % (terms * split) == 0
         return bool(self.through) and (whole or (self.ragged and split == 1))
 
-    def share(self, tiling: WgmmaTile) -> int:
+    def k_tiles_per_block(self, tiling: WgmmaTile) -> int:
         """Tiles of terms of a block."""
         return k_tiles_per_split(self.terms, tiling.terms, tiling.split * tiling.cluster)[0]
 
@@ -337,16 +337,16 @@ class WgmmaProblem(GemmProblem):
             for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True)
         )
         kept = (rows + columns) * tiling.terms * self.item * tiling.stages
-        kept += 4 * self.vectors * self.share(tiling) * tiling.terms
+        kept += 4 * self.vectors * self.k_tiles_per_block(tiling) * tiling.terms
         if not tiling.push:
             return max(kept, 4 * rows * columns if tiling.cluster > 1 else 0)
         return smem_with_dsmem(kept, tiling.room)
 
-    def whole(self, rows: int, columns: int) -> bool:
+    def copies_are_16_bytes(self, rows: int, columns: int) -> bool:
         """Whether such tiles are copied in whole pieces."""
         return all(_fits(side, size) for side, size in zip(self.sides, (rows, columns), strict=True))
 
-    def words(self, tiling: WgmmaTile) -> int:
+    def staging_registers(self, tiling: WgmmaTile) -> int:
         """What a thread takes of a tile of float32: whole pieces, or squares, of each operand."""
         total = 0
         for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True):
@@ -357,7 +357,7 @@ class WgmmaProblem(GemmProblem):
     def registers(self, tiling: WgmmaTile) -> int:
         """32-bit registers of a thread, roughly."""
         total = tiling.rows * tiling.columns // tiling.threads
-        waiting = tiling.flight * self.words(tiling)
+        waiting = tiling.flight * self.staging_registers(tiling)
         if tiling.rounded:
             waiting = (FRAGMENTS if tiling.steps else WHOLE) * tiling.rows // tiling.groups[0] // HIGH
         total += int(RESIDUAL_REGISTERS_PER_ACC * total) * self.beside if tiling.rounded else 0

@@ -158,7 +158,7 @@ def shapes(found: InvertedResidual, machine: GpuMachine) -> Iterator[InvertedRes
             if plain.pixels > MOST_PIXELS:
                 continue
             for chunk in CHUNKS[found.item]:
-                if chunk >= found.channels + COLUMN_TILE:
+                if chunk >= found.expanded_channels + COLUMN_TILE:
                     continue
                 for warps in WARPS:
                     for held in (False, True):
@@ -207,7 +207,7 @@ def _split_over_warps(plain: InvertedResidualTile, chunk: int, warps: int, held:
         if warps % a == 0 and chunk % (COLUMN_TILE * a) == 0
     ]
     down = [
-        (-(-plain.outputs // (ROW_TILE * (warps // a))) * -(-found.columns // (COLUMN_TILE * a)), a)
+        (-(-plain.outputs // (ROW_TILE * (warps // a))) * -(-found.out_channels // (COLUMN_TILE * a)), a)
         for a in (1, 2, 3, 4, 6, 7, 8)
         if warps % a == 0
     ]
@@ -229,37 +229,47 @@ def _split_over_warps(plain: InvertedResidualTile, chunk: int, warps: int, held:
 
 def _covered(found: InvertedResidual, strip: tuple[int, int]) -> int:
     """Pixels that the windows of a strip cover."""
-    step, reach = found.window.step, found.window.reach
+    step, reach = found.window.step, found.window.receptive_field
     return math.prod((s - 1) * t + r for s, t, r in zip(strip, step, reach, strict=True))
 
 
 def _small(shape: InvertedResidualTile) -> bool:
     wide = shape.chunk // shape.expand[1] // 8
-    unrolled = (shape.high * wide * shape.terms + shape.tall * shape.broad // 8 * shape.chunk) // shape.step
-    sums, piece = shape.tall * shape.broad // 2, shape.high * wide * 4 if shape.terms else 0
+    unrolled = (
+        shape.m_fragments_in * wide * shape.padded_in_channels
+        + shape.m_fragments_out * shape.n_per_warp // 8 * shape.chunk
+    ) // shape.step
+    sums, piece = (
+        shape.m_fragments_out * shape.n_per_warp // 2,
+        shape.m_fragments_in * wide * 4 if shape.padded_in_channels else 0,
+    )
     return sums <= MOST_SUMS and piece <= MOST_WIDE and unrolled <= MOST_UNROLLED and _registers(shape) <= 232
 
 
 def _registers(shape: InvertedResidualTile) -> int:
     """An estimate of what a thread takes."""
     wide = shape.chunk // shape.expand[1] // 8
-    held = shape.share if shape.held else 8
-    alone = shape.terms <= shape.step and shape.item < WORD  # one instruction per sum: one row after another
-    sums = 2 * wide if alone else shape.high * wide
-    expand = (sums + shape.high) * 4 - (12 if alone else 0)
-    expand = expand if shape.terms else shape.pixels * shape.words // shape.threads // 2
+    held = shape.input_registers if shape.held else 8
+    alone = (
+        shape.padded_in_channels <= shape.step and shape.item < WORD
+    )  # one instruction per sum: one row after another
+    sums = 2 * wide if alone else shape.m_fragments_in * wide
+    expand = (sums + shape.m_fragments_in) * 4 - (12 if alone else 0)
+    expand = expand if shape.padded_in_channels else shape.pixels * shape.words // shape.threads // 2
     windows = shape.lanes * math.prod(shape.strip) + _covered(shape.block, shape.strip) // 2
     filters = shape.lanes * len(shape.block.window.taps)
-    if shape.pieces == 1 and not shape.terms:  # windows are summed before the results are, and as their pixels come
-        return 36 + max(3 * shape.tall * shape.broad // 4 + held, windows + filters // 2)
-    return 36 + shape.tall * shape.broad // 2 + held + max(expand, windows) + filters
+    if (
+        shape.channel_chunks == 1 and not shape.padded_in_channels
+    ):  # windows are summed before the results are, and as their pixels come
+        return 36 + max(3 * shape.m_fragments_out * shape.n_per_warp // 4 + held, windows + filters // 2)
+    return 36 + shape.m_fragments_out * shape.n_per_warp // 2 + held + max(expand, windows) + filters
 
 
 def least(found: InvertedResidual, machine: GpuMachine) -> float:
     """Cycles that no schedule can be below: memory, and the units' rate."""
     images, rows, columns, channels = found.window.image
     outputs = images * math.prod(found.window.outputs)
-    multiplied = float(channels) * (images * rows * columns * found.terms + outputs * found.columns)
+    multiplied = float(channels) * (images * rows * columns * found.in_channels + outputs * found.out_channels)
     return max(_moved(found) / MEMORY, multiplied / (machine.sms * UNIT[found.item]), LATENCY)
 
 
@@ -276,14 +286,14 @@ def cycles(shape: InvertedResidualTile, machine: GpuMachine) -> float:
     waves = math.ceil(waves) if waves < MANY else waves
     phases = _products(shape), _windows(shape)
     limits = [float(sum(limit)) for limit in zip(*(p[:3] for p in phases), strict=True)]
-    copied = found.terms + found.columns + (shape.pixels if found.expand is None else 0)
+    copied = found.in_channels + found.out_channels + (shape.pixels if found.expand is None else 0)
     limits.append(shape.item * shape.chunk * copied / L2)
     busy = max(limits) + OVERLAP * (sum(limits) - max(limits))
     # Barriers keep a block's phases apart, and a warp waits for itself: only blocks beside each other fill the gaps.
     uneven = -(-warps // QUARTERS) * QUARTERS / warps
     alone = sum(max(uneven * p[0], p[1], uneven * p[2], p[3] * ALONE / warps) for p in phases) + WAIT
-    moved = shape.item * (shape.pixels * found.terms + 2 * shape.outputs * found.columns) / L2
-    busy, alone = shape.pieces * busy + moved, LATENCY + shape.pieces * alone + moved + EXIT
+    moved = shape.item * (shape.pixels * found.in_channels + 2 * shape.outputs * found.out_channels) / L2
+    busy, alone = shape.channel_chunks * busy + moved, LATENCY + shape.channel_chunks * alone + moved + EXIT
     total = waves * (max(beside * busy, alone) + OVERLAP * min(beside * busy, alone))
     memory = _moved(found) / MEMORY + LATENCY
     return max(total, memory) + OVERLAP * min(total, memory)
@@ -296,11 +306,16 @@ Counted = tuple[float, float, float, float]
 def _products(shape: InvertedResidualTile) -> Counted:
     """Both products of a piece of channels."""
     found, chunk, warps = shape.block, shape.chunk, math.prod(shape.expand)
-    pixels, outputs = ROW_TILE * shape.high * shape.expand[0], ROW_TILE * shape.tall * shape.project[0]
-    columns = shape.broad * shape.project[1]
-    multiplied = chunk * (pixels * shape.terms + outputs * columns)
-    words = shape.expand[0] * chunk * shape.terms + shape.pixels * chunk + shape.project[1] * outputs * chunk
-    words += shape.project[0] * chunk * columns + chunk * (shape.terms + columns)
+    pixels, outputs = (
+        ROW_TILE * shape.m_fragments_in * shape.expand[0],
+        ROW_TILE * shape.m_fragments_out * shape.project[0],
+    )
+    columns = shape.n_per_warp * shape.project[1]
+    multiplied = chunk * (pixels * shape.padded_in_channels + outputs * columns)
+    words = (
+        shape.expand[0] * chunk * shape.padded_in_channels + shape.pixels * chunk + shape.project[1] * outputs * chunk
+    )
+    words += shape.project[0] * chunk * columns + chunk * (shape.padded_in_channels + columns)
     first, second = (
         0 if s is None or s.item < WORD or found.program.buffer(s.buffer).tf32 else 4 for s in found.weights
     )
@@ -309,11 +324,11 @@ def _products(shape: InvertedResidualTile) -> Counted:
         issued += pixels * chunk * (_steps(found.expand.phases[0]) + 0.6 / shape.lanes) / WARP
     else:
         issued += shape.pixels * shape.words / 4 * PIECE / WARP
-    issued += warps * (chunk / shape.expand[1] / 16) * shape.terms / shape.step * (1 + first)
-    issued += warps * chunk / shape.step * (shape.tall + shape.broad / 16 * (1 + second))
-    if not shape.held and shape.terms:
-        words += shape.expand[1] * pixels * shape.terms
-        issued += warps * shape.high * shape.terms / shape.step
+    issued += warps * (chunk / shape.expand[1] / 16) * shape.padded_in_channels / shape.step * (1 + first)
+    issued += warps * chunk / shape.step * (shape.m_fragments_out + shape.n_per_warp / 16 * (1 + second))
+    if not shape.held and shape.padded_in_channels:
+        words += shape.expand[1] * pixels * shape.padded_in_channels
+        issued += warps * shape.m_fragments_in * shape.padded_in_channels / shape.step
     return multiplied / UNIT[shape.item], shape.item * words / PORT, issued / 4, issued
 
 

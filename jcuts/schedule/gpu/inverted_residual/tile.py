@@ -89,7 +89,7 @@ class InvertedResidualTile:
         found = math.prod(self.expand) == math.prod(self.project) and self.threads <= 1024
         found = found and self.chunk % (COLUMN_TILE * self.expand[1]) == 0 and self.threads % self.words == 0
         found = found and self.rows % self.strip[0] == self.columns % self.strip[1] == 0
-        return found and (self.images == 1 or whole) and (not self.held or 0 < self.share <= HELD)
+        return found and (self.images == 1 or whole) and (not self.held or 0 < self.input_registers <= HELD)
 
     # -- tiles --------------------------------------------------------------------------------------------------
     @property
@@ -106,7 +106,7 @@ class InvertedResidualTile:
     @cached_property
     def patch(self) -> Place:
         """Rows and columns that a tile's windows cover."""
-        step, reach = self.block.window.step, self.block.window.reach
+        step, reach = self.block.window.step, self.block.window.receptive_field
         return (self.rows - 1) * step[0] + reach[0], (self.columns - 1) * step[1] + reach[1]
 
     @cached_property
@@ -140,7 +140,7 @@ class InvertedResidualTile:
         return down, across
 
     @property
-    def leaves(self) -> tuple[bool, bool]:
+    def has_outside_pixels(self) -> tuple[bool, bool]:
         """Whether expanded rows and columns may lie outside the patch."""
         down, across = (
             min(shifts) < 0 or max(shifts) + span > size
@@ -149,7 +149,7 @@ class InvertedResidualTile:
         return down, across
 
     @property
-    def even(self) -> bool:
+    def is_linear(self) -> bool:
         """Whether neighbouring expanded pixels have neighbouring places in the patch, beyond the ends of rows too."""
         return self.span[1] == self.patch[1] and (self.images == 1 or self.span[0] == self.patch[0])
 
@@ -165,34 +165,34 @@ class InvertedResidualTile:
 
     # -- fragments ----------------------------------------------------------------------------------------------
     @property
-    def high(self) -> int:
+    def m_fragments_in(self) -> int:
         """Fragments of 16 input pixels of a warp."""
         return -(-self.pixels // (ROW_TILE * self.expand[0]))
 
     @property
-    def tall(self) -> int:
+    def m_fragments_out(self) -> int:
         """Fragments of 16 output pixels of a warp."""
         return -(-self.outputs // (ROW_TILE * self.project[0]))
 
     @property
-    def broad(self) -> int:
+    def n_per_warp(self) -> int:
         """Channels of the result of a warp."""
-        return -(-self.block.columns // (COLUMN_TILE * self.project[1])) * COLUMN_TILE
+        return -(-self.block.out_channels // (COLUMN_TILE * self.project[1])) * COLUMN_TILE
 
     @property
-    def terms(self) -> int:
+    def padded_in_channels(self) -> int:
         """Channels of the input, with those that are zeros."""
-        return -(-self.block.terms // self.step) * self.step
+        return -(-self.block.in_channels // self.step) * self.step
 
     @property
-    def pieces(self) -> int:
+    def channel_chunks(self) -> int:
         """How many pieces of channels there are."""
-        return -(-self.block.channels // self.chunk)
+        return -(-self.block.expanded_channels // self.chunk)
 
     @property
-    def share(self) -> int:
+    def input_registers(self) -> int:
         """Registers of a lane for a warp's input pixels."""
-        return self.high * self.terms * self.item // 8
+        return self.m_fragments_in * self.padded_in_channels * self.item // 8
 
     @property
     def words(self) -> int:
@@ -209,7 +209,7 @@ class InvertedResidualTile:
         """Groups of threads that have all words of a piece; each does a strip at a time."""
         return self.threads // self.words
 
-    def dealt(self, first: int) -> list[int]:
+    def strips_per_pass(self, first: int) -> list[int]:
         """The strips that groups do at once, counted from number ``first``.
 
         Threads of a warp that belong to several groups are to meet few banks twice: each group takes the strip that
@@ -229,14 +229,14 @@ class InvertedResidualTile:
         """Of reads and of stores of windows: how many there are per strip, the first word of each strip."""
         rest, column = np.divmod(strips, self.columns // self.strip[1])
         image, row = np.divmod(rest, self.rows // self.strip[0])
-        (high, wide), (down, across), reach = self.strip, self.block.window.step, self.block.window.reach
+        (high, wide), (down, across), reach = self.strip, self.block.window.step, self.block.window.receptive_field
         read = (image * self.patch[0] + row * high * down) * self.patch[1] + column * wide * across
         written = (image * self.rows + row * high) * self.columns + column * wide
         covered = ((high - 1) * down + reach[0]) * ((wide - 1) * across + reach[1])
         words = self.item / WORD
         return [
             (covered, (read * self.patch_pitch * words).astype(int)),
-            (high * wide, (written * self.deep_pitch * words).astype(int)),
+            (high * wide, (written * self.projected_pitch * words).astype(int)),
         ]
 
     def _passes(self, starts: list[tuple[int, np.ndarray]], order: list[int]) -> int:
@@ -251,19 +251,19 @@ class InvertedResidualTile:
     @property
     def input_pitch(self) -> int:
         """Elements of an input pixel: 16 bytes more."""
-        return self.terms + 16 // self.item
+        return self.padded_in_channels + 16 // self.item
 
     @property
     def patch_pitch(self) -> int:
         """Elements of a pixel of the patch: stores of fragments meet no bank twice."""
         if self.item < WORD:
-            return self.deep_pitch
+            return self.projected_pitch
         first = self.block.weights[0]
         apart = 8 if first is None or first.along_terms else 16
         return self.chunk + (apart - self.chunk) % (2 * apart)
 
     @property
-    def deep_pitch(self) -> int:
+    def projected_pitch(self) -> int:
         """Elements of a pixel of the windows' results: 16 bytes more."""
         return self.chunk + 16 // self.item
 
@@ -272,11 +272,11 @@ class InvertedResidualTile:
         """Bytes: input, a piece of either product's weights, patch, the windows' results."""
         first, second = self.block.weights
         elements = (
-            0 if first is None else self.high * self.expand[0] * ROW_TILE * self.input_pitch,
-            0 if first is None else _weights(first, self.chunk, self.terms),
-            _weights(second, self.broad * self.project[1], self.chunk),
+            0 if first is None else self.m_fragments_in * self.expand[0] * ROW_TILE * self.input_pitch,
+            0 if first is None else _weights(first, self.chunk, self.padded_in_channels),
+            _weights(second, self.n_per_warp * self.project[1], self.chunk),
             self.images * math.prod(self.patch) * self.patch_pitch,
-            self.tall * self.project[0] * ROW_TILE * self.deep_pitch,
+            self.m_fragments_out * self.project[0] * ROW_TILE * self.projected_pitch,
         )
         down, up, back, patch, deep = (-(-self.item * count // 128) * 128 for count in elements)
         return down, up, back, patch, deep
@@ -284,12 +284,12 @@ class InvertedResidualTile:
     @property
     def patches(self) -> int:
         """How many there are: where the next one is copied meanwhile, two."""
-        return self.turns if self.block.expand is None else 1
+        return self.weight_stages if self.block.expand is None else 1
 
     @property
-    def turns(self) -> int:
+    def weight_stages(self) -> int:
         """Places that pieces of channels take in turn."""
-        return min(2, self.pieces)
+        return min(2, self.channel_chunks)
 
     @property
     def shared(self) -> int:
@@ -301,7 +301,7 @@ class InvertedResidualTile:
     @property
     def weights(self) -> int:
         """Bytes of both products' weights, two pieces of them where there are two."""
-        return self.turns * sum(self.sizes[1:3])
+        return self.weight_stages * sum(self.sizes[1:3])
 
 
 def _weights(side: GemmOperand, size: int, terms: int) -> int:

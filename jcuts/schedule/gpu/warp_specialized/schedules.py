@@ -155,7 +155,7 @@ def tile_candidates(counter: WgmmaProblem, program: Program) -> Iterator[tuple[f
             if wide and (counter.beside or counter.columns % columns):
                 continue  # there are no registers for what is added, nor for single addresses of copies
             for way in ways:
-                if way is not None and (way.span(rows) > SHARE * way.taps * rows or rows == 2 * HIGH * groups):
+                if way is not None and (way.halo_rows(rows) > SHARE * way.taps * rows or rows == 2 * HIGH * groups):
                     continue  # and the assembler has no registers for their places
                 kept = way is None and staged_residual(program, rows, columns, groups, PRODUCER_WARPS) is not None
                 tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
@@ -181,7 +181,7 @@ def _stages(counter: WgmmaProblem, way: ConvWindow | None, rows: int, columns: i
     if way is None:
         free -= 4 * counter.vectors * counter.terms
         return min(MOST_STAGES, free // ((rows + columns) * LINE))
-    free -= RUNS * way.span(rows) * LINE + LINE
+    free -= RUNS * way.halo_rows(rows) * LINE + LINE
     return min(MOST_STAGES, (RUNS - 1) * way.taps + 1, free // (columns * LINE))
 
 
@@ -189,9 +189,9 @@ def cycles(counter: WgmmaProblem, way: ConvWindow | None, tiling: WarpSpecialize
     """Estimated cycles of a launch."""
     rows, columns = tiling.rows, tiling.columns
     terms = LINE // counter.item
-    share = k_tiles_per_split(counter.terms, terms, 1)[0] if way is None else way.steps
+    share = k_tiles_per_split(counter.terms, terms, 1)[0] if way is None else way.k_tiles
     units, moved = rows * columns * terms / UNIT, counter.moved / MEMORY
-    copied = (rows + columns) * LINE if way is None else way.span(rows) * LINE / way.taps + columns * LINE
+    copied = (rows + columns) * LINE if way is None else way.halo_rows(rows) * LINE / way.taps + columns * LINE
     if tiling.beside:
         leave = LEAVE + 8.0 * rows * columns / BESIDE
         return max(BEGIN + tiling.rounds * (share * max(units, copied / STAGED) + leave), moved + BEGIN)

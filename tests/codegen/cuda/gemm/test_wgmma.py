@@ -599,7 +599,7 @@ def test_what_a_block_takes():
     shape = group_shape(WgmmaTile(128, 256, 32, (2, 1), 3, 1).of(product_of(lambda x, w: x @ w, x, w)))
     assert shape.threads == 256 and shape.shared == 3 * (128 + 256) * 128
     assert [t.words(shape.threads) for t in (shape.left, shape.right)] == [16, 32]
-    assert (shape.left.turned, shape.right.turned) == (False, True)
+    assert (shape.left.is_transposed, shape.right.is_transposed) == (False, True)
     x, w = (a.astype(jnp.bfloat16) for a in (x, w))
     shape = group_shape(replace(WgmmaTile(128, 96, 64, (2, 1), 4)).of(product_of(lambda x, w: x @ w, x, w)))
     assert shape.right.bytes == 2 * 64 * 128 and not shape.right.by_terms  # 96 columns take two blocks of 64

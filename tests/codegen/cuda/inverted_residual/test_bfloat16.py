@@ -215,7 +215,7 @@ def test_banks_of_what_warps_store_and_read():
             shape = InvertedResidualTile(
                 test_kernel.shape_of(program, *TILES[0]).block, 1, 8, 8, chunk, (2, 1), (2, 1), (1, 1)
             )
-            for pitch in (shape.patch_pitch, shape.deep_pitch, shape.input_pitch):
+            for pitch in (shape.patch_pitch, shape.projected_pitch, shape.input_pitch):
                 words = [row * pitch // 2 + k for row in range(8) for k in range(4)]
                 assert pitch % 8 == 0 and len({word % 32 for word in words}) == 32
 
@@ -228,10 +228,12 @@ def test_strips_of_a_warp_meet_few_banks_twice():
     for rows, columns, strip, warps in tiles:
         shape = test_kernel.shape_of(program, 1, rows, columns, 32, (warps, 1), (warps, 1), strip)
         turns = range(0, shape.strips, shape.groups)
-        assert shape.fits and sorted(f + n for f in turns for n in shape.dealt(f)) == list(range(shape.strips))
-        starts, count = shape._starts(np.arange(len(shape.dealt(0)))), len(shape.dealt(0))
-        before, after = (shape._passes(starts, order) for order in (list(range(count)), shape.dealt(0)))
+        assert shape.fits and sorted(f + n for f in turns for n in shape.strips_per_pass(f)) == list(
+            range(shape.strips)
+        )
+        starts, count = shape._starts(np.arange(len(shape.strips_per_pass(0)))), len(shape.strips_per_pass(0))
+        before, after = (shape._passes(starts, order) for order in (list(range(count)), shape.strips_per_pass(0)))
         least = sum(n for n, _ in starts) * count * shape.words // 32
         assert least <= after <= before and after < 1.8 * least
     shape = test_kernel.shape_of(program, 1, 7, 28, 32, (4, 1), (4, 1), (7, 2))
-    assert shape.dealt(0) == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert shape.strips_per_pass(0) == [0, 2, 1, 3, 4, 6, 5, 7]

@@ -79,8 +79,8 @@ def test_registers_are_shared_out_in_full():
     assert shared
     for shape in shared:
         more, fewer = shape.registers
-        taken = more * shape.multipliers + fewer * (shape.threads - shape.multipliers)
-        assert taken <= shape.entry * shape.threads <= 65536
+        taken = more * shape.consumer_threads + fewer * (shape.threads - shape.consumer_threads)
+        assert taken <= shape.entry_registers * shape.threads <= 65536
 
 
 def test_registers_that_cannot_be_shared_out():
@@ -109,7 +109,7 @@ def test_what_is_added_comes_by_the_stages(rows, terms, columns):
     made, shape, _ = found(program, 1)[0]
     params = dict(made.params)
     assert params["tile"] == (128, 128, 32) and params["beside"] == 1 and shape.stages == 7
-    assert shape.besides == 2 and shape.beside.buffer == program.inputs[3].name and shape.beside.pitch == 512
+    assert shape.residual_stages == 2 and shape.beside.buffer == program.inputs[3].name and shape.beside.pitch == 512
     assert 64 * 512 == shape.stage == 2 * 128 * 128 and shape.shared == 7 * shape.stage + 3 * 7 * 8 <= LIMIT
     assert shape.rounds == -(-(-(-rows // 128) * (columns // 128)) // 132)
 
@@ -146,7 +146,7 @@ def test_several_matrices_get_smaller_tiles(size):
     rows, terms, columns = size
     shapes = ((rows, terms), (columns, terms), (columns,), (rows, columns), (rows, columns))
     program, shape, _ = found(product_of(lambda x, w, b, r, q: (x @ w.T + b + r) * q, *shapes), 1)[0]
-    assert shape.left.size * shape.right.size <= 32 * shape.multipliers and shape.beside is not None
+    assert shape.left.size * shape.right.size <= 32 * shape.consumer_threads and shape.beside is not None
     if not compiler.available():
         compiler.compile_program(program, CudaTarget((9, 0)))
 

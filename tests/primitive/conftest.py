@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import types
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,9 @@ import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+import jcuts.pipeline
+from jcuts.pipeline.outcome import Outcome
+from jcuts.report.function_report import FunctionReport
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 
@@ -26,11 +28,6 @@ mlir.register_lowering(
     mlir.lower_fun(lambda x, y, like: jax.lax.optimization_barrier(jnp.multiply(x, y)), multiple_results=False),
 )
 MARK = "optimization_barrier"
-
-
-class ToyOutcome(NamedTuple):
-    closed: jaxapi.Closed
-    report: dict
 
 
 class ToyPipeline:
@@ -51,7 +48,8 @@ class ToyPipeline:
         flat = inline(closed)
         new = self._rewrite(flat)
         jaxapi.check(new)
-        return ToyOutcome(new, {"equations": len(flat.jaxpr.eqns)})
+        report = FunctionReport("toy", settings.mode, platform, equations=len(flat.jaxpr.eqns))
+        return Outcome(new, report)
 
     def _rewrite(self, closed):
         eqns = []
@@ -70,10 +68,13 @@ def toy(monkeypatch):
     pipeline = ToyPipeline()
     module = types.ModuleType("jcuts.pipeline.passes")
     module.optimize_jaxpr = pipeline.optimize_jaxpr
-    monkeypatch.setitem(sys.modules, "jcuts.pipeline.passes", module)
-    import jcuts
 
-    monkeypatch.setattr(jcuts, "pipeline", module, raising=False)
+    def start_planning(*args, **keywords):
+        return types.SimpleNamespace(problems=None, finish=lambda: module.optimize_jaxpr(*args, **keywords))
+
+    module.start_planning = start_planning
+    monkeypatch.setitem(sys.modules, "jcuts.pipeline.passes", module)
+    monkeypatch.setattr(jcuts.pipeline, "passes", module, raising=False)
     jax.clear_caches()
     yield pipeline
     jax.clear_caches()

@@ -74,7 +74,7 @@ def test_processes_of_a_session_compile_what_writes_into_larger_arrays(level, mo
 def test_what_does_not_compile_is_not_compiled_again(level, monkeypatch):
     computation.add_candidates(level.subsets, "cuda")
     program = next(s.ranked[0][0] for s in level.subsets if s.ranked)
-    monkeypatch.setattr(kernel_cache.objects, "fetch", lambda digest: None)
+    monkeypatch.setattr(kernel_cache.object_cache, "fetch", lambda digest: None)
     monkeypatch.setattr(kernel_cache, "_compiler_of", lambda program: (program.digest, None))
 
     class Refusing:
@@ -98,8 +98,8 @@ def test_a_session_knows_which_programs_choices_need(level, monkeypatch):
 
     monkeypatch.setattr(session, "tune", tune)
     monkeypatch.setattr(session.store(), "lookup", lambda digest: "known")  # no process starts to import anything
-    with session.collect_problems():
-        kernel_selection.select(level, SETTINGS, may_measure=True, platform="cuda")
+    partition = kernel_selection.choose_partition(level, SETTINGS, "cuda")
+    session.tune_together([kernel_selection.collect_problems(partition)])
     further = asked.pop("further")
     found = 0
     for digest in asked:

@@ -37,7 +37,8 @@ def load_partition(level: Computation) -> dict[str, Any]:
 def from_json(level: Computation, cover: Mapping[str, Any]) -> bool:
     """Takes what `stored` wrote; False where it is no cover of this graph.
 
-    Then (or with an IRError for a program that is none) the level's cover is as it was, but ``level.made`` may hold programs of the other.
+    Then (or with an IRError for a program that is none) the cover is as it was, but ``level.subset_cache`` may hold
+    programs of the other.
     """
     programs = [read(text) for text in cover["programs"]]
     found = [

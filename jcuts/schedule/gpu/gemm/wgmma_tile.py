@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from jcuts.kernel_ir.program import Program
-from jcuts.schedule.gpu.gemm.mma import STEP
+from jcuts.schedule.gpu.gemm.problem import STEP
 from jcuts.schedule.gpu.machine import WARP, scheduled
 
 GROUP, HIGH, LINE = 4 * WARP, 64, 128

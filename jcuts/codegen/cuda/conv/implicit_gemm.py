@@ -40,7 +40,7 @@ class ImplicitGemmKernel(WgmmaKernel):
         builder, shape = self.builder, self.shape
         self._expect()
         self._prepare()
-        begin = [L.I32(0), L.I32(shape.ahead * shape.stage), L.I32(0)]
+        begin = [L.I32(0), L.I32(shape.prefetch_distance * shape.stage), L.I32(0)]
         if shape.rounds == 1:
             self._start(self.variables[ROWS])
             self._finish(ImplicitGemmMainloop(self, begin), self.variables[ROWS])
@@ -100,17 +100,17 @@ class ImplicitGemmKernel(WgmmaKernel):
         """Copies that are under way before the first tile of outputs is multiplied."""
         builder, shape = self.builder, self.shape
         self.pixels.all(self.pixels.first(row), self.chunk, L.I32(0))
-        for number in range(shape.share if shape.resident else shape.ahead):
+        for number in range(shape.share if shape.resident else shape.prefetch_distance):
             tap, chunk = number % shape.window.taps, builder.add(self.chunk, L.I32(number // shape.window.taps))
             for _ in self.filters(L.I32(tap), chunk, L.I32(number * shape.stage), None):
                 pass
             if not shape.resident:
                 ptx_mma.cp_async_commit(builder)
-        for _ in range(shape.ahead if shape.resident else 0):
+        for _ in range(shape.prefetch_distance if shape.resident else 0):
             ptx_mma.cp_async_commit(builder)
         if shape.push and shape.apart:
             cluster.wait(builder)
-        self._ask()
+        self.prefetch_epilogue()
 
     def filters(self, tap: L.Value, chunk: L.Value, stage: L.Value, where: L.Value | None) -> Iterator[None]:
         """Starts one copy of a tile of weights at a time."""
@@ -127,14 +127,14 @@ class ImplicitGemmKernel(WgmmaKernel):
             kept, self.lane = self.lane, lane
             self.variables = {**self.variables, ROWS: row}
             self.frame = replace(self.frame, variables=self.variables, cache={})
-            self._exit(totals, L.I32(0), L.I32(0))
+            self.epilogue(totals, L.I32(0), L.I32(0))
             self.lane = kept
         else:
             ptx_mma.cp_async_wait(self.builder, 0)
             if self.shape.cluster > 1:
-                self._meet(totals)
+                self.split_k_reduce(totals)
             else:
-                self._exit(totals, L.I32(0), L.I32(0))
+                self.epilogue(totals, L.I32(0), L.I32(0))
 
     def products(
         self, number: L.Value, reading: L.Value, totals: Totals, beside: list[Iterator[None]], most: int | None = None

@@ -150,7 +150,7 @@ class ImplicitGemmMainloop:
 
     def _arrived(self) -> None:
         """Waits for the copies of a step, and for all threads of the block."""
-        ptx_mma.cp_async_wait(self.builder, self.emitter.shape.ahead - 1)
+        ptx_mma.cp_async_wait(self.builder, self.emitter.shape.prefetch_distance - 1)
         wgmma.proxy_fence(self.builder)
         ptx_mma.barrier(self.builder)
 
@@ -166,7 +166,7 @@ class ImplicitGemmMainloop:
         made: list[Iterator[None]] = []
         found, end = shape.window, builder.add(emitter.chunk, L.I32(shape.lines))
         if not shape.resident:
-            later = builder.add(tap, L.I32(shape.ahead))
+            later = builder.add(tap, L.I32(shape.prefetch_distance))
             wraps = builder.icmp_signed(">=", later, L.I32(found.taps))
             later = builder.select(wraps, builder.sub(later, L.I32(found.taps)), later)
             next_ = builder.add(chunk, builder.select(wraps, L.I32(1), L.I32(0)))

@@ -77,7 +77,7 @@ class ImplicitGemmKernelTile(HaloTile):
         return self.stages == self.share
 
     @property
-    def ahead(self) -> int:
+    def prefetch_distance(self) -> int:
         """Tiles of terms whose copies are started before the first is multiplied."""
         return RESIDENT if self.resident else self.stages - 2
 
@@ -114,7 +114,7 @@ class ImplicitGemmKernelTile(HaloTile):
     @property
     def copy_steps(self) -> int:
         """Steps of a chunk beside which the next run of pixels is copied, so that it is there when it is read."""
-        return self.window.taps - self.ahead + (0 if self.fetched else 1)
+        return self.window.taps - self.prefetch_distance + (0 if self.fetched else 1)
 
     @property
     def run(self) -> int:

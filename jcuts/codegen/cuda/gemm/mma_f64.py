@@ -37,7 +37,7 @@ class DoubleTile(SmemTile):
     """A block's tile of one operand."""
 
     @property
-    def lone(self) -> bool:
+    def scalar_fragments(self) -> bool:
         """Lanes take neighbouring rows (or columns) of a term, not neighbouring terms."""
         return not self.side.along_terms
 
@@ -68,7 +68,7 @@ class DoubleShape(MmaKernelTile):
     """A block's work, as `ProductShape`."""
 
     @property
-    def partial(self) -> int:
+    def split_k_smem(self) -> int:
         """Bytes in which warps and blocks that share terms meet."""
         return 2 * super().split_k_smem
 

@@ -36,7 +36,7 @@ class FmaShape(MmaKernelTile):
     """A block's work, as `ProductShape`."""
 
     @property
-    def ahead(self) -> int:
+    def prefetch_distance(self) -> int:
         """Tiles that are asked for before the first one is multiplied.
 
         A tile's memory is given away when all warps have turned to the next but one, not to the next: they turn while

@@ -65,7 +65,7 @@ class WgmmaKernel(MmaKernel):
             if shape.dsmem_is_separate:  # nobody writes into a block that has not begun
                 cluster.arrive(builder)
 
-    def _meet(self, totals: Totals) -> None:
+    def split_k_reduce(self, totals: Totals) -> None:
         """Adds up what the blocks of a cluster have."""
         builder, shape = self.builder, self.shape
         if not shape.push:
@@ -78,12 +78,20 @@ class WgmmaKernel(MmaKernel):
         end = shape.shared - BARRIER
         places = [builder.add(self.shared, L.I32(n)) for n in (end - shape.room if shape.dsmem_is_separate else 0, end)]
         lane = builder.add(builder.mul(self.flat, L.I32(WARP)), self.lane)
-        rank, high = (self.rank, shape.cluster), shape.left.high
+        rank, high = (self.rank, shape.cluster), shape.left.m_fragment_stride
         reduce_through_dsmem(
-            builder, totals, (places[0], places[1]), lane, shape.threads, rank, shape.right.beside, high, self._exit
+            builder,
+            totals,
+            (places[0], places[1]),
+            lane,
+            shape.threads,
+            rank,
+            shape.right.n_tiles_per_lane_group,
+            high,
+            self.epilogue,
         )
 
-    def _ask(self) -> None:
+    def prefetch_epilogue(self) -> None:
         super().prefetch_epilogue()
         shape = self.shape
         if shape.held.loaded or shape.held.stored:
@@ -91,7 +99,7 @@ class WgmmaKernel(MmaKernel):
             self.keeper = EpilogueStaging(self.frame, shape.held, (shape.left, shape.right), self.shared, barrier)
             self.keeper.bulk_load(self.thread, shape.threads)
 
-    def _exit(self, totals: Totals, row: L.Value, column: L.Value) -> None:
+    def epilogue(self, totals: Totals, row: L.Value, column: L.Value) -> None:
         if self.keeper is None:
             super().epilogue(totals, row, column)
             return
@@ -103,7 +111,7 @@ class WgmmaKernel(MmaKernel):
         self.keeper.bulk_store(self.thread, self.shape.threads)
 
     # -- sums ---------------------------------------------------------------------------------------------------
-    def _sums(self) -> Totals:
+    def mainloop(self) -> Totals:
         builder, shape = self.builder, self.shape
         places = ((shape.left, self.variables[ROWS]), (shape.right, self.variables[COLUMNS]))
         left: L.Value = L.I32(shape.terms)
@@ -135,7 +143,7 @@ class WgmmaKernel(MmaKernel):
     def _mainloop_cp_async(self, copiers: Sequence[TileLoader], left: L.Value, skipped: L.Value) -> Totals:
         """Operands as they are: a ring of copies that do not wait."""
         builder, shape = self.builder, self.shape
-        count, ahead = shape.share, shape.ahead
+        count, ahead = shape.share, shape.prefetch_distance
 
         def start(number: L.Value, stage: L.Value) -> None:
             first = builder.add(builder.mul(number, L.I32(shape.left.terms)), skipped)
@@ -153,7 +161,7 @@ class WgmmaKernel(MmaKernel):
             ptx_mma.cp_async_commit(builder)
         if shape.push and shape.dsmem_is_separate:
             cluster.wait(builder)
-        self._ask()
+        self.prefetch_epilogue()
         loop = _WgmmaLoop(self, ahead)
 
         def tile() -> None:
@@ -209,7 +217,7 @@ class WgmmaKernel(MmaKernel):
             wgmma.proxy_fence(builder)
 
         tiles = [load(L.I32(number)) for number in range(min(count, 1 + shape.flight))]
-        self._ask()
+        self.prefetch_epilogue()
         store(tiles[0], L.I32(0))
         waiting = tiles[1:]
         loop = _WgmmaLoop(self, 1, [word for tile in waiting for words in tile for word in words])

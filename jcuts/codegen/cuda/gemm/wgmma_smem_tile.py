@@ -41,7 +41,7 @@ class WgmmaSmemTile(SmemTile):
         return wgmma.LINE
 
     @property
-    def lone(self) -> bool:
+    def scalar_fragments(self) -> bool:
         """Never: no warp reads words of it."""
         return False
 
@@ -62,14 +62,14 @@ class WgmmaSmemTile(SmemTile):
         return parts * self.part if self.by_terms else -(-self.size // wgmma.ROWS) * self.block
 
     @property
-    def beside(self) -> int:
+    def n_tiles_per_lane_group(self) -> int:
         """Tiles of 8 columns that take turns, so that a lane's results are as many pairs of neighbours."""
         if self.side.outer != COLUMNS or not self.by_terms:
             return 1
         return 4 if self.side.item == 2 and self.warp % 32 == 0 else 2 if self.warp % 16 == 0 else 1
 
     @property
-    def high(self) -> int:
+    def m_fragment_stride(self) -> int:
         """Rows from one tile of a warp's results to the next."""
         return wgmma.ROWS
 
@@ -83,7 +83,7 @@ class WgmmaSmemTile(SmemTile):
     def place(self, builder: GpuBuilder, line: L.Value, column: L.Value) -> L.Value:
         """Bytes from the tile's first one to an element of a line."""
         byte = builder.mul(column, L.I32(self.side.item))
-        if self.beside > 1:
+        if self.n_tiles_per_lane_group > 1:
             line = self._turn(builder, line)
         piece = builder.xor(builder.lshr(byte, L.I32(4)), line)
         found = builder.add(builder.mul(line, L.I32(wgmma.LINE)), builder.shl(builder.and_(piece, L.I32(7)), L.I32(4)))
@@ -96,15 +96,15 @@ class WgmmaSmemTile(SmemTile):
 
     def moved(self, lines: int) -> int | None:
         """Bytes that a place moves with so many lines; None if that depends on the place."""
-        return lines * wgmma.LINE if lines % (8 * self.beside) == 0 else None
+        return lines * wgmma.LINE if lines % (8 * self.n_tiles_per_lane_group) == 0 else None
 
     def _turn(self, builder: GpuBuilder, line: L.Value) -> L.Value:
         """The line of a column where tiles take turns: of 8 * t + 2 * q + e for column 2 * beside * q + 2 * t + e."""
-        bits = self.beside.bit_length() - 1
-        tile = builder.and_(builder.lshr(line, L.I32(1)), L.I32(self.beside - 1))
+        bits = self.n_tiles_per_lane_group.bit_length() - 1
+        tile = builder.and_(builder.lshr(line, L.I32(1)), L.I32(self.n_tiles_per_lane_group - 1))
         pair = builder.and_(builder.lshr(line, L.I32(1 + bits)), L.I32(3))
         found = builder.add(builder.shl(tile, L.I32(3)), builder.shl(pair, L.I32(1)))
-        return builder.or_(found, builder.and_(line, L.I32(~(8 * self.beside - 1) | 1)))
+        return builder.or_(found, builder.and_(line, L.I32(~(8 * self.n_tiles_per_lane_group - 1) | 1)))
 
     def words(self, threads: int) -> int:
         """Registers in which a thread holds its share of a tile of float32."""
@@ -157,7 +157,7 @@ class TransposingLoader(Tf32RoundingLoader):
     def _find(self, threads: int, thread: L.Value, start: L.Value, shared: L.Value) -> None:
         builder, shape, side = self.builder, self.shape, self.shape.side
         digits = [builder.and_(builder.lshr(thread, L.I32(bit)), L.I32(1)) for bit in (0, 3, 4)]
-        if shape.beside > 1:  # squares that differ in bit 1 lie half the banks apart
+        if shape.n_tiles_per_lane_group > 1:  # squares that differ in bit 1 lie half the banks apart
             digits = [digits[1], digits[0], digits[2]]
         beside = builder.or_(builder.shl(digits[2], L.I32(2)), builder.or_(builder.shl(digits[1], L.I32(1)), digits[0]))
         near = builder.and_(builder.lshr(thread, L.I32(1)), L.I32(3))
@@ -205,7 +205,7 @@ class TransposingLoader(Tf32RoundingLoader):
             target = builder.add(piece.into, stage)
             square = rounded[SQUARE * SQUARE * number : SQUARE * SQUARE * (number + 1)]
             for row in range(SQUARE):  # pieces of the lines of neighbouring rows
-                line = row if self.shape.beside == 1 else 8 * (row >> 1) + (row & 1)
+                line = row if self.shape.n_tiles_per_lane_group == 1 else 8 * (row >> 1) + (row & 1)
                 place = builder.xor(target, L.I32((line & 7) << 4)) if line & 7 else target
                 offset = piece.moved + line * wgmma.LINE
                 ptx_mma.write_words(builder, place, offset, square[row::SQUARE], piece.condition)

@@ -63,7 +63,7 @@ class WgmmaKernelTile(MmaKernelTile):
     held: StagedEpilogue
 
     @property
-    def ahead(self) -> int:
+    def prefetch_distance(self) -> int:
         """Tiles whose copies are started before the first is multiplied."""
         return self.share if self.stages >= self.share else self.stages - 2
 
@@ -191,7 +191,7 @@ def may_swap_lanes(params: Mapping[str, object], tile: WgmmaSmemTile) -> bool:
     """Whether lanes may exchange results of these columns, if they are to (`product_exit`)."""
     if not params.get("paired", 0):
         return True
-    whole = can_swap_lanes(tile.warp, tile.extent) and tile.beside == 1
+    whole = can_swap_lanes(tile.warp, tile.extent) and tile.n_tiles_per_lane_group == 1
     return whole and {"cluster", "held", "fed"}.isdisjoint(params)
 
 

@@ -212,9 +212,9 @@ class ColumnSoftmaxKernel(RowReductionKernel):
             acc = phase.accs[number]
             return E.combine(self.builder, acc.combine, acc.dtype, a, b)
 
-        return self._across([acc_types(acc) for acc in phase.accs], found, merge)
+        return self._team_reduce([acc_types(acc) for acc in phase.accs], found, merge)
 
-    def _across(self, kinds: Sequence[Sequence[L.Type]], found: Totals, merge: Merge) -> Totals:
+    def _team_reduce(self, kinds: Sequence[Sequence[L.Type]], found: Totals, merge: Merge) -> Totals:
         """``kinds``: types of every accumulator's values; ``merge(number, a, b)`` joins two threads' values of one."""
         builder, layout = self.builder, self.layout
         warps = layout.across < WARP and WARP % layout.across == 0

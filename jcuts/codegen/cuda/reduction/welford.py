@@ -46,7 +46,7 @@ class WelfordKernel(ColumnSoftmaxKernel):
             left = self.builder.sub(L.I32(terms), self.builder.mul(self.variables[GROUP], mine))
             mine = self.builder.select(self.builder.icmp_signed("<", left, mine), left, mine)
         moments = self._pass(bare[0], first, mine, split, terms)
-        totals = self._across([[self.kind] * 3], dict(moments), lambda _, a, b: self._join(a, b))
+        totals = self._team_reduce([[self.kind] * 3], dict(moments), lambda _, a, b: self._join(a, b))
         self._results(found.centre, totals)
         for phase in self.program.phases[2:]:
             self._map_phase(phase)

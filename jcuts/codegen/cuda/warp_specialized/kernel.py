@@ -268,7 +268,7 @@ class WarpSpecializedKernel(WgmmaKernel):
         totals = wgmma.wgmma_wait_all(builder, totals)
         self.ring.arrive(self.ring.empty(self._before(numbers[1])))
         mine, *numbers[1:3] = self.acquire_residual(numbers[1], numbers[2])
-        self.epilogue(totals)
+        self.consumer_epilogue(totals)
         if shape.beside is not None:
             self.ring.arrive(self.ring.empty(mine))
         return numbers[1:]
@@ -328,7 +328,7 @@ class WarpSpecializedKernel(WgmmaKernel):
         first = builder.icmp_signed("==", stage, L.I32(0))
         return builder.select(first, L.I32(self.shape.stages - 1), builder.sub(stage, L.I32(1)))
 
-    def epilogue(self, totals: Totals) -> None:
+    def consumer_epilogue(self, totals: Totals) -> None:
         """The exit graph."""
         kept = self.lane
         if self.shape.rounds > 1:  # what depends on it is not kept over the loop

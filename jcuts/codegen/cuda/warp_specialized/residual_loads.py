@@ -94,7 +94,7 @@ class ResidualReader(EpilogueStaging):
         super().__init__(frame, StagedEpilogue((kept,)), tiles, stage, L.I32(0))
         self.first = first
 
-    def stand(self, row: L.Value, column: L.Value, step: int) -> None:
+    def bind_lane(self, row: L.Value, column: L.Value, step: int) -> None:
         builder, (kept,) = self.builder, self.held.loaded
         self.step = step
         row = builder.sub(builder.add(self.warp[0], row), self.first)

@@ -50,9 +50,9 @@ MODES = ("fusion", "mixed", "no_fusion")
 NETWORK_MODES = ("mixed", "fusion")
 CODED = 2
 """Candidates of each region whose code is recorded."""
-MOST_CODED, MOST_OF_NETWORK = 8, 60
+MOST_CODED, MOST_OF_NETWORK = {"cpu": 3, "gpu": 6}, {"cpu": 20, "gpu": 40}
 """Programs of one function, and of one network, whose code is recorded."""
-SPREAD = 4
+SPREAD = {"cpu": 3, "gpu": 4}
 """Schedules from best to last of a program that all schedules are recorded of; the best of each kind come on top."""
 EVERY = {"cpu": 48, "gpu": 1 << 20}
 """Most schedules of such a program."""
@@ -65,7 +65,7 @@ _DROPPED = re.compile(r"^(?:; ModuleID =|source_filename =|//).*$\n?", re.MULTIL
 _NAMES = re.compile(
     r"(?P<mangled>(?:cfunc\.)?_ZN[\w$.]+)"  # numba's: modules, functions, how many there were before
     r"|(?P<constant>\.const\.[\w$.<>]+)"
-    r"|(?P<symbol>jcuts_[0-9a-f]{8,}(?:_\d+)?)"  # of a digest that holds hashes of sources
+    r"|(?P<symbol>\bjcuts_\w+)"  # some are of a digest that holds hashes of sources
     r"|(?P<path>(?:/[\w.+-]+)+\.py\b)|(?P<module>\bjcuts(?:\.\w+)+)|(?P<address>\b0x[0-9a-f]{9,16}\b(?=>))"
 )
 
@@ -106,6 +106,7 @@ class Notes:
         self.functions: dict[str, Any] = {}
         self.programs: dict[str, str] = {}
         self.kinds: dict[str, str] = {}
+        self.ways: dict[str, str] = {}
         self.ranked: dict[str, list[list[Any]]] = {}
 
     def program(self, program: Any) -> str:
@@ -116,6 +117,7 @@ class Notes:
         if key not in self.programs:
             self.programs[key] = seams.described(program)
             self.kinds[key] = seams.kind_of(program)
+            self.ways[key] = " ".join((seams.kind_of(program), *sorted(seams.parameters(program))))
         return key
 
     def coded(self, program: Any) -> str:
@@ -154,7 +156,7 @@ def plan_entry(task: tuple[str, str, str]) -> dict[str, Any]:
                 notes.functions[name + part] = _function(made, notes, name.startswith("network/"))
     jax.clear_caches()
     return {"entry": name, "functions": notes.functions, "programs": notes.programs, "kinds": notes.kinds,
-            "ranked": notes.ranked, "seconds": time.perf_counter() - start}  # fmt: skip
+            "ways": notes.ways, "ranked": notes.ranked, "seconds": time.perf_counter() - start}  # fmt: skip
 
 
 def _schedules(program: Any, notes: Notes) -> dict[str, Any]:
@@ -163,11 +165,12 @@ def _schedules(program: Any, notes: Notes) -> dict[str, Any]:
 
     if not seams.is_program(program):
         return {"refused": str(program)}
-    ranked = seams.every_schedule(program, notes.target, EVERY["cpu" if notes.target == "cpu" else "gpu"])
-    kinds: dict[frozenset[str], int] = {}
+    ranked = seams.every_schedule(program, notes.target, EVERY[_unit(notes.target)])
+    kinds: dict[str, int] = {}
     for k, (made, _) in enumerate(ranked):
-        kinds.setdefault(frozenset((seams.kind_of(made), *(parameter for parameter, _ in made.params))), k)
-    spread = (round(k * (len(ranked) - 1) / (SPREAD - 1)) for k in range(SPREAD)) if ranked else ()
+        kinds.setdefault(notes.ways[notes.program(made)], k)
+    count = SPREAD[_unit(notes.target)]
+    spread = (round(k * (len(ranked) - 1) / (count - 1)) for k in range(count)) if ranked else ()
     places = dict.fromkeys([*kinds.values(), *spread])
     return {
         "program": notes.program(program),
@@ -202,7 +205,8 @@ def _function(made: Any, notes: Notes, is_network: bool) -> dict[str, Any]:
                 continue
             found["plans"][name] = _noted(planned, notes, coded)
     turns = (keys[k] for k in range(max(map(len, coded), default=0)) for keys in coded if k < len(keys))
-    found["code"] = list(dict.fromkeys(turns))[: MOST_OF_NETWORK if is_network else MOST_CODED]
+    most = MOST_OF_NETWORK if is_network else MOST_CODED
+    found["code"] = list(dict.fromkeys(turns))[: most[_unit(notes.target)]]
     return found
 
 
@@ -227,6 +231,10 @@ def _region(region: dict[str, Any], notes: Notes, coded: list[list[str]]) -> lis
         _ranges(region["members"]), _runs(region["operations"]), digest(region["identity"]), region["share"], key,
         "" if chosen is None else notes.program(chosen), [notes.program(p) for p in region["placed"]],
     ]  # fmt: skip
+
+
+def _unit(target: str) -> str:
+    return "cpu" if target == "cpu" else "gpu"
 
 
 def _first(error: Exception) -> str:
@@ -352,7 +360,7 @@ def _gathered(pool: ProcessPoolExecutor, work: Any, tasks: Sequence[Any], what: 
 
 def _merged(target: str, made: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {"header": header(target)}
-    for table in ("functions", "programs", "kinds", "ranked"):
+    for table in ("functions", "programs", "kinds", "ways", "ranked"):
         found[table] = {}
         for one in made:
             for key, value in one[table].items():
@@ -399,6 +407,8 @@ def counts(found: dict[str, Any]) -> dict[str, Any]:
         "distinct candidates": len(set(ranked)), "programs with code": len(made),
         "code texts": sum(len(code) for code in made.values()), "code refused": len(found["code"]) - len(made),
         "code by template": dict(sorted(Counter(kinds[key] for key in made).items())),
+        "kinds of schedules with code": len({found["ways"][key] for key in made}),
+        "kinds of schedules": len({found["ways"][key] for key in set(ranked)}),
         "candidates by template": dict(sorted(Counter(kinds[key] for key in set(ranked)).items())),
     }  # fmt: skip
 

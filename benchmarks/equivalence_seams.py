@@ -242,6 +242,11 @@ def kind_of(program: Any) -> str:
     return f"{program.template}/{form}" if form else str(program.template)
 
 
+def parameters(program: Any) -> list[str]:
+    """Names of a schedule's parameters: a kind of schedule, where values are left out."""
+    return [name for name, _ in program.params]
+
+
 def described(program: Any) -> str:
     """A scheduled program in one readable line."""
     params = " ".join(f"{k}={v}" for k, v in program.params)

@@ -56,6 +56,8 @@ SPREAD = {"cpu": 3, "gpu": 4}
 """Schedules from best to last of a program that all schedules are recorded of; the best of each kind come on top."""
 EVERY = {"cpu": 48, "gpu": 1 << 20}
 """Most schedules of such a program."""
+XLA = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+"""Devices for meshes; XLA's own code only makes weights here, and is never recorded."""
 SHOWN = 400
 """Characters of a line of differences."""
 
@@ -187,6 +189,7 @@ def _function(made: Any, notes: Notes, is_network: bool) -> dict[str, Any]:
     fn, arguments, x64 = (None, (), True) if hasattr(made, "jaxpr") else made
     found: dict[str, Any] = {"plans": {}}
     coded: list[list[str]] = []
+    seams.begin()
     with jax.enable_x64(x64):
         try:
             closed = made if fn is None else seams.trace(fn, arguments)
@@ -308,7 +311,7 @@ def _environment(scratch: Path) -> None:
     for name in [name for name in os.environ if name.startswith(("JCUTS_", "XLA_")) and name != "JCUTS_NATIVE"]:
         del os.environ[name]
     os.environ.update(
-        JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=4", KERAS_BACKEND="jax",
+        JAX_PLATFORMS="cpu", XLA_FLAGS=XLA, KERAS_BACKEND="jax",
         JCUTS_CACHE_DIR=str(scratch / "cache"), TF_CPP_MIN_LOG_LEVEL="3", PYTHONPATH=os.pathsep.join(sys.path[:2]),
     )  # fmt: skip
 

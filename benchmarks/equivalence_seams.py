@@ -79,6 +79,13 @@ class _Planned(BaseException):
     """Ends a plan when its regions are chosen: nothing is compiled."""
 
 
+def begin() -> None:
+    """Forgets what is kept of other functions; plans of one function share what they have in common."""
+    pipeline.forget()
+    levels._rankings.clear()
+    levels._grouped.clear()
+
+
 def trace(fn: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     """The closed jaxpr of a function."""
     return jaxapi.closed_jaxpr_of(fn, *arguments)
@@ -119,8 +126,6 @@ def plan(closed: Any, settings: Any, target: str) -> dict[str, Any]:
         select(top, *arguments, **more)
         raise _Planned
 
-    pipeline.forget()
-    levels._rankings.clear()
     platform = CPU if target == CPU else "cuda"
     store = Store(None, device="none", versions="1")
     with (

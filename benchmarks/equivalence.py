@@ -110,6 +110,7 @@ class Notes:
         self.kinds: dict[str, str] = {}
         self.ways: dict[str, str] = {}
         self.ranked: dict[str, list[list[Any]]] = {}
+        self.first: dict[str, str] = {}
 
     def program(self, program: Any) -> str:
         """Notes a program; returns what it is known by."""
@@ -139,6 +140,9 @@ class Notes:
         key = self.program(program)
         if key not in self.ranked:
             self.ranked[key] = [[self.program(p), f"{score:.10g}"] for p, score in ranked]
+            for p, _ in ranked:
+                if self.ways[self.program(p)] not in self.first:
+                    self.first[self.ways[self.program(p)]] = self.coded(p)
         return key
 
 
@@ -148,7 +152,7 @@ def plan_entry(task: tuple[str, str, str]) -> dict[str, Any]:
     import jax
 
     name, target, folder = task
-    start = time.perf_counter()
+    start = time.process_time()
     notes = Notes(target, Path(folder))
     with seams.acting_as(target):
         for part, made in _entries()[name]().items():
@@ -158,7 +162,8 @@ def plan_entry(task: tuple[str, str, str]) -> dict[str, Any]:
                 notes.functions[name + part] = _function(made, notes, name.startswith("network/"))
     jax.clear_caches()
     return {"entry": name, "functions": notes.functions, "programs": notes.programs, "kinds": notes.kinds,
-            "ways": notes.ways, "ranked": notes.ranked, "seconds": time.perf_counter() - start}  # fmt: skip
+            "ways": notes.ways, "ranked": notes.ranked, "first": notes.first,
+            "seconds": time.process_time() - start}  # fmt: skip
 
 
 def _schedules(program: Any, notes: Notes) -> dict[str, Any]:
@@ -272,7 +277,7 @@ def make_code(task: tuple[str, str, str, str]) -> tuple[str, dict[str, str], flo
     import equivalence_seams as seams
 
     key, target, folder, kept = task
-    start = time.perf_counter()
+    start = time.process_time()
     program = seams.program_from((Path(folder) / f"{key}.json").read_text())
     try:
         texts = {name: normal(text) for name, text in seams.code_of(program, target).items()}
@@ -286,7 +291,7 @@ def make_code(task: tuple[str, str, str, str]) -> tuple[str, dict[str, str], flo
             with gzip.open(Path(kept) / f"{key}.{name}.gz", "wt", encoding="utf-8", compresslevel=6) as file:
                 file.write(text)
     found = {n: text if n == "refused" else f"{digest(text)} {text.count(chr(10))}" for n, text in texts.items()}
-    return key, found, time.perf_counter() - start
+    return key, found, time.process_time() - start
 
 
 # -- record -----------------------------------------------------------------------------------------------------------
@@ -330,6 +335,7 @@ def _record(target: str, names: Sequence[str], options: argparse.Namespace, fold
         made.sort(key=lambda m: names.index(m["entry"]))
         found = _merged(target, made)
         keys = dict.fromkeys(key for function in found["functions"].values() for key in function.get("code", ()))
+        keys |= dict.fromkeys(_others(made, {found["ways"][key] for key in keys}))
         tasks = [(key, target, str(folder), str(kept) if options.keep_text else "") for key in keys]
         codes = _gathered(pool, make_code, tasks, f"{target} code")
     found["code"] = {key: texts for key, texts, _ in sorted(codes)}
@@ -340,8 +346,20 @@ def _record(target: str, names: Sequence[str], options: argparse.Namespace, fold
     done = time.perf_counter()
     longest = ", ".join(f"{m['entry']} {m['seconds']:.0f} s" for m in slowest)
     print(json.dumps({"target": target, **found["counts"]}, indent=1))
-    print(f"{target}: plans {planned - start:.0f} s, code {done - planned:.0f} s, {path.stat().st_size / 1e6:.1f} MB; "
+    spent = sum(m["seconds"] for m in made), sum(seconds for _, _, seconds in codes)
+    print(f"{target}: plans {planned - start:.0f} s ({spent[0]:.0f} s of processors), code {done - planned:.0f} s "
+          f"({spent[1]:.0f}), {path.stat().st_size / 1e6:.1f} MB; "
           f"slowest plans: {longest}", flush=True)  # fmt: skip
+
+
+def _others(made: Sequence[dict[str, Any]], known: set[str]) -> list[str]:
+    """Programs of kinds of schedules that no function's code shows: of each kind those of the first two entries."""
+    found: dict[str, list[str]] = {}
+    for one in made:
+        for way, key in one["first"].items():
+            if way not in known and key not in found.get(way, ()):
+                found.setdefault(way, []).append(key)
+    return [key for keys in found.values() for key in keys[:2]]
 
 
 def _gathered(pool: ProcessPoolExecutor, work: Any, tasks: Sequence[Any], what: str) -> list[Any]:

@@ -82,7 +82,7 @@ def test_the_simple_program_is_right():
 @pytest.mark.parametrize("message", WRONG)
 def test_the_verifier_names_what_is_wrong(message):
     with pytest.raises(IRError) as caught:
-        verify(WRONG[message](), addresses=True)
+        verify(WRONG[message]())
     assert message in str(caught.value)
 
 

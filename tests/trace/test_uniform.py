@@ -136,6 +136,8 @@ def test_a_decision_for_fresh_weights_is_not_taken_for_trained_ones(monkeypatch,
     monkeypatch.setenv("JCUTS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(deciding.Deciding, "_may_race", lambda self, *args: True)
     monkeypatch.setattr(guard.Decision, "is_final", property(lambda self: True))
+    ours_wins = guard.Decision(guard.JCUTS, "as if it were faster than plain XLA")
+    monkeypatch.setattr(deciding.Deciding, "_race", lambda self, *args: ours_wins)
     if alike:
         monkeypatch.setattr(deciding, "numbers_of", lambda closed: "")
     x = jnp.asarray(RNG.standard_normal((64, 96)), jnp.float32)

@@ -338,7 +338,7 @@ def free_mib(options: argparse.Namespace) -> int | None:
     """Free memory of the GPU, asked by a process of its own."""
     if options.cpu:
         return None
-    code = "from jcuts.tune import driver; print(driver.device().free_bytes() >> 20)"
+    code = "from jcuts.tune.measure import cuda_driver; print(cuda_driver.device().free_bytes() >> 20)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     return int(done.stdout) if done.returncode == 0 else None
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from jcuts.base import json_fields
 
 XLA = "xla"
 JCUTS = "jcuts"
@@ -122,36 +123,19 @@ class Decision:
                 "is_final",
             }:
                 return None
-            speed = {_text(k): tuple(map(_number, v)) for k, v in data.get("speed", {}).items()}
+            speed = {
+                json_fields.text(k): tuple(map(json_fields.non_negative, v)) for k, v in data.get("speed", {}).items()
+            }
             return cls(
-                _text(data["chosen"]),
-                _text(data["reason"]),
-                {_text(k): _number(v) for k, v in data["seconds"].items()},
-                _number(data["margin"]),
-                {_text(k): _text(v) for k, v in data["rejected"].items()},
-                _flag(data["measured"]),
+                json_fields.text(data["chosen"]),
+                json_fields.text(data["reason"]),
+                {json_fields.text(k): json_fields.non_negative(v) for k, v in data["seconds"].items()},
+                json_fields.non_negative(data["margin"]),
+                {json_fields.text(k): json_fields.text(v) for k, v in data["rejected"].items()},
+                json_fields.flag(data["measured"]),
                 {k: (v[0], v[1], v[2]) for k, v in speed.items()},
-                _flag(data.get("noisy", False)),
-                int(_number(data.get("tries", 1))),
+                json_fields.flag(data.get("noisy", False)),
+                int(json_fields.non_negative(data.get("tries", 1))),
             )
         except (AttributeError, KeyError, TypeError, ValueError, IndexError):
             return None
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(value)
-    return value
-
-
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(value)
-    return value
-
-
-def _number(value: object) -> float:
-    """A finite number that is not negative."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ValueError(value)
-    return float(value)

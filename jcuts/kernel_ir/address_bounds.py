@@ -13,7 +13,9 @@ nodes' types.  An access is accepted where its interval lies inside the buffer:
 - A run-time value has the interval of the operations that made it (constants, minima, maxima, clamps, conversions,
   choices), else that of its type.
 
-The proof is sound but not complete: an access that is inside for another reason is refused.  No lowering makes one.
+The proof is sound but not complete: an access that is inside for another reason is refused.  Lowering makes some
+(guarded loads of convolutions with dilated inputs), so the proof is asked for only where somebody else may have written
+the program.
 """
 
 from __future__ import annotations

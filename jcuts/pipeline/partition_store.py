@@ -40,7 +40,7 @@ def from_json(level: Computation, cover: Mapping[str, Any]) -> bool:
     Then the level's cover is as it was, but ``level.made`` may hold programs of the other.
     Raises: IRError for a program that is none.
     """
-    programs = [read(text) for text in cover["programs"]]
+    programs = [read(text, signed=True) for text in cover["programs"]]  # a GPU's partition of others is not taken
     found = [
         [(frozenset(map(int, members)), programs[number]) for members, number in cover[kind]]
         for kind in ("subsets", "library")

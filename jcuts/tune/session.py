@@ -231,7 +231,7 @@ def _winner(subset: Any, choice: Choice) -> Program | None:
         return None
     text = choice.programs.get(choice.winner, "")
     try:
-        stored = read(text) if text else None
+        stored = read(text, signed=True) if text else None  # `tune` has checked the row if it is not signed
     except IRError:  # a person may have edited the row
         stored = None
     if stored is not None and _label(stored) == choice.winner:

@@ -29,13 +29,13 @@ WRITER = """
 import sys
 sys.path.insert(0, {root!r})
 from jcuts.microbatch.database import Database, Device
-from jcuts.microbatch.table import Micro
+from jcuts.microbatch.timings import MicroConfig
 from tests.microbatch.cases import convolution
 device = Device("NVIDIA H200", "580.1", "cuDNN 9.19.0")
 database = Database({path!r})
 for batch in range({first}, {first} + {count}):
     database.record(device, convolution(), batch, [
-        Micro(batch, f"A{{k}}", "float32", 1e-6 * (batch + k), 100 * k) for k in range(20)])
+        MicroConfig(batch, f"A{{k}}", "float32", 1e-6 * (batch + k), 100 * k) for k in range(20)])
     print(batch, flush=True)
 """
 

@@ -152,6 +152,8 @@ def test_a_decision_for_fresh_weights_is_not_taken_for_trained_ones(monkeypatch,
     monkeypatch.setenv("JCUTS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(variant_selection.VariantSelector, "_may_race", lambda self, *args: True)
     monkeypatch.setattr(end_to_end_benchmark.Decision, "is_final", property(lambda self: True))
+    jcuts_wins = end_to_end_benchmark.Decision(end_to_end_benchmark.JCUTS, "as if it were faster than plain XLA")
+    monkeypatch.setattr(variant_selection.VariantSelector, "_run_benchmark", lambda self, *args: jcuts_wins)
     if alike:
         monkeypatch.setattr(variant_selection, "numbers_of", lambda closed: "")
     x = jnp.asarray(RNG.standard_normal((64, 96)), jnp.float32)

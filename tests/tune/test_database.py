@@ -26,7 +26,7 @@ WRITER = """
 import sys
 sys.path.insert(0, {root!r})
 from jcuts.tune.choice import Choice, Measurement
-from jcuts.tune.store import Store
+from jcuts.tune.database import Store
 store = Store({path!r}, device="cpu", versions="v1")
 for i in range({count}):
     times = tuple(Measurement(f"k{{j}}", 1e-3 + i, 1e-3, 2e-3, 5, "loop") for j in range(20))
@@ -252,7 +252,7 @@ def test_read_only_database_is_still_read(request):
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 from jcuts.tune.choice import Choice
-from jcuts.tune.store import Store
+from jcuts.tune.database import Store
 os.setuid(65534)
 store = Store({str(path)!r}, device="cpu", versions="v1")
 assert store.lookup("old").winner == "k0"

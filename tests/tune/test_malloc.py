@@ -12,14 +12,14 @@ from jcuts.tune import malloc
 
 PROGRAM = """
 import numpy as np
-from jcuts.tune.heap import MOST, Heap, resident
+from jcuts.tune.malloc import MOST, Heap, resident
 mine, before, kept = Heap(), resident(), []
 # 1.2 times as much, and in use behind it something too large for any gap before it.
 one, two = [np.ones(MOST // 40) for _ in range(6)], np.ones(4 << 20)
 del one
 grown = resident() - before
-gave = mine.settle()
-print(grown > MOST, gave, resident() - before < MOST // 4, mine.settle(), two.sum() == 4 << 20)
+gave = mine.trim()
+print(grown > MOST, gave, resident() - before < MOST // 4, mine.trim(), two.sum() == 4 << 20)
 """
 
 

@@ -26,9 +26,9 @@ AVAL = ((64,), "float32")
 
 SCRIPT = """
 import ctypes, json, sys
-from tests.xla.test_cuda import kernel
+from tests.xla.test_cuda_launcher import kernel
 from jcuts.base.errors import NativeError
-from jcuts.xla import cuda
+from jcuts.xla import cuda_launcher as cuda
 
 fake = ctypes.CDLL(sys.argv[1])
 fake.fake_log.restype = ctypes.c_char_p
@@ -144,7 +144,8 @@ def test_a_driver_without_a_device(driver):
 
 def test_a_missing_driver_is_a_reason():
     code = (
-        "from jcuts.xla import cuda; cuda.load().jcuts_cuda_set_driver(b'libno-such-cuda.so'); print(cuda.available())"
+        "from jcuts.xla import cuda_launcher as cuda; cuda.load().jcuts_cuda_set_driver(b'libno-such-cuda.so'); "
+        "print(cuda.available())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

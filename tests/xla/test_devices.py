@@ -87,7 +87,7 @@ def test_code_runs_on_drivers_of_its_major_version(driver_, toolkit, good):
 
 
 def test_the_driver_says_its_version(driver, monkeypatch):  # noqa: F811
-    code = "import sys; from jcuts.xla import cuda; print(cuda.driver_version(sys.argv[1]))"
+    code = "import sys; from jcuts.xla import cuda_launcher as cuda; print(cuda.driver_version(sys.argv[1]))"
     run = [sys.executable, "-c", code, str(driver)]
     for number, text in (("12040", "(12, 4)"), ("13000", "(13, 0)")):
         env = {**os.environ, "FAKE_DRIVER_VERSION": number, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -135,7 +135,7 @@ def test_control_flow():
 
 LOOP = """
     import jax, jax.numpy as jnp, numpy as np
-    from jcuts.xla.call import call_kernel
+    from jcuts.xla.ffi_call import call_kernel
     from tests.xla import kernels
 
     kernel = kernels.counted(7)
@@ -234,19 +234,19 @@ PERSISTENT = """
     jax.config.update("jax_compilation_cache_dir", {folder!r})
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    from jcuts.xla import register
-    from jcuts.xla.call import call_kernel
+    from jcuts.xla import cpu_launcher
+    from jcuts.xla.ffi_call import call_kernel
     from tests.xla import kernels
     kernel = kernels.affine(6, 16)
     x = jnp.arange(96, dtype=jnp.float32)
     lowered = jax.jit(lambda x: call_kernel(kernel, x)[0]).lower(x)
     if {forgetful}:  # lowering made the kernel known; the executable out of the cache must find it by itself
-        register.forget(kernel.digest)
+        cpu_launcher.forget(kernel.digest)
     hits = []
     jax.monitoring.register_event_listener(lambda name, **_: hits.append(name))
     out = lowered.compile()(x)
     np.testing.assert_array_equal(out, np.arange(96, dtype=np.float32) * 2 + 1)
-    print("hit" if "/jax/compilation_cache/cache_hits" in hits else "miss", register.is_known(kernel.digest))
+    print("hit" if "/jax/compilation_cache/cache_hits" in hits else "miss", cpu_launcher.is_known(kernel.digest))
 """
 
 
@@ -261,7 +261,7 @@ def test_persistent_compilation_cache_of_another_process(tmp_path, cache_dir):
 POOL = """
     import threading
     import jax, jax.numpy as jnp, numpy as np
-    from jcuts.xla.call import call_kernel
+    from jcuts.xla.ffi_call import call_kernel
     from tests.xla import kernels
     affine, scratch = kernels.affine(16, 256), kernels.through_scratch(16, 256)
     run = jax.jit(lambda x: sum(call_kernel(scratch, call_kernel(affine, x * i)[0])[0] for i in range(8)))

@@ -46,9 +46,8 @@ QUICK = TuningBudget(seconds=0.02, finalists=2, timeout=20.0, workers=2, seed=1)
 PARENT = """
 import sys
 from jcuts.base import knobs
-from jcuts.tune.runner import Effort, tune
-from jcuts.tune.store import Store
-from jcuts.tune.workshop import DEVICE, REFERENCE, XLA, workshop
+from jcuts.tune.parent.tuner import TuningBudget, tune
+from jcuts.tune.database import Store
 from tests.tune import objects
 
 class Tell:
@@ -59,7 +58,7 @@ if __name__ == "__main__":
     print("main", flush=True)
     store = Store(sys.argv[1], device="d", versions="v")
     problems = [objects.problem(*kinds.split(","), name=f"n{i}") for i, kinds in enumerate(sys.argv[2].split(";"))]
-    found = tune(problems, store, effort=Effort(seconds=0.02, timeout=20.0, workers=2), progress=Tell())
+    found = tune(problems, store, effort=TuningBudget(seconds=0.02, timeout=20.0, workers=2), progress=Tell())
     print("winner", *(c.winner for c in found.values()), flush=True)
 """
 
@@ -383,9 +382,9 @@ def test_no_process_can_be_started(monkeypatch):
 
 
 def test_a_full_disk_in_a_measuring_process_says_nothing_of_the_problem(tmp_path, monkeypatch):
-    shown = "from jcuts.tune import values, worker\n"
-    shown += "values.save.__code__ = (lambda path, array: open('/dev/full', 'wb').write(bytes(1 << 16))).__code__\n"
-    (tmp_path / "full.py").write_text(shown + "worker.serve()\n")
+    shown = "from jcuts.tune.verify import inputs\nfrom jcuts.tune.worker import main\n"
+    shown += "inputs.save.__code__ = (lambda path, array: open('/dev/full', 'wb').write(bytes(1 << 16))).__code__\n"
+    (tmp_path / "full.py").write_text(shown + "main.serve()\n")
     start_ = subprocess.Popen
     monkeypatch.setattr(
         "jcuts.tune.parent.worker_pool.subprocess.Popen",

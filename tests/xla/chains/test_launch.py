@@ -16,8 +16,8 @@ from tests.xla.test_cuda_launcher import ROOT, driver  # noqa: F401  (a fixture)
 
 SCRIPT = """
 import ctypes, json, pathlib, sys
-from tests.xla.test_cuda import kernel
-from jcuts.xla import cuda, native
+from tests.xla.test_cuda_launcher import kernel
+from jcuts.xla import cuda_launcher as cuda, native_library as native
 
 native.library_path = lambda name: pathlib.Path(sys.argv[2])
 fake = ctypes.CDLL(sys.argv[1])

@@ -311,15 +311,15 @@ import ctypes, json, sys
 import numpy as np
 from jcuts.base.errors import NativeError
 from jcuts.microbatch.convolution import Convolution
-from jcuts.microbatch.table import Division, Micro
-from jcuts.xla import cudnn
-from jcuts.xla.cudnn_plan import Plan
+from jcuts.microbatch.timings import Division, MicroConfig
+from jcuts.xla.cudnn import call as cudnn
+from jcuts.xla.cudnn.plan import Plan
 
 assert cudnn.load().jcuts_cudnn_set_driver(sys.argv[1].encode()) == 0
 fake = ctypes.CDLL(sys.argv[2])
 fake.fake_log.restype = ctypes.c_char_p
 c = Convolution("forward", 1, 1, (3, 3), (2, 2))
-division = Division.of(Micro(n, "cudnn/IMPLICIT_GEMM", "float32", 1.0, 0) for n in (2, 1))
+division = Division.of(MicroConfig(n, "cudnn/IMPLICIT_GEMM", "float32", 1.0, 0) for n in (2, 1))
 found = {}
 try:
     plan = Plan(c, division, 1)
@@ -327,7 +327,7 @@ try:
     plan.run(7, x.ctypes.data, w.ctypes.data, y.ctypes.data, 0)
     found["log"], found["y"] = fake.fake_log().decode(), y.tolist()
     c = Convolution("forward", 1, 2, (4, 4), (2, 2))
-    one = Division.of([Micro(3, "cudnn/IMPLICIT_GEMM/slices=2", "float32", 1.0, 0)])
+    one = Division.of([MicroConfig(3, "cudnn/IMPLICIT_GEMM/slices=2", "float32", 1.0, 0)])
     plan = Plan(c, one, 1)
     x, w, y = np.ones((3, 1, 4, 4), "f"), np.ones((2, 1, 2, 2), "f"), np.zeros((3, 2, 3, 3), "f")
     w[1] = 2
@@ -439,7 +439,7 @@ def python(code: str, *arguments: str, **more: str) -> str:
     return done.stdout
 
 
-WHY = "from jcuts.xla import cudnn\nprint(cudnn.unusable('cpu'), '|', cudnn.unusable('cuda'))"
+WHY = "from jcuts.xla.cudnn import call as cudnn\nprint(cudnn.unusable('cpu'), '|', cudnn.unusable('cuda'))"
 
 
 def test_a_missing_library_is_a_reason(tmp_path):

@@ -121,7 +121,7 @@ def _phase(program: Program, phase: Phase) -> None:
         if any(a.vector and a.name in g.index.axes() for a in phase.axes for g in store.guards):
             raise IRError(f"{where}: a store into {buffer.name} is guarded by the lane axis")
         low, high = store.address.bounds({**phase.ranges(), **dict.fromkeys(grid, 1)})
-        inside_result = low is not None and high is not None and 0 <= low and high < buffer.size
+        inside_result = low is not None and high is not None and low >= 0 and high < buffer.size
         if buffer.role == "out" and not store.guards and not inside_result:
             at = f"({low}..{high} of {buffer.size})"
             raise IRError(f"{where}: store address {store.address} leaves {buffer.name} {at}")

@@ -172,11 +172,11 @@ def shares_of(ours: Any, args: Sequence[Any], closed: Any, platform: str) -> dic
     from jcuts.jit import variant_space
 
     decision = ours.decision(*args)
-    chosen = decision.chosen if decision is not None else variant_space.guard.JCUTS
+    chosen = decision.chosen if decision is not None else variant_space.end_to_end_benchmark.JCUTS
     name = chosen
     if variant_space.is_xla(chosen):
         lost = [n for n in decision.speed if not variant_space.is_xla(n)]
-        name = max(lost, key=lambda n: decision.speed[n][0]) if lost else variant_space.guard.JCUTS
+        name = max(lost, key=lambda n: decision.speed[n][0]) if lost else variant_space.end_to_end_benchmark.JCUTS
     settings = dataclasses.replace(ours.settings, form=variant_space.form_of(name))
     found = shares(*planned(closed, settings, platform))
     none = dict.fromkeys(found, 0.0)

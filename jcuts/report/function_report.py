@@ -118,6 +118,12 @@ class FunctionReport:
     def __str__(self) -> str:
         return "\n".join(_text(self))
 
+    def __rich__(self) -> Any:
+        """``rich.print`` shows what ``print`` shows; ``rich_tables.report_tables`` makes tables of it."""
+        from rich.text import Text
+
+        return Text(str(self))
+
     def to_html(self, path: str | Path) -> Path:
         """Writes a self-contained page."""
         target = Path(path)

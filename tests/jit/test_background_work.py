@@ -106,7 +106,7 @@ def test_what_breaks_off_leaves_nothing_behind():
 
 @pytest.mark.parametrize("options", [{"static_argnums": 1}, {"static_argnames": "n"}, {"donate_argnums": 0}])
 def test_plain_xla_runs_early_with_static_and_donated_arguments(monkeypatch, options):
-    monkeypatch.setattr(variant_selection.autotuned, "sharing", dict)
+    monkeypatch.setattr(variant_selection.autotune_cache, "publish_results", dict)
     function = jcuts.optimize(lambda x, n: x * n, **options)
     x = jnp.ones(5)
     for args, kwargs in (((x, 3), {}), ((x,), {"n": 3})):

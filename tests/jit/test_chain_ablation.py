@@ -185,7 +185,7 @@ def test_impossible_forms_are_an_error(text):
 
 
 def test_forms_with_single_calls_and_the_knob_leave_calls_alone(monkeypatch):
-    monkeypatch.setattr(pipeline_passes.gpus, "machine", lambda: types.SimpleNamespace(capability=(9, 0)))
+    monkeypatch.setattr(pipeline_passes.xla_devices, "machine", lambda: types.SimpleNamespace(capability=(9, 0)))
     monkeypatch.setattr(chains_fuse, "calls", lambda closed: 2)
     monkeypatch.setattr(chains_fuse, "fuse_calls", lambda closed: "chains")
     closed: Any = "calls"

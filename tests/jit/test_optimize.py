@@ -311,16 +311,16 @@ def test_explain_before_any_call(toy):  # noqa: F811
 
 def test_guard_chooses_the_plainer_program_in_a_tie():
     samples = {
-        "xla": end_to_end_benchmark.noise.Samples((1.0, 1.0, 1.01)),
-        "jcuts": end_to_end_benchmark.noise.Samples((0.995, 0.995, 1.0)),
+        "xla": end_to_end_benchmark.measure_statistics.Samples((1.0, 1.0, 1.01)),
+        "jcuts": end_to_end_benchmark.measure_statistics.Samples((0.995, 0.995, 1.0)),
     }
     assert end_to_end_benchmark._choose(samples, {}).chosen == "xla"
 
 
 def test_guard_chooses_the_faster_program():
     samples = {
-        "xla": end_to_end_benchmark.noise.Samples((1.0, 1.0, 1.01)),
-        "jcuts": end_to_end_benchmark.noise.Samples((0.5, 0.5, 0.51)),
+        "xla": end_to_end_benchmark.measure_statistics.Samples((1.0, 1.0, 1.01)),
+        "jcuts": end_to_end_benchmark.measure_statistics.Samples((0.5, 0.5, 0.51)),
     }
     decision = end_to_end_benchmark._choose(samples, {})
     assert decision.chosen == "jcuts" and "2.00 times" in decision.reason

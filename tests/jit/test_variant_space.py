@@ -146,7 +146,7 @@ def test_weights_are_rounded_in_every_form_where_there_are_warp_groups(monkeypat
         ((8, 0), ["None", "plain/anchored", "plain/absorbing"]),
     ):
         machine = types.SimpleNamespace(capability=capability)
-        monkeypatch.setattr(variant_space.gpus, "machine", lambda machine=machine: machine)
+        monkeypatch.setattr(variant_space.xla_devices, "machine", lambda machine=machine: machine)
         assert [str(form) for form in variant_space.candidate_variants(closed, "cuda")] == wanted
 
 
@@ -330,7 +330,7 @@ def test_weights_that_are_arguments_are_turned_in_forms_of_their_own(monkeypatch
         ((8, 0), ["None", "plain/anchored", "dots", "dots/anchored", "dots/none", "dots/absorbing"]),
     ):
         machine = types.SimpleNamespace(capability=capability)
-        monkeypatch.setattr(variant_space.gpus, "machine", lambda machine=machine: machine)
+        monkeypatch.setattr(variant_space.xla_devices, "machine", lambda machine=machine: machine)
         assert [str(form) for form in variant_space.candidate_variants(closed, "cuda")] == wanted
 
 

@@ -41,7 +41,7 @@ def broken(*_, **__):
 
 
 PLACES = {
-    "schedules of a subset": (computation.plans, "candidates"),
+    "schedules of a subset": (computation.cpu_candidates, "candidates"),
     "everything": (pipeline_passes, "optimize_jaxpr"),
 }
 

@@ -74,7 +74,7 @@ def rebuilt(monkeypatch):
 
     monkeypatch.setattr(xla_devices, "machine", lambda: gpu_candidates.GpuMachine(132, capability=(9, 0)))
     monkeypatch.setattr(xla_devices, "this", lambda: xla_devices.Gpu("H200", (9, 0), 132))
-    monkeypatch.setattr(pipeline_passes.gpus, "unusable", lambda: "")
+    monkeypatch.setattr(pipeline_passes.xla_devices, "unusable", lambda: "")
     monkeypatch.setattr(pipeline_passes, "kernel_for", lambda program: program)
     monkeypatch.setattr(pipeline_passes, "kernel_eqns", eqns)
     monkeypatch.setattr(pipeline_passes, "_kernel_texts", lambda top: "")

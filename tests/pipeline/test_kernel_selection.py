@@ -216,8 +216,8 @@ def inverted(x, w, f, v):
 def test_a_block_takes_the_place_of_its_parts_where_it_is_measured_to_be_faster(times, whole, monkeypatch, store):
     shapes = (8, 28, 28, 16), (16, 48), (3, 3, 1, 48), (48, 16)
     level = gpu_level(inverted, *(np.ones(s, np.float32) for s in shapes))
-    monkeypatch.setattr(computation.gpus, "machine", lambda: gpu_candidates.GpuMachine(132))
-    monkeypatch.setattr(kernel_selection.gpus, "this", lambda: computation.gpus.Gpu("H200", (9, 0), 132))
+    monkeypatch.setattr(computation.xla_devices, "machine", lambda: gpu_candidates.GpuMachine(132))
+    monkeypatch.setattr(kernel_selection.xla_devices, "this", lambda: computation.xla_devices.Gpu("H200", (9, 0), 132))
     asked = []
 
     def choose(subsets, settings, *, may_measure, shares, device, parts, further):
@@ -234,7 +234,7 @@ def test_a_block_takes_the_place_of_its_parts_where_it_is_measured_to_be_faster(
             subset.choice = Measured(time)
         return shares
 
-    monkeypatch.setattr(kernel_selection.session, "choose", choose)
+    monkeypatch.setattr(kernel_selection.session, "resolve_choices", choose)
     kernel_selection.select(level, AUTO, may_measure=True, platform="cuda")
     assert len(asked) == 4 and (len(level.subsets) == 1) is whole
     if whole:
@@ -251,8 +251,8 @@ def test_a_block_takes_the_place_of_its_parts_where_it_is_measured_to_be_faster(
             subset.choice = Measured(1.0)
         return shares
 
-    monkeypatch.setattr(kernel_selection.session, "choose", restored)
-    monkeypatch.setattr(computation.gpu, "candidates", None)  # nobody ranks anything
+    monkeypatch.setattr(kernel_selection.session, "resolve_choices", restored)
+    monkeypatch.setattr(computation.gpu_candidates, "candidates", None)  # nobody ranks anything
     assert kernel_selection.select(again, AUTO, may_measure=False, platform="cuda").origin == "stored"
     assert (
         partition_store.load_partition(again) == partition_store.load_partition(level)
@@ -263,8 +263,8 @@ def test_a_block_takes_the_place_of_its_parts_where_it_is_measured_to_be_faster(
 
 def test_a_stored_cover_of_a_gpu_that_does_not_fit_is_searched_again(monkeypatch, store, caplog):
     level = gpu_level(fn, X, X)
-    monkeypatch.setattr(computation.gpus, "machine", lambda: gpu_candidates.GpuMachine(132))
-    monkeypatch.setattr(kernel_selection.gpus, "this", lambda: computation.gpus.Gpu("H200", (9, 0), 132))
+    monkeypatch.setattr(computation.xla_devices, "machine", lambda: gpu_candidates.GpuMachine(132))
+    monkeypatch.setattr(kernel_selection.xla_devices, "this", lambda: computation.xla_devices.Gpu("H200", (9, 0), 132))
     right = partition_store.load_partition(level)
     first, *others = right["subsets"]
     for damage in (
@@ -277,7 +277,7 @@ def test_a_stored_cover_of_a_gpu_that_does_not_fit_is_searched_again(monkeypatch
     ):
         store.put_partition(kernel_selection.partition_key(level, AUTO, "cuda"), {"covers": [damage]})
         again = gpu_level(fn, X, X)
-        monkeypatch.setattr(kernel_selection.session, "choose", lambda subsets, *_, **more: more["shares"])
+        monkeypatch.setattr(kernel_selection.session, "resolve_choices", lambda subsets, *_, **more: more["shares"])
         assert kernel_selection.select(again, AUTO, may_measure=False, platform="cuda").origin == "greedy"
         assert "does not fit" in caplog.text
         caplog.clear()
@@ -285,9 +285,9 @@ def test_a_stored_cover_of_a_gpu_that_does_not_fit_is_searched_again(monkeypatch
 
 def test_programs_of_a_stored_cover_that_does_not_fit_are_not_taken(monkeypatch, store):
     level = gpu_level(fn, X, X)
-    monkeypatch.setattr(computation.gpus, "machine", lambda: gpu_candidates.GpuMachine(132))
-    monkeypatch.setattr(kernel_selection.gpus, "this", lambda: computation.gpus.Gpu("H200", (9, 0), 132))
-    monkeypatch.setattr(kernel_selection.session, "choose", lambda subsets, *_, **more: more["shares"])
+    monkeypatch.setattr(computation.xla_devices, "machine", lambda: gpu_candidates.GpuMachine(132))
+    monkeypatch.setattr(kernel_selection.xla_devices, "this", lambda: computation.xla_devices.Gpu("H200", (9, 0), 132))
+    monkeypatch.setattr(kernel_selection.session, "resolve_choices", lambda subsets, *_, **more: more["shares"])
     right = partition_store.load_partition(level)
     other = partition_store.load_partition(
         gpu_level(fn, X[:32, :32], X[:32, :32])
@@ -300,9 +300,9 @@ def test_programs_of_a_stored_cover_that_does_not_fit_are_not_taken(monkeypatch,
 
 
 def test_operations_stay_apart_where_nothing_is_to_be_fused(monkeypatch, store):
-    monkeypatch.setattr(computation.gpus, "machine", lambda: gpu_candidates.GpuMachine(132))
-    monkeypatch.setattr(kernel_selection.gpus, "this", lambda: computation.gpus.Gpu("H200", (9, 0), 132))
-    monkeypatch.setattr(kernel_selection.session, "choose", lambda subsets, *_, **more: more["shares"])
+    monkeypatch.setattr(computation.xla_devices, "machine", lambda: gpu_candidates.GpuMachine(132))
+    monkeypatch.setattr(kernel_selection.xla_devices, "this", lambda: computation.xla_devices.Gpu("H200", (9, 0), 132))
+    monkeypatch.setattr(kernel_selection.session, "resolve_choices", lambda subsets, *_, **more: more["shares"])
     x, w = np.ones((2048, 256), np.float32), np.ones((256, 256), np.float32)
     headed = {}
     for mode in ("fusion", "no_fusion"):

@@ -323,7 +323,7 @@ def test_another_platform_is_left_alone():
 
 
 def test_a_missing_native_library_leaves_everything_to_xla(monkeypatch):
-    monkeypatch.setattr(pipeline_passes.native, "native_available", lambda: (False, "it is gone"))
+    monkeypatch.setattr(pipeline_passes.native_library, "native_available", lambda: (False, "it is gone"))
     x = random(50)
     ours = planned(with_sort)
     assert_close(ours(x), jax.jit(with_sort)(x))

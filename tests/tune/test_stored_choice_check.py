@@ -258,7 +258,7 @@ def test_processes_that_make_the_secret_at_once_agree(tmp_path):
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from jcuts.tune.signature import Signer
+from jcuts.tune.row_signature import Signer
 sys.stdin.readline()
 print(Signer(Path({str(tmp_path / "key")!r})).sign(("a",), "b"))
 """
@@ -296,7 +296,7 @@ def test_where_no_process_can_check_the_row_stays_and_is_not_used(tmp_path, monk
         raise OSError("no space left")
 
     monkeypatch.setattr(parent_tuner, "make_job", full)
-    monkeypatch.setattr(parent_tuner.verification, "make_job", full)
+    monkeypatch.setattr(parent_tuner.stored_choice_check, "make_job", full)
     assert chosen(path).source == "" and sources(path) == [FOREIGN]
 
 

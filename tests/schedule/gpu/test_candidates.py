@@ -12,6 +12,7 @@ from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import verify
 from jcuts.schedule.bound import roofline_bound
 from jcuts.schedule.gpu import candidates as gpu_candidates
+from jcuts.schedule.gpu.bound import memory_bound
 from jcuts.schedule.gpu.bound import GpuBound
 from jcuts.schedule.gpu.machine import block_threads, lane_counts
 from tests import programs
@@ -103,7 +104,7 @@ def test_the_bound_counts_bytes_that_must_move():
     assert found.seconds == pytest.approx(found.bytes / 4.815e12)
     rows = program_of(lambda t, i: jnp.take(t, i, axis=0, mode="clip"), zeros(5000, 64), zeros(100, dtype=np.int32))
     gathered = gpu_candidates.candidates(rows, MACHINE, 1)[0][0]
-    assert gpu_candidates.bound(gathered).bytes == 4 * (100 * 64 + 100)  # not the table
+    assert memory_bound(gathered).bytes == 4 * (100 * 64 + 100)  # not the table
 
 
 def test_threads_of_a_block_fill_rows_and_warps():

@@ -53,7 +53,7 @@ def watch(monkeypatch):
     device, hooks, clock = Device(), [], [0.0]
     monkeypatch.setattr(cuda_driver, "device", lambda: device)
     monkeypatch.setattr(cuda_driver, "Events", Events)
-    monkeypatch.setattr(device_timer.cuda, "set_hook", hooks.append)
+    monkeypatch.setattr(device_timer.cuda_launcher, "set_hook", hooks.append)
     monkeypatch.setattr(device_timer.time, "perf_counter", lambda: clock[0])
     made = device_timer.Stopwatch()
     made.clock, made.hook = clock, hooks[0]

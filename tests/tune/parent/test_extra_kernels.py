@@ -74,7 +74,7 @@ def test_processes_of_a_session_compile_what_writes_into_larger_arrays(level, mo
 def test_what_does_not_compile_is_not_compiled_again(level, monkeypatch):
     computation.add_candidates(level.subsets, "cuda")
     program = next(s.ranked[0][0] for s in level.subsets if s.ranked)
-    monkeypatch.setattr(kernel_cache.objects, "fetch", lambda digest: None)
+    monkeypatch.setattr(kernel_cache.object_cache, "fetch", lambda digest: None)
     monkeypatch.setattr(kernel_cache, "_compiler_of", lambda program: (program.digest, None))
 
     class Refusing:

@@ -200,7 +200,7 @@ def test_only_products_run_untimed_algorithms_in_float64(monkeypatch, function, 
         "p", tuple(Input(s, "float32") for s in shapes), (Output((1,), "float32", 1, False),), device="cuda X 9.0 x1"
     ).with_exports(exports.library, exports.reference, False)
     asked = []
-    monkeypatch.setattr(reference.autotuned, "untimed", lambda: {"xla_gpu_autotune_level": 0})
+    monkeypatch.setattr(reference.autotune_cache, "without_autotuning", lambda: {"xla_gpu_autotune_level": 0})
 
     class Jax:
         export = jax.export

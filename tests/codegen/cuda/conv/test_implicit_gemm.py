@@ -156,7 +156,7 @@ def test_what_is_pushed_may_take_the_place_of_operands(tiling, channels):
         return jax.nn.relu(y + b)
 
     shape = window_shape(tiling.of(programs.trace(fn, x, w, b).product()))
-    assert not shape.apart and shape.kept_until < shape.shared < shape.kept_until + shape.room
+    assert not shape.dsmem_is_separate and shape.kept_until < shape.shared < shape.kept_until + shape.room
     with jax.enable_x64(True):
         want = np.asarray(fn(*(jnp.asarray(np.asarray(a, np.float64)) for a in (tf32(x), w, b))))
     compare(run_window(fn, (x, w, b), tiling), [want], 3e-6)

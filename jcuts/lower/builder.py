@@ -2,7 +2,7 @@
 
 Producers are inlined (register-level fusion, thesis 3.2.4): the graph of one point of the results holds every element
 operation of the region, and loads at the addresses that the rules compute.  What a rule cannot express raises
-`NotLowered`, which carries the reason and which `region.lower_region` catches.
+`NotLowered`, which carries the reason and which `lower.region.lower_region` catches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_NODES = 600  # per-point graph nodes: larger graphs compile slowly and spill
 
 
 class NotLowered(Exception):
-    """Carries a refusal out of the recursive descent, to `region.lower_region`."""
+    """Carries a refusal out of the recursive descent, to `lower.region.lower_region`."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(str(refusal))

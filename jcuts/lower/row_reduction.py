@@ -54,7 +54,7 @@ class _Rows:
 def build_rows(
     graph: TensorGraph, subset: frozenset[int], roots: list[OpNode], outputs: list[int], name: str
 ) -> Program | Refusal:
-    """The unscheduled program. May raise `NotLowered`, which `region.lower_region` catches."""
+    """The unscheduled program. May raise `NotLowered`, which `lower.region.lower_region` catches."""
     first = roots[0]
     assert first.op is not None
     shape, reduced = first.op.inputs[0].shape, tuple(sorted(first.op.info["axes"]))

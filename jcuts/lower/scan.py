@@ -21,7 +21,7 @@ from jcuts.ops.registry import FLOATS
 def build_scan(
     graph: TensorGraph, subset: frozenset[int], root: OpNode, outputs: list[int], name: str
 ) -> Program | Refusal:
-    """The unscheduled program. May raise `NotLowered`, which `region.lower_region` catches."""
+    """The unscheduled program. May raise `NotLowered`, which `lower.region.lower_region` catches."""
     op = root.op
     assert op is not None
     shape, axis, acc_type = op.inputs[0].shape, op.info["axis"], op.info["acc_type"]

@@ -57,7 +57,7 @@ class Region:
         ranking: makes `ranked`, once it is asked for: scoring every schedule takes time that a stored choice saves.
         space: text that determines the ranking. chosen: the winner, None where XLA keeps the subset.
         origin: 'measured', 'estimated' or 'library'; choice: the tuner's answer with every time.
-        source: where the choice comes from (`tune.signature`), '' where nothing was measured.
+        source: where the choice comes from (`tune.row_signature`), '' where nothing was measured.
         rounded: numbers of the inputs that hold TF32 numbers only (they are part of the identity).
     """
 

@@ -35,7 +35,7 @@ class SubsetReport:
         rejected: candidates that were thrown out, with the reason.
         why: why XLA runs the subset, '' where a kernel does.
         source: where a kernel's choice comes from: 'tuned here', 'imported, checked here', or '' where none was stored.
-        derived: whether XLA's time follows from those of other programs (`tune.turns`).
+        derived: whether XLA's time follows from those of other programs (`tune.parent.measure_order`).
     """
 
     name: str

@@ -1,4 +1,4 @@
 """JAX programs in: user function -> closed jaxpr -> flat jaxpr; canonical digest, source lines, sharding rules.
 
-`jaxapi.py` is the only file that touches JAX internals.
+`jaxapi/` is the only file that touches JAX internals.
 """

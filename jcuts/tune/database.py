@@ -111,7 +111,7 @@ class Store:
     def put(self, choice: Choice, source: str = TUNED) -> None:
         """Stores a choice with its measurements in one transaction, replacing an earlier one.
 
-        Args: source: how this cache knows that it is right (`tune.signature`).
+        Args: source: how this cache knows that it is right (`tune.row_signature`).
         """
         self._put("choice", choice.problem, choice.to_json(), source=source)
 

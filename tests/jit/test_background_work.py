@@ -117,7 +117,7 @@ def test_plain_xla_runs_early_with_static_and_donated_arguments(monkeypatch, opt
             function._arguments.placement(args, kwargs),
             "cpu",
         )
-        todo = function._deciding.meanwhile(call, None)
+        todo = function._deciding.background_tasks(call, None)
         assert "xla run" in todo
         for piece in todo.values():
             piece()

@@ -66,7 +66,7 @@ def rebuilt(monkeypatch):
         )
 
     def select(top, settings, **_):
-        for level in top.everywhere():
+        for level in top.walk():
             computation.add_candidates(level.subsets, "cuda")
             for subset in level.subsets:
                 subset.chosen = subset.ranked[0][0] if subset.ranked and subset.inputs else None

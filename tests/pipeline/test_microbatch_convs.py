@@ -102,7 +102,7 @@ def test_every_convolution_of_a_training_step_is_divided(host_cudnn, cache_dir):
     for row in report.divisions:
         assert row.division.startswith("2 x 3 cudnn/") and row.division.endswith(":tf32")
         assert row.seconds == pytest.approx(0.4) and row.undivided == 0.9 and row.workspace == 6 * SPACE
-        assert row.xla_seconds == 1.0 and len(row.front) == 2 and "test_divide.py" in row.where
+        assert row.xla_seconds == 1.0 and len(row.front) == 2 and "test_microbatch_convs.py" in row.where
     host_cudnn.calls()
     close(fast(*args), step(*args))
     launched = [call for call in host_cudnn.calls() if "algorithm=" in call]
@@ -296,7 +296,7 @@ def test_an_error_of_cudnn_names_the_layer(host_cudnn, cache_dir):
     fast(*args)
     host_cudnn.fail("Forward")
     with pytest.raises(
-        Exception, match=r"convolution conv1 forward \[tests/pipeline/test_microbatch_convs.py:\d+ \(layer\)\]"
+        Exception, match=r"convolution conv1 forward \[pipeline/test_microbatch_convs.py:\d+ \(layer\)\]"
     ):
         fast(*args).block_until_ready()
 

@@ -206,7 +206,7 @@ def test_strict_names_primitive_line_and_reason():
         planned(with_sort, strict=True)(random(50))
     error = caught.value
     assert error.op == "sort"  # type: ignore[attr-defined]
-    assert re.search(r"test_pipeline\.py:\d+ \(with_sort\)", error.where)  # type: ignore[attr-defined]
+    assert re.search(r"test_passes\.py:\d+ \(with_sort\)", error.where)  # type: ignore[attr-defined]
     assert "no op rule" in error.reason and "sort at " in str(error)  # type: ignore[attr-defined]
 
 
@@ -258,7 +258,7 @@ def test_what_is_left_to_xla_is_listed_and_right():
     ours = planned(with_sort)
     assert_close(ours(x), jax.jit(with_sort)(x))
     (refusal,) = [r for r in ours.explain(x).refusals if r.op == "sort"]
-    assert "no op rule" in refusal.reason and "test_pipeline.py" in refusal.where
+    assert "no op rule" in refusal.reason and "test_passes.py" in refusal.where
 
 
 def chain(x, w):

@@ -5,8 +5,6 @@ A program that reaches it and still differentiates and batches proves that plann
 
 from __future__ import annotations
 
-import sys
-import types
 from typing import NamedTuple
 
 import jax
@@ -15,6 +13,7 @@ import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from jcuts.pipeline import passes
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 
@@ -68,12 +67,7 @@ class ToyPipeline:
 @pytest.fixture
 def toy(monkeypatch):
     pipeline = ToyPipeline()
-    module = types.ModuleType("jcuts.pipeline.passes")
-    module.optimize_jaxpr = pipeline.optimize_jaxpr
-    monkeypatch.setitem(sys.modules, "jcuts.pipeline.passes", module)
-    import jcuts
-
-    monkeypatch.setattr(jcuts, "pipeline", module, raising=False)
+    monkeypatch.setattr(passes, "optimize_jaxpr", pipeline.optimize_jaxpr)
     jax.clear_caches()
     yield pipeline
     jax.clear_caches()

@@ -124,7 +124,7 @@ class Timed:
     def __init__(self, times):
         self.times, self.told, self.asked, self.again = times, [], [], []
 
-    def tell(self, stage, name):
+    def report_progress(self, stage, name):
         self.told.append(name)
 
     def measure(self, job, expected=None):
@@ -143,7 +143,7 @@ class Timed:
 
     def send_again(self, jobs):
         for job in jobs:
-            job.again()
+            job.remeasure_baseline()
         self.again += [job.problem.name for job in jobs]
 
 

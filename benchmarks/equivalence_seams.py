@@ -150,7 +150,7 @@ _asked: dict[tuple[Any, ...], Any] = {}
 
 def _choose(subsets: Sequence[Any], settings: Any, *, may_measure: bool, shares: Any = None, device: str = "",
             parts: Any = None, further: Any = None) -> dict[str, int]:  # fmt: skip
-    """Takes the place of `session.resolve_choices`: the first candidate wins, with a time that its program determines."""
+    """Stands in for `session.resolve_choices`: the first candidate wins, with a time that its program determines."""
     if not subsets:
         return {}
     used = {**session.candidate_budget(subsets, bool(device)), **(shares or {})}

@@ -21,6 +21,7 @@ from jcuts.microbatch.database import Database
 from jcuts.microbatch.timings import MicroConfig
 from jcuts.pipeline import microbatch_convs
 from jcuts.pipeline import passes as pipeline_passes
+from jcuts.report import rich_tables
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
@@ -114,7 +115,7 @@ def test_every_convolution_of_a_training_step_is_divided(host_cudnn, cache_dir):
     page = report.to_html(cache_dir / "page.html").read_text()
     assert "<h2>Convolutions</h2>" in page and "conv5 backward-filter" in page
     console = Console(record=True, width=220, file=io.StringIO())
-    console.print(report)
+    console.print(rich_tables.report_tables(report))
     assert "Pareto fronts" in console.export_text()
 
 

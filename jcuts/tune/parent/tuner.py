@@ -66,8 +66,8 @@ def tune(
         further: digest and a program -> those that its choice needs besides, which are compiled while others are timed.
         sources: gets, by digest, where the choices of the database come from (`tune.row_signature`).
 
-    A stored choice that this cache has not signed is checked before a kernel of it runs, once (`tune.stored_choice_check`);
-    where nothing may be (``cached``), it is not used.
+    A stored choice that this cache has not signed is checked before a kernel of it runs, once
+    (`tune.stored_choice_check`); where nothing may be (``cached``), it is not used.
     Returns: digest -> choice.  Problems that could not be measured have origin ``library``; see their rejections.
     """
     unique = {p.digest: p for p in problems}

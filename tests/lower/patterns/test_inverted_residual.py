@@ -20,8 +20,8 @@ from jcuts.kernel_ir.verify import verify
 from jcuts.lower.patterns.inverted_residual import match_inverted_residual
 from jcuts.pipeline.computation import Computation
 from jcuts.schedule.gpu import candidates as gpu_candidates
-from jcuts.schedule.gpu.bound import memory_bound
 from jcuts.schedule.gpu import launch_stats
+from jcuts.schedule.gpu.bound import memory_bound
 from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_schedules
 from jcuts.schedule.gpu.inverted_residual.tile import InvertedResidualTile, shape_of
 from tests import programs

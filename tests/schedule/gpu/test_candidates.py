@@ -12,8 +12,7 @@ from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import verify
 from jcuts.schedule.bound import roofline_bound
 from jcuts.schedule.gpu import candidates as gpu_candidates
-from jcuts.schedule.gpu.bound import memory_bound
-from jcuts.schedule.gpu.bound import GpuBound
+from jcuts.schedule.gpu.bound import GpuBound, memory_bound
 from jcuts.schedule.gpu.machine import block_threads, lane_counts
 from tests import programs
 from tests.gpu import cases

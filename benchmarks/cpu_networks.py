@@ -25,10 +25,21 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 DEFAULT = [
-    "MobileNetV2:1", "MobileNetV2:8", "MobileNetV2:1:args", "MobileNet:1", "NASNetMobile:1", "ResNet50:1",
-    "DenseNet121:1", "InceptionV3:1", "VGG16:1", "MobileNetV2:1:bfloat16", "ResNet50:1:bfloat16",
-    "encoder", "gru", "mlp_step",
-]  # fmt: skip
+    "MobileNetV2:1",
+    "MobileNetV2:8",
+    "MobileNetV2:1:args",
+    "MobileNet:1",
+    "NASNetMobile:1",
+    "ResNet50:1",
+    "DenseNet121:1",
+    "InceptionV3:1",
+    "VGG16:1",
+    "MobileNetV2:1:bfloat16",
+    "ResNet50:1:bfloat16",
+    "encoder",
+    "gru",
+    "mlp_step",
+]
 XLA_SWEEP: dict[str, dict[str, Any]] = {
     "default": {},
     "wide vectors": {"xla_cpu_prefer_vector_width": 512},
@@ -44,7 +55,7 @@ def one(spec: str) -> dict[str, Any]:
 
     import jcuts
     from jcuts.base import fingerprint
-    from jcuts.region.bound import host_arch
+    from jcuts.schedule.cpu.bound import host_arch
 
     parts = spec.split(":")
     batch = next((int(p) for p in parts[1:] if p.isdigit()), 1)
@@ -92,13 +103,26 @@ def one(spec: str) -> dict[str, Any]:
     lower = sum(s.bound_seconds * s.count for s in report.subsets if s.chosen != "xla")
     decision = ours.decision(*args)
     return {
-        "workload": spec, "seconds": medians, "spread": spread, "rounds": rounds, "best_xla": best,
-        "speedup_plain": medians["default"] / medians["jcuts"], "speedup_best": medians[best] / medians["jcuts"],
-        "share_flop": report.share("flop"), "share_bytes": report.share("bytes"), "kernels": report.kernels,
-        "bound_seconds": lower, "first_call_seconds": compile_seconds, "max_abs_error": error, "largest": largest,
-        "decision": None if decision is None else decision.to_dict(), "stages": report.seconds,
-        "versions": fingerprint.versions(), "cpu": arch.name, "cores": arch.cores,
-    }  # fmt: skip
+        "workload": spec,
+        "seconds": medians,
+        "spread": spread,
+        "rounds": rounds,
+        "best_xla": best,
+        "speedup_plain": medians["default"] / medians["jcuts"],
+        "speedup_best": medians[best] / medians["jcuts"],
+        "share_flop": report.share("flop"),
+        "share_bytes": report.share("bytes"),
+        "kernels": report.kernels,
+        "bound_seconds": lower,
+        "first_call_seconds": compile_seconds,
+        "max_abs_error": error,
+        "largest": largest,
+        "decision": None if decision is None else decision.to_dict(),
+        "stages": report.seconds,
+        "versions": fingerprint.versions(),
+        "cpu": arch.name,
+        "cores": arch.cores,
+    }
 
 
 def child(spec: str, cache: str) -> dict[str, Any]:

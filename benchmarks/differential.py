@@ -6,8 +6,8 @@
     python benchmarks/differential.py --one 1234           # look into one program
 
 Every program runs with random schedules of all its kernels on several sets of inputs; the acceptance rule is the
-tuner's (`jcuts.tune.check`).  Progress is a file with one JSON object per program, next to it one per process
-(``progress.shard3.jsonl``); a second run with the same file skips what is in any of them.
+tuner's (`jcuts.tune.verify.acceptance`).  Progress is a file with one JSON object per program, next to it one per
+process (``progress.shard3.jsonl``); a second run with the same file skips what is in any of them.
 """
 
 from __future__ import annotations
@@ -109,11 +109,14 @@ def _nans(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
     for r in rows:
         which = (
-            "nan_kept_that_xla_loses" if r["xla_lost"]
-            else "nan_as_in_other_runs_of_xla" if not r["nan_unlike_any"]
-            else "nan_as_in_float64_only" if not r["nan_unlike_float64"]
+            "nan_kept_that_xla_loses"
+            if r["xla_lost"]
+            else "nan_as_in_other_runs_of_xla"
+            if not r["nan_unlike_any"]
+            else "nan_as_in_float64_only"
+            if not r["nan_unlike_float64"]
             else ""
-        )  # fmt: skip
+        )
         if which:
             found[which].append([r["seed"], r["transform"], r["nan_unlike_xla"], r["xla_lost"]])
         if r["nan_unlike_float64"]:
@@ -220,6 +223,8 @@ def _who_died(seed: int, transform: str) -> Any:
 def _one(seed: int, transform: str) -> int:
     from random_programs.runner import run
 
+    from jcuts.kernel_ir.printer import program_text
+
     keep: dict[str, Any] = {}
     verdict = run(seed, transform, keep=keep)
     if "closed" in keep:
@@ -227,7 +232,7 @@ def _one(seed: int, transform: str) -> int:
     for subset in (s for top in keep.get("planned", []) for level in top.everywhere() for s in level.subsets):
         print(subset.closed.jaxpr)
         if subset.chosen is not None:
-            print(subset.chosen.dump())
+            print(program_text(subset.chosen))
     print({k: v for k, v in asdict(verdict).items() if k != "equations"})
     if "error" in keep:
         raise keep["error"]

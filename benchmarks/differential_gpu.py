@@ -150,9 +150,13 @@ def _work(items: list[shards.Item], resume: Path) -> None:
                     print(f"seed {seed} {transform}: {verdict.reason[:400]}", flush=True)
                     os._exit(70)  # the context is gone; the next process looks who is to blame
             row = {
-                **asdict(verdict), "seconds": round(time.perf_counter() - start, 2), "commit": commit, "device": device,
-                "interpreted": interpreted, "refused": dict(on_gpu.refused),
-            }  # fmt: skip
+                **asdict(verdict),
+                "seconds": round(time.perf_counter() - start, 2),
+                "commit": commit,
+                "device": device,
+                "interpreted": interpreted,
+                "refused": dict(on_gpu.refused),
+            }
             out.write(json.dumps(row) + "\n")
             out.flush()
             if verdict.status in ("error", "mismatch"):
@@ -179,6 +183,8 @@ def _who_died(seed: int, transform: str) -> Any:
 def _one(seed: int, transform: str) -> int:
     from random_programs import on_gpu, runner
 
+    from jcuts.kernel_ir.printer import program_text
+
     keep: dict[str, Any] = {}
     with on_gpu.on_gpu(_interpreted()):
         verdict = runner.run(seed, transform, keep=keep)
@@ -186,7 +192,7 @@ def _one(seed: int, transform: str) -> int:
         print(keep["closed"].jaxpr)
     for subset in (s for top in keep.get("planned", []) for level in top.everywhere() for s in level.subsets):
         print(subset.closed.jaxpr)
-        print(subset.chosen.dump() if subset.chosen is not None else "left to XLA")
+        print(program_text(subset.chosen) if subset.chosen is not None else "left to XLA")
     print({k: v for k, v in asdict(verdict).items() if k != "equations"})
     if "error" in keep:
         raise keep["error"]

@@ -5,7 +5,7 @@
 
 Cases are those of ``tests/gpu/cases.py``; ``--each`` schedules of each, from the best to the last.  A schedule whose
 kernel would use local memory is refused by the compiler, so none is ever run: such refusals are listed by case.  A case
-of which no schedule is left is a failure.  The golden sources are compared as ``tests/codegen/test_cuda.py`` does.
+of which no schedule is left is a failure.  The golden sources are compared as ``tests/codegen/cuda/test_cuda.py`` does.
 ``OUT/gpu_assemble.json`` has the counts.
 """
 
@@ -31,8 +31,8 @@ def assembled(out: Path, capability: tuple[int, int], each: int, jobs: int, only
     """Counts for one architecture."""
     from gpu_sanitize import prepare
 
-    from jcuts.codegen.cuda.image import Image
-    from jcuts.tune.kernelfile import read_kernel
+    from jcuts.codegen.cuda.toolchain.image import Image
+    from jcuts.tune.kernel_file import read_kernel
 
     folder = out / f"sm_{capability[0]}{capability[1]}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -44,19 +44,24 @@ def assembled(out: Path, capability: tuple[int, int], each: int, jobs: int, only
     stacks = sorted({case for case, several in by_case if any(x.resources.stack for x in several)})
     lost = {r["case"] for r in found["refused"]} - {e["case"] for e in entries}
     return {
-        "cases": found["cases"], "schedules": found["kernels"], "kernels": len(launches),
+        "cases": found["cases"],
+        "schedules": found["kernels"],
+        "kernels": len(launches),
         "by_template": dict(Counter(f"{e['template']}/{e['params']['cuda']}" for e in entries)),
         "refused_for_local_memory": sorted(r["case"] for r in found["refused"] if r["stack"]),
         "refused_for_other_reasons": [[r["case"], r["reason"]] for r in found["refused"] if not r["stack"]],
-        "cases_without_a_kernel": sorted(lost), "without_form": found["skipped"], "kernels_with_a_stack": stacks,
+        "cases_without_a_kernel": sorted(lost),
+        "without_form": found["skipped"],
+        "kernels_with_a_stack": stacks,
         "most_registers": max((x.resources.registers for x in launches), default=0),
-        "most_shared": max((x.resources.shared for x in launches), default=0), "seconds": found["compile_seconds"],
-    }  # fmt: skip
+        "most_shared": max((x.resources.shared for x in launches), default=0),
+        "seconds": found["compile_seconds"],
+    }
 
 
 def golden() -> dict[str, Any]:
     """The golden source tests: how many passed."""
-    tests = ["tests/codegen/test_cuda.py", "-k", "golden"]
+    tests = ["tests/codegen/cuda/test_cuda.py", "-k", "golden"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     passed = re.search(r"(\d+) passed", done.stdout)
@@ -86,8 +91,13 @@ def main() -> int:
     for text in options.capabilities:
         major, minor = (int(x) for x in text.split("."))
         rows[f"sm_{major}{minor}"] = assembled(options.out, (major, minor), options.each, options.jobs, options.only)
-    found = {"architectures": rows, "golden": golden(), "toolkit": compiler.assemble.toolkit(), "versions": versions(),
-             "seconds": round(time.perf_counter() - start, 1)}  # fmt: skip
+    found = {
+        "architectures": rows,
+        "golden": golden(),
+        "toolkit": compiler.ptxas.toolkit(),
+        "versions": versions(),
+        "seconds": round(time.perf_counter() - start, 1),
+    }
     (options.out / "gpu_assemble.json").write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     bad = any(r["cases_without_a_kernel"] or r["refused_for_other_reasons"] for r in rows.values())

@@ -58,24 +58,24 @@ def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[A
     """The best schedules as ranked, or those asked for."""
     from benchmarks.gpu_run import program_of
     from jcuts.base.errors import Refusal
-    from jcuts.region import gpu_attention
-    from jcuts.region.attention import recognise
-    from jcuts.region.attention_tiles import AttentionShape
-    from jcuts.region.gpu_tiles import GpuMachine
+    from jcuts.lower.patterns.attention import match
+    from jcuts.schedule.gpu.attention import schedules as attention_schedules
+    from jcuts.schedule.gpu.attention.tile import FlashTile
+    from jcuts.schedule.gpu.machine import GpuMachine
 
     program = program_of(case)[0]
-    known = None if program is None else recognise(program)
+    known = None if program is None else match(program)
     if program is None or known is None or isinstance(known, Refusal):
         print(f"{case.name}: {known}")
         return []
     machine = GpuMachine(132)
     asked = tiles.get(case.name)
     if asked is None:
-        return [p for p, _ in gpu_attention.products(program, machine, most)]
+        return [p for p, _ in attention_schedules.products(program, machine, most)]
     found = []
     for rows, keys, along, parts, stages, *rounded in asked:
-        shape = AttentionShape(known, rows, keys, (along, parts), stages, bool(rounded))
-        found.append(gpu_attention.of(program, shape))
+        shape = FlashTile(known, rows, keys, (along, parts), stages, bool(rounded))
+        found.append(attention_schedules.apply_tile(program, shape))
     return found
 
 
@@ -89,8 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", type=Path, help="folder for compiled kernels (a folder of --out)")
     parser.add_argument("--only", default="", help="only sizes whose name contains one of these, separated by commas")
     parser.add_argument("--most", type=int, default=8, help="schedules per size")
-    parser.add_argument("--tiles", type=Path, help="JSON: name of a size -> [rows, keys, warps along rows, warps along "
-                        "keys, stages, 1 if rounded] of every schedule wanted")  # fmt: skip
+    parser.add_argument(
+        "--tiles",
+        type=Path,
+        help="JSON: name of a size -> [rows, keys, warps along rows, warps along "
+        "keys, stages, 1 if rounded] of every schedule wanted",
+    )
     parser.add_argument("--budget", type=float, default=150.0, help="seconds")
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--build", action="store_true", help="only compile; needs no GPU")

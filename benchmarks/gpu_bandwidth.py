@@ -29,9 +29,25 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 LEAST_BYTES = 20_000_000
-FAMILIES = ("copy", "depthwise 3x3/1", "depthwise 3x3/2", "depthwise input", "depthwise filter", "average pool",
-            "max pool", "batch statistics", "sum and squares", "column sum", "row sum", "full sum", "layer norm",
-            "softmax", "transpose", "26 tables", "embedding")  # fmt: skip
+FAMILIES = (
+    "copy",
+    "depthwise 3x3/1",
+    "depthwise 3x3/2",
+    "depthwise input",
+    "depthwise filter",
+    "average pool",
+    "max pool",
+    "batch statistics",
+    "sum and squares",
+    "column sum",
+    "row sum",
+    "full sum",
+    "layer norm",
+    "softmax",
+    "transpose",
+    "26 tables",
+    "embedding",
+)
 ALIKE = 2
 """Schedules that have the same register tile and early loads, or not."""
 
@@ -59,12 +75,12 @@ def measured_cases(only: str) -> list[Any]:
 def schedules(case: Any, most: int) -> list[Any]:
     """Programs of one case, for an H100 or H200: as ranked, but few that are alike."""
     from benchmarks.gpu_run import program_of
-    from jcuts.region import gpu
+    from jcuts.schedule.gpu import candidates as gpu_candidates
 
     program, _ = program_of(case)
     if program is None:
         return []
-    ranked = [p for p, _ in gpu.candidates(program, gpu.GpuMachine(132), 1 << 20)]
+    ranked = [p for p, _ in gpu_candidates.candidates(program, gpu_candidates.GpuMachine(132), 1 << 20)]
     walks = [p for p in ranked if "walk" in dict(p.params)]
     chosen = [p for p in ranked if "walk" not in dict(p.params)][: max(4, most // (5 if walks else 2))]
     seen: collections.Counter[Any] = collections.Counter()
@@ -121,9 +137,9 @@ def bench(case: Any, programs: Sequence[Any], folder: Path, seconds: float) -> d
     import jax
 
     from benchmarks.gpu_run import CEILING, error_of
-    from jcuts.tune import gpu_measure
-    from jcuts.tune.kernelfile import read_kernel
-    from jcuts.xla.call import call_kernel
+    from jcuts.tune.kernel_file import read_kernel
+    from jcuts.tune.measure import gpu_problem
+    from jcuts.xla.ffi_call import call_kernel
 
     files = {str(k): folder / f"{p.digest}.kernel" for k, p in enumerate(programs)}
     kernels = {label: read_kernel(path) for label, path in files.items() if path.exists()}
@@ -132,9 +148,9 @@ def bench(case: Any, programs: Sequence[Any], folder: Path, seconds: float) -> d
     operands = arguments(case)
     said: list[str] = []
     library = jax.jit(case.function)
-    found, _ = gpu_measure.measure(
+    found, _ = gpu_problem.measure(
         case.name, library, operands, kernels, {}, seconds=seconds, finalists=3, mixed=False, announce=said.append
-    )  # fmt: skip
+    )
     moved = case.moved()
     least = moved / CEILING
     row: dict[str, Any] = {"case": case.name, "bytes": moved, "bound": least, "candidates": []}
@@ -143,9 +159,13 @@ def bench(case: Any, programs: Sequence[Any], folder: Path, seconds: float) -> d
         if label in kernels:
             program = programs[int(label)]
             axes = program.phases[0].axes
-            entry |= {"params": dict(program.params), "axes": [[a.name, a.extent, a.unroll] for a in axes],
-                      "terms": [[r.name, r.extent, r.unroll] for r in program.phases[0].reds], "rank": int(label),
-                      "registers": [x.resources.registers for x in launches(kernels[label])]}  # fmt: skip
+            entry |= {
+                "params": dict(program.params),
+                "axes": [[a.name, a.extent, a.unroll] for a in axes],
+                "terms": [[r.name, r.extent, r.unroll] for r in program.phases[0].reds],
+                "rank": int(label),
+                "registers": [x.resources.registers for x in launches(kernels[label])],
+            }
             row["candidates"].append(entry)
         else:
             row["xla"] = entry
@@ -165,7 +185,7 @@ def bench(case: Any, programs: Sequence[Any], folder: Path, seconds: float) -> d
 
 def launches(kernel: Any) -> Sequence[Any]:
     """The launches of a compiled kernel."""
-    from jcuts.codegen.cuda.image import Image
+    from jcuts.codegen.cuda.toolchain.image import Image
 
     return Image.unpack(kernel.object_code).launches
 
@@ -177,9 +197,11 @@ def show(row: dict[str, Any], copies: Callable[[float], float]) -> None:
         return
     copy = copies(row["bytes"])
     xla = row["xla"]["median"]
-    print(f"{row['case']:56} bound {row['bound'] * 1e6:6.1f} copy {copy * 1e6:6.1f} XLA {xla * 1e6:7.1f} "
-          f"best {row['best'] * 1e6:6.1f}: {row['speedup']:.2f}x, {row['over_bound']:.2f} of the bound, "
-          f"{row['best'] / copy:.2f} of a copy; differs {row['difference']:.1e}")  # fmt: skip
+    print(
+        f"{row['case']:56} bound {row['bound'] * 1e6:6.1f} copy {copy * 1e6:6.1f} XLA {xla * 1e6:7.1f} "
+        f"best {row['best'] * 1e6:6.1f}: {row['speedup']:.2f}x, {row['over_bound']:.2f} of the bound, "
+        f"{row['best'] / copy:.2f} of a copy; differs {row['difference']:.1e}"
+    )
     for c in row["candidates"]:
         params = {k: v for k, v in c["params"].items() if k != "cuda"}
         tile = [u for _, _, u in c["axes"]] + ([u for _, _, u in c["terms"]] if params.get("walk") else [])
@@ -226,16 +248,22 @@ def main(given: Sequence[str] | None = None) -> int:
         return 0
     import jax
 
-    from jcuts.tune import gpu_measure
+    from jcuts.tune.measure import gpu_problem
 
     known = {
-        case.name: (SimpleNamespace(name=case.name, digest=case.name, library=None,
-                                    inputs=[SimpleNamespace(shape=s, dtype=str(_dtype(k))) for s, k in case.shapes]),
-                    jax.jit(case.function))
+        case.name: (
+            SimpleNamespace(
+                name=case.name,
+                digest=case.name,
+                library=None,
+                inputs=[SimpleNamespace(shape=s, dtype=str(_dtype(k))) for s, k in case.shapes],
+            ),
+            jax.jit(case.function),
+        )
         for case, _ in work
-    }  # fmt: skip
-    gpu_measure.compile_ahead(known, lambda _: None)  # type: ignore[arg-type]
-    gpu_measure.run_ahead(lambda _: None)
+    }
+    gpu_problem.compile_ahead(known, lambda _: None)  # type: ignore[arg-type]
+    gpu_problem.run_ahead(lambda _: None)
     print(f"XLA's programs are compiled, {time.perf_counter() - start:.0f} s", flush=True)
     builder.join()
     rows: list[dict[str, Any]] = []

@@ -31,11 +31,23 @@ from benchmarks.gpu_groups import build  # noqa: E402
 from benchmarks.gpu_judged import in_turn, judged, listed  # noqa: E402
 
 BLOCKS = (
-    (56, 24, 144, 1, 24), (56, 24, 144, 2, 32), (28, 32, 192, 1, 32), (112, 16, 96, 2, 24), (14, 96, 576, 1, 96),
-    (28, 32, 192, 2, 64), (14, 64, 384, 1, 64), (14, 64, 384, 1, 96), (14, 96, 576, 2, 160), (7, 160, 960, 1, 160),
-    (7, 160, 960, 1, 320), (112, 0, 32, 1, 16), (112, 0, 32, 1, 64), (112, 0, 64, 2, 128), (56, 0, 128, 1, 128),
+    (56, 24, 144, 1, 24),
+    (56, 24, 144, 2, 32),
+    (28, 32, 192, 1, 32),
+    (112, 16, 96, 2, 24),
+    (14, 96, 576, 1, 96),
+    (28, 32, 192, 2, 64),
+    (14, 64, 384, 1, 64),
+    (14, 64, 384, 1, 96),
+    (14, 96, 576, 2, 160),
+    (7, 160, 960, 1, 160),
+    (7, 160, 960, 1, 320),
+    (112, 0, 32, 1, 16),
+    (112, 0, 32, 1, 64),
+    (112, 0, 64, 2, 128),
+    (56, 0, 128, 1, 128),
     (28, 0, 256, 1, 256),
-)  # fmt: skip
+)
 """(height and width, channels, expanded, stride, features) of MobileNetV2's blocks at 224x224; without channels of
 their own: its first one, and MobileNet's."""
 
@@ -61,8 +73,9 @@ def function(stride: int, along: bool, residual: bool, alone: bool, halves: bool
         *first, f, c, v, d = more
         wide = x if alone else jax.nn.relu6(after(product(x, first[0]), first[1]))
         names = ("NHWC", "HWIO", "NHWC")
-        deep = lax.conv_general_dilated(wide, f, (stride, stride), "SAME", dimension_numbers=names,
-                                        feature_group_count=wide.shape[-1])  # fmt: skip
+        deep = lax.conv_general_dilated(
+            wide, f, (stride, stride), "SAME", dimension_numbers=names, feature_group_count=wide.shape[-1]
+        )
         found = after(product(jax.nn.relu6(after(deep, c)), v), d)
         return found + x if residual else found
 
@@ -97,7 +110,7 @@ def products(arguments: int) -> tuple[int, ...]:
 
 def operands(case: Case) -> list[np.ndarray]:
     """Values whose sums are of the size of 1; weights of both products are TF32 numbers, or bfloat16."""
-    from jcuts.trace.rounding import round_tf32
+    from jcuts.rewrite.tf32_weights import round_tf32
 
     found = case.arguments(0)
     for place in products(len(found)):
@@ -110,55 +123,60 @@ def operands(case: Case) -> list[np.ndarray]:
 def program_of(case: Case, rounded: bool) -> Any:
     """The unscheduled program of a block."""
     from benchmarks.gpu_run import small_arguments
-    from jcuts.region import find
-    from jcuts.region.block_cover import joined
-    from jcuts.region.graph import build_graph
-    from jcuts.region.halves import eased
+    from jcuts.fusion import greedy
+    from jcuts.fusion.match_inverted_residual import inverted_residual_groups
+    from jcuts.lower.excess_precision import drop_bf16_round_trips
+    from jcuts.lower.tensor_graph import build_graph
+    from jcuts.rewrite.simplify import simplify
     from jcuts.trace.inline import inline
-    from jcuts.trace.simplify import simplify
 
     closed = simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case))))
     graph = build_graph(closed.jaxpr)
-    found = joined(graph, find.group(graph).subsets, lambda program: True)
+    found = inverted_residual_groups(graph, greedy.group(graph).subsets, lambda program: True)
     if len(found) != 1 or len(found[0].members) != len(graph.nodes):
         raise SystemExit(f"{case.name}: no block: {found}")
     shapes = {case.shapes[place][0] for place in products(len(case.shapes))}
-    program = eased(found[0].program)
+    program = drop_bf16_round_trips(found[0].program)
     return replace(program, buffers=tuple(replace(b, tf32=rounded and b.shape in shapes) for b in program.buffers))
 
 
 def schedules(case: Case, most: int, rounded: bool) -> list[Any]:
     """The best by the ranking, then the best of other numbers of warps and pieces."""
-    from jcuts.region import gpu_blocks
-    from jcuts.region.blocks import Block, block
-    from jcuts.region.gpu import GpuMachine
+    from jcuts.lower.patterns.inverted_residual import InvertedResidual, match_inverted_residual
+    from jcuts.schedule.gpu.candidates import GpuMachine
+    from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_schedules
 
     program, machine = program_of(case, rounded), GpuMachine(132)
-    found = block(program)
-    assert isinstance(found, Block)
-    chosen = [p for p, _ in gpu_blocks.products(program, machine, -(-most // 2))]
+    found = match_inverted_residual(program)
+    assert isinstance(found, InvertedResidual)
+    chosen = [p for p, _ in inverted_residual_schedules.products(program, machine, -(-most // 2))]
     names = {p.digest for p in chosen}
     best: dict[Any, Any] = {}
-    for shape in gpu_blocks.shapes(found, machine):
-        count, key = gpu_blocks.cycles(shape, machine), (shape.chunk, shape.threads)
+    for shape in inverted_residual_schedules.shapes(found, machine):
+        count, key = inverted_residual_schedules.cycles(shape, machine), (shape.chunk, shape.threads)
         if key not in best or count < best[key][0]:
             best[key] = (count, shape)
-    more = [gpu_blocks.of(program, shape) for _, shape in sorted(best.values(), key=lambda item: item[0])]
+    more = [
+        inverted_residual_schedules.of(program, shape) for _, shape in sorted(best.values(), key=lambda item: item[0])
+    ]
     return chosen + [p for p in more if p.digest not in names][: most - len(chosen)]
 
 
 def measured(pair: tuple[Case, Case], programs: Sequence[Any], folder: Path, most: int) -> dict[str, Any]:
     """One block: XLA with weights as they are ("xla") and along terms, and all programs, in turns."""
     from benchmarks import gpu_run
-    from jcuts import guard
-    from jcuts.tune.kernelfile import read_kernel
-    from jcuts.xla.call import call_kernel
+    from jcuts.jit import end_to_end_benchmark
+    from jcuts.tune.kernel_file import read_kernel
+    from jcuts.xla.ffi_call import call_kernel
 
     along, plain = pair
     row: dict[str, Any] = {
-        "case": along.name, "bytes": along.moved(), "bound": along.moved() / gpu_run.CEILING, "programs": {},
+        "case": along.name,
+        "bytes": along.moved(),
+        "bound": along.moved() / gpu_run.CEILING,
+        "programs": {},
         "rejected": {},
-    }  # fmt: skip
+    }
     count = int(min(most, max(4, -(-gpu_run.ROTATED // along.moved()))))
     found = [jnp.asarray(a) for a in operands(along)]
     places = products(len(found))
@@ -187,7 +205,7 @@ def measured(pair: tuple[Case, Case], programs: Sequence[Any], folder: Path, mos
     for name in ("xla", "xla along"):  # alone: they are tuned meanwhile
         low = lowered.pop(name)
         compiled[name] = low.compile()
-        for option, values in guard.OPTIONS["cuda"].items():
+        for option, values in end_to_end_benchmark.OPTIONS["cuda"].items():
             try:
                 compiled[f"{name} {option}"] = low.compile(compiler_options=values)
                 break
@@ -200,10 +218,14 @@ def measured(pair: tuple[Case, Case], programs: Sequence[Any], folder: Path, mos
 def show(row: dict[str, Any]) -> None:
     """A table of one block."""
     found = row["programs"]
-    best = {kind: min((p["median"] for n, p in found.items() if n.startswith(kind)), default=float("nan"))
-            for kind in ("xla", "block")}  # fmt: skip
-    print(f"{row['case']:44} XLA {best['xla'] * 1e6:8.2f}  block {best['block'] * 1e6:8.2f}  bound "
-          f"{row['bound'] * 1e6:6.2f}  {best['xla'] / best['block']:.2f}x")  # fmt: skip
+    best = {
+        kind: min((p["median"] for n, p in found.items() if n.startswith(kind)), default=float("nan"))
+        for kind in ("xla", "block")
+    }
+    print(
+        f"{row['case']:44} XLA {best['xla'] * 1e6:8.2f}  block {best['block'] * 1e6:8.2f}  bound "
+        f"{row['bound'] * 1e6:6.2f}  {best['xla'] / best['block']:.2f}x"
+    )
     listed(row)
 
 
@@ -229,14 +251,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     pairs = [pair for batch in options.batches.split(",") for pair in cases(int(batch), options.halves)]
-    work = [(pair, schedules(pair[0], options.most, not options.plain and not options.halves))
-            for pair in pairs if gpu_run.wanted(pair[0], options.only)]  # fmt: skip
+    work = [
+        (pair, schedules(pair[0], options.most, not options.plain and not options.halves))
+        for pair in pairs
+        if gpu_run.wanted(pair[0], options.only)
+    ]
     build([p for _, programs in work for p in programs], folder, options.workers, start)
     in_turn(
-        ((pair[0].name, functools.partial(measured, pair, programs, folder, options.sets))
-         for pair, programs in ([] if options.build else work)),
-        show, options.out / "gpu_blocks.json", options.budget, start,
-    )  # fmt: skip
+        (
+            (pair[0].name, functools.partial(measured, pair, programs, folder, options.sets))
+            for pair, programs in ([] if options.build else work)
+        ),
+        show,
+        options.out / "gpu_blocks.json",
+        options.budget,
+        start,
+    )
     return 0
 
 

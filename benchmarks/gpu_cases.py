@@ -51,8 +51,15 @@ class Case:
 
 
 def _convolved(stride: int, x: Any, w: Any) -> Any:
-    return lax.conv_general_dilated(x, w, (stride, stride), "SAME", feature_group_count=x.shape[-1],
-                                    dimension_numbers=("NHWC", "HWIO", "NHWC"), precision="highest")  # fmt: skip
+    return lax.conv_general_dilated(
+        x,
+        w,
+        (stride, stride),
+        "SAME",
+        feature_group_count=x.shape[-1],
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        precision="highest",
+    )
 
 
 def _depthwise(stride: int) -> Callable[..., Any]:
@@ -142,16 +149,36 @@ def _tables(indices: Any, *tables: Any) -> Any:
 
 DEPTHWISE = ((64, 112, 32), (64, 56, 144), (64, 28, 192), (64, 14, 576), (64, 7, 960))
 PRODUCTS = (
-    (3136, 64, 256), (3136, 144, 24), (784, 512, 128), (196, 1024, 256), (49, 960, 320), (12544, 32, 16),
-    (384, 768, 768), (384, 768, 3072), (384, 3072, 768), (1, 1280, 1000), (49, 511, 61), (50176, 256, 64),
-    (200704, 64, 256), (3072, 1024, 4096), (4096, 4096, 4096),
-)  # fmt: skip
+    (3136, 64, 256),
+    (3136, 144, 24),
+    (784, 512, 128),
+    (196, 1024, 256),
+    (49, 960, 320),
+    (12544, 32, 16),
+    (384, 768, 768),
+    (384, 768, 3072),
+    (384, 3072, 768),
+    (1, 1280, 1000),
+    (49, 511, 61),
+    (50176, 256, 64),
+    (200704, 64, 256),
+    (3072, 1024, 4096),
+    (4096, 4096, 4096),
+)
 """(rows, terms, columns) of matrix products: 1x1 convolutions of networks at batch 1, transformers, large ones."""
 CONVOLUTIONS = (
-    (1, 56, 64, 1, 1, 256), (1, 7, 960, 1, 1, 320), (1, 56, 64, 3, 1, 64), (1, 28, 128, 3, 1, 128),
-    (1, 14, 256, 3, 1, 256), (1, 7, 512, 3, 1, 512), (1, 28, 128, 3, 1, 32), (1, 56, 128, 3, 2, 128),
-    (1, 35, 64, 5, 1, 96), (64, 56, 64, 3, 1, 64), (64, 28, 128, 3, 1, 128),
-)  # fmt: skip
+    (1, 56, 64, 1, 1, 256),
+    (1, 7, 960, 1, 1, 320),
+    (1, 56, 64, 3, 1, 64),
+    (1, 28, 128, 3, 1, 128),
+    (1, 14, 256, 3, 1, 256),
+    (1, 7, 512, 3, 1, 512),
+    (1, 28, 128, 3, 1, 32),
+    (1, 56, 128, 3, 2, 128),
+    (1, 35, 64, 5, 1, 96),
+    (64, 56, 64, 3, 1, 64),
+    (64, 28, 128, 3, 1, 128),
+)
 """(batch, height and width, channels, taps, stride, features) of dense convolutions."""
 DTYPES = ("float32", "bfloat16")
 
@@ -183,8 +210,9 @@ def cases() -> list[Case]:
             found.append(Case(f"sum and squares {size}", _moments, ((shape, dtype),)))
         rows = tuple((((20_000 + 1000 * k), 64), dtype) for k in range(26))
         share = tuple(2048 / shape[0] for shape, _ in rows)
-        found.append(Case(f"26 tables, 2048 rows of 64 {dtype}", _tables, (((2048, 26), "int32 < 20000"), *rows),
-                          (1.0, *share)))  # fmt: skip
+        found.append(
+            Case(f"26 tables, 2048 rows of 64 {dtype}", _tables, (((2048, 26), "int32 < 20000"), *rows), (1.0, *share))
+        )
     found.append(
         Case("softmax of columns 4096x4096 float32", lambda x: jax.nn.softmax(x, 0), (((4096, 4096), "float32"),))
     )

@@ -48,7 +48,7 @@ def optimized(spec: str, dry: bool) -> tuple[Any, Any, tuple[Any, ...], float, R
     import jax
 
     import jcuts
-    from jcuts import forms
+    from jcuts.jit import variant_space
     from jcuts.tune import session
 
     spec, _, only = spec.partition("=")
@@ -57,13 +57,13 @@ def optimized(spec: str, dry: bool) -> tuple[Any, Any, tuple[Any, ...], float, R
     logging.getLogger("jcuts").addHandler(race)
     platform = gpu_networks.pretend(dry)
     if dry:
-        from jcuts.xla import chains
+        from jcuts.xla.chains import fuse as chains_fuse
 
-        chains.joined = lambda closed: 1 << 20  # as if they could matter; pyright: ignore
+        chains_fuse.joined = lambda closed: 1 << 20  # as if they could matter; pyright: ignore
     session.set_progress(gpu_networks.Stages())
     if only:
-        chosen = [forms.form_of(f"jcuts/{name}") for name in only.split(",")]
-        forms.worth_planning = lambda closed, platform: chosen
+        chosen = [variant_space.form_of(f"jcuts/{name}") for name in only.split(",")]
+        variant_space.candidate_variants = lambda closed, platform: chosen
     fn, args = gpu_networks.workload(spec, dry)
     jax.block_until_ready(args)
     ours = jcuts.optimize(gpu_networks.named(fn, "ours"))
@@ -78,35 +78,42 @@ def measure(spec: str, dry: bool, seconds: float) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from jcuts import forms
-    from jcuts.base.settings import Form
+    from jcuts.base.settings import Variant
+    from jcuts.jit import variant_space
 
     _, ours, args, first, race = optimized(spec, dry)
     decision = ours.decision(*args)
     competing = ours.programs(*args)
     names = []
     for name in competing:
-        form = None if forms.is_xla(name) else forms.form_of(name)
+        form = None if variant_space.is_xla(name) else variant_space.form_of(name)
         if form is not None and not form.chained:
-            names += [forms.name_of(Form.tuned(form), name.partition(":")[2]), name]
+            names += [variant_space.name_of(Variant.tuned(form), name.partition(":")[2]), name]
     calls = {name: functools.partial(call, *args) for name, call in competing.items() if name in names}
     results = {name: [np.asarray(x) for x in jax.tree.leaves(call())] for name, call in calls.items()}
     kept = list(results.values())
     unequal = [sum(int((a != b).sum()) for a, b in zip(one, kept[0], strict=True)) for one in kept[1:]]
-    return {"network": spec, "device": str(jax.devices()[0].device_kind), "first_call_seconds": first,
-            "race_seconds": race.seconds, "log": race.texts, "decision": decision.to_dict(),
-            "notes": list(ours.explain(*args).notes), "unequal": unequal,
-            "times": gpu_networks.timed(calls, seconds) if calls else {}}  # fmt: skip
+    return {
+        "network": spec,
+        "device": str(jax.devices()[0].device_kind),
+        "first_call_seconds": first,
+        "race_seconds": race.seconds,
+        "log": race.texts,
+        "decision": decision.to_dict(),
+        "notes": list(ours.explain(*args).notes),
+        "unequal": unequal,
+        "times": gpu_networks.timed(calls, seconds) if calls else {},
+    }
 
 
 def warm(spec: str, dry: bool) -> dict[str, Any]:
     """A process that finds the decision."""
-    from jcuts import singles
+    from jcuts.jit import chain_ablation
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("a decision that is kept was timed again")
 
-    singles.compared = refuse
+    chain_ablation.ablate_chains = refuse
     _, ours, args, first, race = optimized(spec, dry)
     return {"warm_seconds": first, "warm_chosen": ours.decision(*args).chosen, "warm_log": race.texts}
 
@@ -115,11 +122,15 @@ def line(row: dict[str, Any]) -> str:
     """One network as text."""
     if "failed" in row:
         return f"{row.get('network')}: {row['failed']}"
-    times = "; ".join(f"{name} stream {t['stream'][0] * 1e3:.4f} step {t['step'][0] * 1e3:.4f} ms"
-                      for name, t in row.get("times", {}).items())  # fmt: skip
-    return (f"{row['network']}: {row['decision']['chosen']}: {row['decision']['reason']}\n    {times}\n    first call "
-            f"{row['first_call_seconds']:.1f} s, race {row['race_seconds']} s, unequal {row['unequal']}, "
-            f"warm {row.get('warm_seconds', 0.0):.1f} s {row.get('warm_chosen')}")  # fmt: skip
+    times = "; ".join(
+        f"{name} stream {t['stream'][0] * 1e3:.4f} step {t['step'][0] * 1e3:.4f} ms"
+        for name, t in row.get("times", {}).items()
+    )
+    return (
+        f"{row['network']}: {row['decision']['chosen']}: {row['decision']['reason']}\n    {times}\n    first call "
+        f"{row['first_call_seconds']:.1f} s, race {row['race_seconds']} s, unequal {row['unequal']}, "
+        f"warm {row.get('warm_seconds', 0.0):.1f} s {row.get('warm_chosen')}"
+    )
 
 
 def main() -> None:
@@ -136,8 +147,12 @@ def main() -> None:
     if options.child:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
         spec = options.networks[0]
-        print(json.dumps(warm(spec, options.dry) if options.child == "warm" else
-                         measure(spec, options.dry, options.seconds)), flush=True)  # fmt: skip
+        print(
+            json.dumps(
+                warm(spec, options.dry) if options.child == "warm" else measure(spec, options.dry, options.seconds)
+            ),
+            flush=True,
+        )
         return
     options.gpus = 1
     start = time.perf_counter()

@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from jcuts.base.errors import CompileRejected  # noqa: E402
-from jcuts.codegen.cuda.target import CudaTarget  # noqa: E402
-from jcuts.dfg.program import Program  # noqa: E402
+from jcuts.codegen.cuda.toolchain.target import CudaTarget  # noqa: E402
+from jcuts.kernel_ir.program import Program  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _path(folder: Path, digest: str, capability: tuple[int, int]) -> Path:
 
 def _compile(task: tuple[str, str, tuple[int, int]]) -> tuple[str, int]:
     from jcuts.codegen.cuda.compile import compile_program
-    from jcuts.tune.kernelfile import write_kernel
+    from jcuts.tune.kernel_file import write_kernel
 
     text, out, capability = task
     if os.path.exists(out):

@@ -31,17 +31,40 @@ from benchmarks.gpu_groups import build  # noqa: E402
 from benchmarks.gpu_judged import in_turn, judged, listed, options_of  # noqa: E402
 
 GEMMS = (
-    (4096, 4096, 4096), (3072, 1024, 4096), (384, 768, 768), (384, 768, 3072), (384, 3072, 768),
-    (50176, 256, 128), (12544, 1024, 256), (200704, 64, 256), (50176, 128, 512), (12544, 768, 128),
-    (50176, 512, 128), (3136, 512, 2048), (200704, 256, 64), (3136, 768, 128),
-)  # fmt: skip
+    (4096, 4096, 4096),
+    (3072, 1024, 4096),
+    (384, 768, 768),
+    (384, 768, 3072),
+    (384, 3072, 768),
+    (50176, 256, 128),
+    (12544, 1024, 256),
+    (200704, 64, 256),
+    (50176, 128, 512),
+    (12544, 768, 128),
+    (50176, 512, 128),
+    (3136, 512, 2048),
+    (200704, 256, 64),
+    (3136, 768, 128),
+)
 """(rows, terms, columns): square and transformer ones, 1x1 convolutions of ResNet50 and DenseNet121 at batch 64."""
 CONVOLUTIONS = (
-    (56, 64, 64, (3, 3), 1), (28, 128, 128, (3, 3), 1), (14, 256, 256, (3, 3), 1), (7, 512, 512, (3, 3), 1),
-    (28, 128, 32, (3, 3), 1), (14, 128, 32, (3, 3), 1), (17, 192, 192, (1, 7), 1), (35, 96, 96, (3, 3), 1),
-    (8, 448, 384, (3, 3), 1), (56, 128, 32, (3, 3), 1), (17, 192, 192, (7, 1), 1), (35, 48, 64, (5, 5), 1),
-    (56, 128, 128, (3, 3), 2), (56, 256, 512, (1, 1), 2), (28, 512, 1024, (1, 1), 2), (14, 1024, 2048, (1, 1), 2),
-)  # fmt: skip
+    (56, 64, 64, (3, 3), 1),
+    (28, 128, 128, (3, 3), 1),
+    (14, 256, 256, (3, 3), 1),
+    (7, 512, 512, (3, 3), 1),
+    (28, 128, 32, (3, 3), 1),
+    (14, 128, 32, (3, 3), 1),
+    (17, 192, 192, (1, 7), 1),
+    (35, 96, 96, (3, 3), 1),
+    (8, 448, 384, (3, 3), 1),
+    (56, 128, 32, (3, 3), 1),
+    (17, 192, 192, (7, 1), 1),
+    (35, 48, 64, (5, 5), 1),
+    (56, 128, 128, (3, 3), 2),
+    (56, 256, 512, (1, 1), 2),
+    (28, 512, 1024, (1, 1), 2),
+    (14, 1024, 2048, (1, 1), 2),
+)
 """(height and width, channels, features, filter, stride) at batch 64: ResNet50, DenseNet121, InceptionV3."""
 ADDED = ((12544, 256, 1024), (3136, 512, 2048), (50176, 128, 512))
 """(rows, terms, columns) of 1x1 convolutions to whose results a matrix is added: ResNet50 at batch 64."""
@@ -104,49 +127,56 @@ def layers(along: bool) -> list[Layer]:
 def schedules(case: Case, most: int, along: bool, tiles: Sequence[Sequence[Any]]) -> list[Any]:
     """The best programs by the ranking, with rounded weights, or without; and those of the other family."""
     from benchmarks.gpu_run import small_arguments
-    from jcuts.dfg.program import Program
-    from jcuts.region import gpu_fed, gpu_group_windows, gpu_groups, gpu_products
-    from jcuts.region.absorb import CHEAP
-    from jcuts.region.build import build
-    from jcuts.region.gpu import GpuMachine
-    from jcuts.region.graph import build_graph
-    from jcuts.region.products import as_product, prologue, sides
+    from jcuts.fusion.move_epilogue import CHEAP
+    from jcuts.kernel_ir.program import Program
+    from jcuts.lower.patterns.gemm import as_gemm, gemm_operands, prologue
+    from jcuts.lower.region import lower_region
+    from jcuts.lower.tensor_graph import build_graph
+    from jcuts.rewrite.simplify import simplify
+    from jcuts.schedule.gpu.candidates import GpuMachine
+    from jcuts.schedule.gpu.conv import implicit_gemm
+    from jcuts.schedule.gpu.gemm import mma as gemm_mma
+    from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+    from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
     from jcuts.trace.inline import inline
-    from jcuts.trace.simplify import simplify
 
     graph = build_graph(simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case)))).jaxpr)
-    program = build(graph, frozenset(range(len(graph.nodes))), cheap=CHEAP)
-    made = as_product(program) if isinstance(program, Program) else None
+    program = lower_region(graph, frozenset(range(len(graph.nodes))), cheap=CHEAP)
+    made = as_gemm(program) if isinstance(program, Program) else None
     if made is None:
         raise SystemExit(f"{case.name}: no product: {program}")
     if prologue(made) is not None and not along:
         return []
     machine = GpuMachine(132)
     if along:
-        right = sides(made)[1].buffer
+        right = gemm_operands(made)[1].buffer
         made = replace(made, buffers=tuple(replace(b, tf32=b.name == right) for b in made.buffers))
     if along and tiles:  # numbers of `GroupTiling` from the third on, or by name those of `FedTiling`
-        return [gpu_fed.FedTiling(**numbers).of(made) for numbers in tiles if isinstance(numbers, dict)] + [
-            gpu_groups.GroupTiling(rows, columns, terms, (groups, 1), stages, 0, split, cluster, 1, *how).of(made)
+        return [
+            warp_specialized_schedules.WarpSpecializedTile(**numbers).of(made)
+            for numbers in tiles
+            if isinstance(numbers, dict)
+        ] + [
+            gemm_wgmma.WgmmaTile(rows, columns, terms, (groups, 1), stages, 0, split, cluster, 1, *how).of(made)
             for rows, columns, terms, groups, stages, split, cluster, *how in (t for t in tiles if isinstance(t, list))
         ]
-    counter = gpu_groups.GroupCounter(made, machine)
-    fed = [p for p, _ in gpu_fed.candidates(counter, made, most)] if along else []
-    found = [p for p, _ in gpu_group_windows.candidates(counter, made, most)] if along else []
+    counter = gemm_wgmma.WgmmaProblem(made, machine)
+    fed = [p for p, _ in warp_specialized_schedules.candidates(counter, made, most)] if along else []
+    found = [p for p, _ in implicit_gemm.candidates(counter, made, most)] if along else []
     if found:  # taps that share their pixels, beside the best that do not
-        return found + fed + [p for p, _ in gpu_groups.grouped(counter, 1)][:2]
-    found = [p for p, _ in gpu_groups.grouped(counter, most)]
+        return found + fed + [p for p, _ in gemm_wgmma.wgmma_schedules(counter, 1)][:2]
+    found = [p for p, _ in gemm_wgmma.wgmma_schedules(counter, most)]
     if along:  # and what stages and groups make of the best
-        more = [p for p, _ in gpu_groups.grouped(counter, most, alike=True)]
+        more = [p for p, _ in gemm_wgmma.wgmma_schedules(counter, most, alike=True)]
         found += [p for p in more if p.digest not in {f.digest for f in found}][: most // 2]
-    return found + fed + ([] if along else [p for p, _ in gpu_products.products(made, machine, 1)])
+    return found + fed + ([] if along else [p for p, _ in gemm_mma.mma_schedules(made, machine, 1)])
 
 
 def measured(pair: tuple[Case, Case], programs: Sequence[Sequence[Any]], folder: Path) -> dict[str, Any]:
     """One layer: XLA with weights as they are ("xla") and along terms ("xla along"), and all programs, in turns."""
     from benchmarks import gpu_run
-    from jcuts.tune.kernelfile import read_kernel
-    from jcuts.xla.call import call_kernel
+    from jcuts.tune.kernel_file import read_kernel
+    from jcuts.xla.ffi_call import call_kernel
 
     along, plain = pair
     row: dict[str, Any] = {"case": along.name.removesuffix(" along terms"), "programs": {}, "rejected": {}}
@@ -157,7 +187,7 @@ def measured(pair: tuple[Case, Case], programs: Sequence[Sequence[Any]], folder:
     functions = {
         "xla": lambda x, w, v, *more: plain.function(x, v, *more),
         "xla along": lambda x, w, v, *more: along.function(x, w, *more),
-    }  # fmt: skip
+    }
     params: dict[str, Any] = {}
     for kind, ranked in zip(("rounded", "plain"), programs, strict=True):
         for number, program in enumerate(ranked):
@@ -182,10 +212,14 @@ def measured(pair: tuple[Case, Case], programs: Sequence[Sequence[Any]], folder:
 def show(row: dict[str, Any]) -> None:
     """A table of one layer."""
     found = row["programs"]
-    best = {kind: min((p["median"] for n, p in found.items() if n.startswith(kind)), default=float("nan"))
-            for kind in ("xla", "rounded", "plain")}  # fmt: skip
-    print(f"{row['case']:44} XLA {best['xla'] * 1e6:8.2f}  rounded {best['rounded'] * 1e6:8.2f}  both rounded there "
-          f"{best['plain'] * 1e6:8.2f}  {best['xla'] / best['rounded']:.2f}x")  # fmt: skip
+    best = {
+        kind: min((p["median"] for n, p in found.items() if n.startswith(kind)), default=float("nan"))
+        for kind in ("xla", "rounded", "plain")
+    }
+    print(
+        f"{row['case']:44} XLA {best['xla'] * 1e6:8.2f}  rounded {best['rounded'] * 1e6:8.2f}  both rounded there "
+        f"{best['plain'] * 1e6:8.2f}  {best['xla'] / best['rounded']:.2f}x"
+    )
     listed(row)
 
 
@@ -194,13 +228,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks import gpu_run
 
     parser = options_of(
-        __doc__, "gpu_constants", most=8, budget=150.0,
+        __doc__,
+        "gpu_constants",
+        most=8,
+        budget=150.0,
         schedules="schedules with rounded weights per layer (and half of it)",
-    )  # fmt: skip
+    )
     parser.add_argument("--plain", type=int, default=1, help="schedules that round both operands per layer")
-    parser.add_argument("--tiles", type=Path, help="JSON: part of a layer's name -> [rows, columns, terms, groups, "
-                        "stages, split, cluster, spread, steps, cached], or numbers of `FedTiling` by name, of "
-                        "every schedule wanted")  # fmt: skip
+    parser.add_argument(
+        "--tiles",
+        type=Path,
+        help="JSON: part of a layer's name -> [rows, columns, terms, groups, "
+        "stages, split, cluster, spread, steps, cached], or numbers of `FedTiling` by name, of "
+        "every schedule wanted",
+    )
     options = parser.parse_args(arguments)
     folder = options.out / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
@@ -216,10 +257,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work.sort(key=lambda item: next((n for n, part in enumerate(parts) if part in item[0][0].name), 0))
     build([p for _, found in work for programs in found for p in programs], folder, options.workers, start)
     in_turn(
-        ((pair[0].name, functools.partial(measured, pair, found, folder))
-         for pair, found in ([] if options.build else work)),
-        show, options.out / "gpu_constants.json", options.budget, start,
-    )  # fmt: skip
+        (
+            (pair[0].name, functools.partial(measured, pair, found, folder))
+            for pair, found in ([] if options.build else work)
+        ),
+        show,
+        options.out / "gpu_constants.json",
+        options.budget,
+        start,
+    )
     return 0
 
 

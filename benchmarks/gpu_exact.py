@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks import gpu_run
     from benchmarks.gpu_groups import build, race
     from benchmarks.gpu_judged import options_of
-    from jcuts.region import gpu
+    from jcuts.schedule.gpu import candidates as gpu_candidates
 
     options = options_of(
         __doc__, "gpu_exact", most=8, schedules="schedules per case", budget=200.0, what="case"
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = []
     for case in cases():
         if gpu_run.wanted(case, options.only) and (program := gpu_run.program_of(case)[0]) is not None:
-            found = gpu.candidates(program, gpu.GpuMachine(132, capability=(9, 0)), options.most)
+            found = gpu_candidates.candidates(program, gpu_candidates.GpuMachine(132, capability=(9, 0)), options.most)
             work.append((case, [p for p, _ in found]))
     build([p for _, programs in work for p in programs], folder, options.workers, start)
     if not options.build:

@@ -57,19 +57,19 @@ def run_objects(round_: str, kinds: list[str], options: argparse.Namespace) -> d
 
     from jcuts.base.settings import Settings
     from jcuts.tune.choice import LIBRARY
-    from jcuts.tune.operations import KERNEL_KINDS
-    from jcuts.tune.runner import Effort, default_store, tune
-    from jcuts.xla.call import call_kernel
+    from jcuts.tune.parent.tuner import TuningBudget, default_store, tune
+    from jcuts.tune.worker.requests import KERNEL_KINDS
+    from jcuts.xla.ffi_call import call_kernel
 
     if options.cpu:
         from tests.tune import objects as cpu_objects
 
         problem = cpu_objects.problem(*(ON_CPU.get(k, k) for k in kinds), name=round_)
     else:
-        from jcuts.xla import gpus
+        from jcuts.xla import devices as xla_devices
         from tests.gpu import objects
 
-        gpu = gpus.this()
+        gpu = xla_devices.this()
         made = objects.problem(kinds, gpu.identity(), f"sm_{gpu.capability[0]}{gpu.capability[1]}")
         problem = replace(made, identity=f"{made.identity} {round_}")
     x = np.random.default_rng(0).standard_normal(problem.inputs[0].shape).astype(np.float32)
@@ -78,7 +78,7 @@ def run_objects(round_: str, kinds: list[str], options: argparse.Namespace) -> d
     left = grab(options.grab) if options.grab else None
     start = time.perf_counter()
     store = default_store()
-    choice = tune([problem], store, settings=Settings(mode="fusion"), effort=Effort(seconds=0.05, finalists=2))[
+    choice = tune([problem], store, settings=Settings(mode="fusion"), effort=TuningBudget(seconds=0.05, finalists=2))[
         problem.digest
     ]
     seconds = time.perf_counter() - start
@@ -89,10 +89,16 @@ def run_objects(round_: str, kinds: list[str], options: argparse.Namespace) -> d
         kernel = KERNEL_KINDS["object"](problem.candidate(choice.winner))
         (y,) = jax.jit(lambda a: call_kernel(kernel, a))(x)
     return {
-        "right": bool(np.allclose(y, x * x + 1, rtol=1e-6)), "unharmed": bool(unharmed), "tuning_s": round(seconds, 2),
-        "winner": choice.winner, "origin": choice.origin, "postponed": choice.is_postponed, "left_mib": left,
-        "rejected": {r.label: f"{r.error}: {r.message[:160]}" for r in choice.rejections}, "logged": store.errors,
-    }  # fmt: skip
+        "right": bool(np.allclose(y, x * x + 1, rtol=1e-6)),
+        "unharmed": bool(unharmed),
+        "tuning_s": round(seconds, 2),
+        "winner": choice.winner,
+        "origin": choice.origin,
+        "postponed": choice.is_postponed,
+        "left_mib": left,
+        "rejected": {r.label: f"{r.error}: {r.message[:160]}" for r in choice.rejections},
+        "logged": store.errors,
+    }
 
 
 def run_optimize(round_: str, _: list[str], options: argparse.Namespace) -> dict[str, Any]:
@@ -120,11 +126,14 @@ def run_optimize(round_: str, _: list[str], options: argparse.Namespace) -> dict
     text = str(report)
     return {
         "right": bool(np.allclose(got, np.asarray(jax.jit(function)(*args)), rtol=1e-4, atol=1e-7)),
-        "unharmed": bool(np.array_equal(np.asarray(args[0] * 2), doubled)), "tuning_s": round(seconds, 2),
-        "origins": [s.origin for s in report.subsets], "why": [s.why for s in report.subsets if s.why][:2],
-        "postponed": "not enough free memory" in text, "left_mib": left,
+        "unharmed": bool(np.array_equal(np.asarray(args[0] * 2), doubled)),
+        "tuning_s": round(seconds, 2),
+        "origins": [s.origin for s in report.subsets],
+        "why": [s.why for s in report.subsets if s.why][:2],
+        "postponed": "not enough free memory" in text,
+        "left_mib": left,
         "explains": "" if report.subsets else text[-600:],
-    }  # fmt: skip
+    }
 
 
 WORKLOADS: dict[str, Callable[[str, list[str], argparse.Namespace], dict[str, Any]]] = {
@@ -136,9 +145,9 @@ WORKLOADS: dict[str, Callable[[str, list[str], argparse.Namespace], dict[str, An
 def grab(leave_mib: int) -> int:
     """This process takes the device's memory but for so many MiB, as a user's data would; MiB left in the end."""
     from jcuts.base.errors import NativeError
-    from jcuts.tune import driver
+    from jcuts.tune.measure import cuda_driver
 
-    device = driver.device()
+    device = cuda_driver.device()
     piece = 256 << 20
     while (size := min(piece, device.free_bytes() - (leave_mib << 20))) >= 1 << 20:
         try:
@@ -190,14 +199,29 @@ class Bench:
     ) -> subprocess.Popen[str]:
         """A workload process with cache, lock and temporary files in a place of its own."""
         full = {
-            **os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JCUTS_CACHE_DIR": str(place / "cache"),
-            "TMPDIR": str(place / "tmp"), "JCUTS_TUNE_TIMEOUT_S": TUNE_TIMEOUT_S, "JCUTS_COMPILE_WORKERS": "2",
-            "JCUTS_MAX_CANDIDATES": "4", **env,
-        }  # fmt: skip
+            **os.environ,
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "JCUTS_CACHE_DIR": str(place / "cache"),
+            "TMPDIR": str(place / "tmp"),
+            "JCUTS_TUNE_TIMEOUT_S": TUNE_TIMEOUT_S,
+            "JCUTS_COMPILE_WORKERS": "2",
+            "JCUTS_MAX_CANDIDATES": "4",
+            **env,
+        }
         if self.options.cpu:
             full["JAX_PLATFORMS"] = "cpu"
-        command = [sys.executable, str(Path(__file__).resolve()), "--run", round_, "--kinds", kinds,
-                   "--workload", workload, *(["--cpu"] if self.options.cpu else []), *more]  # fmt: skip
+        command = [
+            sys.executable,
+            str(Path(__file__).resolve()),
+            "--run",
+            round_,
+            "--kinds",
+            kinds,
+            "--workload",
+            workload,
+            *(["--cpu"] if self.options.cpu else []),
+            *more,
+        ]
         return subprocess.Popen(
             command, env=full, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
@@ -276,10 +300,13 @@ class Bench:
             victim.communicate()
             left = sum(not gone(pid) for pid in family)
             self.judge(
-                "again after kill -9", self.start(place, f"kill{number}", "right,wrong,illegal", workload),
-                killed_at_s=round(share * whole, 2), was_running=running, children=len(family),
+                "again after kill -9",
+                self.start(place, f"kill{number}", "right,wrong,illegal", workload),
+                killed_at_s=round(share * whole, 2),
+                was_running=running,
+                children=len(family),
                 **({"problem": f"{left} processes left behind"} if left else {}),
-            )  # fmt: skip
+            )
 
         moments = [rng.random() for _ in range(options.kills)]
         return [lambda n=n, s=s: one(n, s) for n, s in enumerate(moments)]
@@ -311,7 +338,7 @@ def free_mib(options: argparse.Namespace) -> int | None:
     """Free memory of the GPU, asked by a process of its own."""
     if options.cpu:
         return None
-    code = "from jcuts.tune import driver; print(driver.device().free_bytes() >> 20)"
+    code = "from jcuts.tune.measure import cuda_driver; print(cuda_driver.device().free_bytes() >> 20)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     return int(done.stdout) if done.returncode == 0 else None
 
@@ -321,12 +348,15 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     runs = [r for r in rows if not r.get("problem")]
     kills = [r for r in runs if r["fault"] == "again after kill -9"]
     return {
-        "runs": len(runs), "right": sum(r["right"] for r in runs), "unharmed": sum(r["unharmed"] for r in runs),
+        "runs": len(runs),
+        "right": sum(r["right"] for r in runs),
+        "unharmed": sum(r["unharmed"] for r in runs),
         "problems": [[r["fault"], r["problem"]] for r in rows if r.get("problem")],
-        "kills": len(kills), "killed_while_running": sum(r["was_running"] for r in kills),
+        "kills": len(kills),
+        "killed_while_running": sum(r["was_running"] for r in kills),
         "by_fault": dict(Counter(r["fault"] for r in runs)),
         "longest_neighbour_call_s": max((r.get("longest_call_s", 0.0) for r in runs), default=0.0),
-    }  # fmt: skip
+    }
 
 
 def main() -> int:
@@ -365,8 +395,12 @@ def main() -> int:
         for jobs, lanes in ((alone, 1), (together, options.lanes)):
             with ThreadPoolExecutor(lanes) as pool:
                 list(pool.map(lambda job: job() if time.monotonic() < bench.end else None, jobs))
-        found = {**summary(bench.rows), "seconds": round(time.monotonic() - start, 1),
-                 "free_mib_before": before, "free_mib_after": free_mib(options)}  # fmt: skip
+        found = {
+            **summary(bench.rows),
+            "seconds": round(time.monotonic() - start, 1),
+            "free_mib_before": before,
+            "free_mib_after": free_mib(options),
+        }
     (options.out / "gpu_faults.json").write_text(json.dumps({**found, "rows": bench.rows}, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     return int(found["right"] < found["runs"] or found["unharmed"] < found["runs"] or bool(found["problems"]))

@@ -53,28 +53,29 @@ def layers() -> list[Any]:
 def schedules(case: Any, most: int) -> list[Any]:
     """The best share of tiles of every tile, as ranked; then candidates of other forms."""
     from benchmarks.gpu_run import program_of
-    from jcuts.region import gpu, gpu_patches
-    from jcuts.region.patches import as_patches
+    from jcuts.lower.patterns.few_channel_conv import as_few_channel_conv
+    from jcuts.schedule.gpu import candidates as gpu_candidates
+    from jcuts.schedule.gpu.conv import few_channels
 
     program = program_of(case)[0]
     if program is None:
         return []
-    made = as_patches(program)
+    made = as_few_channel_conv(program)
     if made is None:
         return []
-    machine = gpu.GpuMachine(132)
+    machine = gpu_candidates.GpuMachine(132)
     best: dict[Any, Any] = {}
-    for shape in gpu_patches.shapes(made, machine):
-        count = gpu_patches.cycles(made, shape, machine)
+    for shape in few_channels.shapes(made, machine):
+        count = few_channels.cycles(made, shape, machine)
         key = (shape.rows, shape.pixels, shape.columns, shape.warps, shape.stages)
         if key not in best or count < best[key][0]:
             best[key] = (count, shape)
     ranked = sorted(best.values(), key=lambda found: found[0])
-    chosen = [p for p, _ in gpu_patches.products(program, machine, most)]
+    chosen = [p for p, _ in few_channels.products(program, machine, most)]
     names = {p.digest for p in chosen}
-    more = [gpu_patches.of(made, shape) for _, shape in ranked]
+    more = [few_channels.apply_tile(made, shape) for _, shape in ranked]
     chosen += [p for p in more if p.digest not in names][: max(0, most - len(chosen))]
-    others = [p for p, _ in gpu.candidates(program, machine, 20) if dict(p.params)["cuda"] != "patch"]
+    others = [p for p, _ in gpu_candidates.candidates(program, machine, 20) if dict(p.params)["cuda"] != "patch"]
     return chosen + others[:OTHERS]
 
 

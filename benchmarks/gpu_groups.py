@@ -24,12 +24,13 @@ OTHERS = 2  # schedules of the other family
 def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[Any]:
     """Programs of one case, for an H100 or H200: the best by the ranking, or those asked for."""
     from benchmarks.gpu_run import program_of
-    from jcuts.region import gpu_groups, gpu_products
-    from jcuts.region.gpu import GpuMachine
-    from jcuts.region.products import as_product
+    from jcuts.lower.patterns.gemm import as_gemm
+    from jcuts.schedule.gpu.candidates import GpuMachine
+    from jcuts.schedule.gpu.gemm import mma as gemm_mma
+    from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
 
     program, _ = program_of(case)
-    made = None if program is None else as_product(program)
+    made = None if program is None else as_gemm(program)
     if made is None:
         return []
     machine = GpuMachine(132)
@@ -37,18 +38,18 @@ def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[A
     if asked:
         found = []
         for rows, columns, terms, along, *more in asked:
-            found.append(gpu_groups.GroupTiling(rows, columns, terms, (along, 1), *more).of(made))
-        return found + [p for p, _ in gpu_products.products(made, machine, 1)]
-    found = [p for p, _ in gpu_groups.grouped(gpu_groups.GroupCounter(made, machine), most, alike=True)]
-    return found + [p for p, _ in gpu_products.products(made, machine, OTHERS)] if found else []
+            found.append(gemm_wgmma.WgmmaTile(rows, columns, terms, (along, 1), *more).of(made))
+        return found + [p for p, _ in gemm_mma.mma_schedules(made, machine, 1)]
+    found = [p for p, _ in gemm_wgmma.wgmma_schedules(gemm_wgmma.WgmmaProblem(made, machine), most, alike=True)]
+    return found + [p for p, _ in gemm_mma.mma_schedules(made, machine, OTHERS)] if found else []
 
 
 def compiled(job: tuple[Any, Path]) -> str:
     """Compiles one program into a file; returns what went wrong."""
     from jcuts.base.errors import CompileRejected
     from jcuts.codegen.cuda.compile import compile_program
-    from jcuts.codegen.cuda.target import CudaTarget
-    from jcuts.tune.kernelfile import write_kernel
+    from jcuts.codegen.cuda.toolchain.target import CudaTarget
+    from jcuts.tune.kernel_file import write_kernel
 
     program, folder = job
     try:
@@ -65,8 +66,15 @@ def build(programs: Sequence[Any], folder: Path, workers: int, start: float) -> 
     print(f"{len(programs)} kernels, {len(refused)} refused, {time.perf_counter() - start:.0f} s", *refused, sep="\n")
 
 
-def race(work: Sequence[tuple[Any, Sequence[Any]]], folder: Path, out: Path, budget: float, start: float,
-         hidden: Sequence[str] = ("threads",), graphs: bool = False) -> None:  # fmt: skip
+def race(
+    work: Sequence[tuple[Any, Sequence[Any]]],
+    folder: Path,
+    out: Path,
+    budget: float,
+    start: float,
+    hidden: Sequence[str] = ("threads",),
+    graphs: bool = False,
+) -> None:
     """Times the schedules of cases against XLA, within a budget; shows them, best first.
 
     Args: work: cases with programs; folder: of their kernels; out: file of the rows, written after every case; budget,
@@ -101,8 +109,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = options_of(
         __doc__, "gpu_groups", most=20, schedules="schedules per case", budget=200.0, only="gemm", what="case"
     )
-    parser.add_argument("--tiles", type=Path, help="JSON: part of a case's name -> [rows, columns, terms, groups, "
-                        "stages, flight, split, cluster] of every schedule wanted")  # fmt: skip
+    parser.add_argument(
+        "--tiles",
+        type=Path,
+        help="JSON: part of a case's name -> [rows, columns, terms, groups, "
+        "stages, flight, split, cluster] of every schedule wanted",
+    )
     options = parser.parse_args(arguments)
     folder = options.out / "kernels"
     folder.mkdir(parents=True, exist_ok=True)

@@ -26,17 +26,32 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_cases import Case  # noqa: E402
 
 CONVOLUTIONS = (
-    (56, 64, 64, (3, 3), 1), (28, 128, 128, (3, 3), 1), (14, 256, 256, (3, 3), 1), (7, 512, 512, (3, 3), 1),
-    (56, 128, 32, (3, 3), 1), (28, 128, 32, (3, 3), 1), (14, 128, 32, (3, 3), 1), (147, 32, 64, (3, 3), 1),
-    (73, 80, 192, (3, 3), 1), (17, 192, 192, (1, 7), 1), (17, 160, 160, (7, 1), 1), (35, 96, 96, (3, 3), 1),
-    (8, 448, 384, (3, 3), 1), (149, 32, 32, (3, 3), 1),
-)  # fmt: skip
+    (56, 64, 64, (3, 3), 1),
+    (28, 128, 128, (3, 3), 1),
+    (14, 256, 256, (3, 3), 1),
+    (7, 512, 512, (3, 3), 1),
+    (56, 128, 32, (3, 3), 1),
+    (28, 128, 32, (3, 3), 1),
+    (14, 128, 32, (3, 3), 1),
+    (147, 32, 64, (3, 3), 1),
+    (73, 80, 192, (3, 3), 1),
+    (17, 192, 192, (1, 7), 1),
+    (17, 160, 160, (7, 1), 1),
+    (35, 96, 96, (3, 3), 1),
+    (8, 448, 384, (3, 3), 1),
+    (149, 32, 32, (3, 3), 1),
+)
 """(height and width, channels, features, filter, stride) of ResNet50, DenseNet121, InceptionV3."""
 INCEPTION = (
-    (149, 32, 32, (3, 3), 1, "VALID"), (147, 32, 64, (3, 3), 1, "SAME"), (73, 80, 192, (3, 3), 1, "VALID"),
-    (299, 3, 32, (3, 3), 2, "VALID"), (35, 288, 384, (3, 3), 2, "VALID"), (35, 48, 64, (5, 5), 1, "SAME"),
-    (35, 96, 96, (3, 3), 1, "SAME"), (35, 64, 96, (3, 3), 1, "SAME"),
-)  # fmt: skip
+    (149, 32, 32, (3, 3), 1, "VALID"),
+    (147, 32, 64, (3, 3), 1, "SAME"),
+    (73, 80, 192, (3, 3), 1, "VALID"),
+    (299, 3, 32, (3, 3), 2, "VALID"),
+    (35, 288, 384, (3, 3), 2, "VALID"),
+    (35, 48, 64, (5, 5), 1, "SAME"),
+    (35, 96, 96, (3, 3), 1, "SAME"),
+    (35, 64, 96, (3, 3), 1, "SAME"),
+)
 """The same with padding, of InceptionV3: its first layers, and those with few channels."""
 JOINED = ((1225, 192, 208), (1225, 288, 240), (289, 768, 768), (289, 768, 640), (64, 2048, 1344))
 """Products as `PRODUCTS`: InceptionV3's siblings, joined."""
@@ -70,8 +85,14 @@ def layers(batch: int) -> list[Case]:
         found.append(_case(f"bfloat16 pool {batch}x{h}x{h}x{k} of {c}", _pooled, shapes, "hhff"))
     for rows, k, n in NORMS:
         shapes = ((batch * rows, k), (k, n), (k,), (k,), (n,), (n,))
-        found.append(_case(f"bfloat16 norm {batch * rows}x{k}x{n}",
-                           lambda x, w, s, t, u, v: norm(norm(x, s, t) @ w, u, v), shapes, "hhffff"))  # fmt: skip
+        found.append(
+            _case(
+                f"bfloat16 norm {batch * rows}x{k}x{n}",
+                lambda x, w, s, t, u, v: norm(norm(x, s, t) @ w, u, v),
+                shapes,
+                "hhffff",
+            )
+        )
     for h, c, k, taps, stride in CONVOLUTIONS:
         found.append(_convolution(batch, h, c, k, taps, stride, "SAME"))
     for rows, k, n in PRODUCTS:
@@ -103,19 +124,19 @@ def _pooled(x: Any, count: Any, s: Any, t: Any) -> Any:
 def schedules(case: Case, most: int) -> list[Any]:
     """The best programs by the ranking; of what keeps pixels, and of what does not, a few each."""
     from benchmarks.gpu_run import small_arguments
-    from jcuts.dfg.program import Program
-    from jcuts.region import gpu
-    from jcuts.region.absorb import CHEAP
-    from jcuts.region.build import build
-    from jcuts.region.graph import build_graph
+    from jcuts.fusion.move_epilogue import CHEAP
+    from jcuts.kernel_ir.program import Program
+    from jcuts.lower.region import lower_region
+    from jcuts.lower.tensor_graph import build_graph
+    from jcuts.rewrite.simplify import simplify
+    from jcuts.schedule.gpu import candidates as gpu_candidates
     from jcuts.trace.inline import inline
-    from jcuts.trace.simplify import simplify
 
     graph = build_graph(simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case)))).jaxpr)
-    program = build(graph, frozenset(range(len(graph.nodes))), cheap=CHEAP)
+    program = lower_region(graph, frozenset(range(len(graph.nodes))), cheap=CHEAP)
     if not isinstance(program, Program):
         raise SystemExit(f"{case.name}: {program}")
-    ranked = [p for p, _ in gpu.candidates(program, gpu.GpuMachine(132), 4 * most)]
+    ranked = [p for p, _ in gpu_candidates.candidates(program, gpu_candidates.GpuMachine(132), 4 * most)]
     kept = [p for p in ranked if "pixels" in dict(p.params)]
     others = [p for p in ranked if "pixels" not in dict(p.params)]
     return kept[: math.ceil(most / 2)] + others[: most - min(len(kept), math.ceil(most / 2))]

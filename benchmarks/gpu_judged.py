@@ -18,9 +18,15 @@ COPY = "copy"
 
 
 def options_of(
-    description: str | None, name: str, *, most: int, schedules: str, budget: float, only: str = "",
+    description: str | None,
+    name: str,
+    *,
+    most: int,
+    schedules: str,
+    budget: float,
+    only: str = "",
     what: str = "layer",
-) -> argparse.ArgumentParser:  # fmt: skip
+) -> argparse.ArgumentParser:
     """The options that all these benchmarks have; each adds its own.
 
     Args: name: of the folder for results. most, schedules: default and meaning of ``--most``. budget: seconds.
@@ -36,9 +42,13 @@ def options_of(
 
 
 def judged(
-    row: dict[str, Any], compiled: dict[str, Any], lowered: dict[str, Any], params: dict[str, Any],
-    sets: Sequence[tuple[Any, ...]], wide: Any,
-) -> None:  # fmt: skip
+    row: dict[str, Any],
+    compiled: dict[str, Any],
+    lowered: dict[str, Any],
+    params: dict[str, Any],
+    sets: Sequence[tuple[Any, ...]],
+    wide: Any,
+) -> None:
     """Fills ``row["programs"]`` with times, errors over the reference's root mean square, and parameters.
 
     What does not compile, or is more than 4 times as far off as XLA, goes to ``row["rejected"]``.
@@ -82,9 +92,12 @@ def listed(row: dict[str, Any]) -> None:
 
 
 def in_turn(
-    work: Iterable[tuple[str, Callable[[], dict[str, Any]]]], show: Callable[[dict[str, Any]], None], out: Path,
-    budget: float, start: float,
-) -> None:  # fmt: skip
+    work: Iterable[tuple[str, Callable[[], dict[str, Any]]]],
+    show: Callable[[dict[str, Any]], None],
+    out: Path,
+    budget: float,
+    start: float,
+) -> None:
     """Measures layers within a budget, shows each, and writes all after each.
 
     Args: work: name of a layer and what measures it. budget, start: seconds and the clock's start.

@@ -31,8 +31,9 @@ def network(x: Any, w: Any, g: Any, k: Any) -> Any:
     import jax
     import jax.numpy as jnp
 
-    y = jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
-                                     feature_group_count=x.shape[-1])  # fmt: skip
+    y = jax.lax.conv_general_dilated(
+        x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=x.shape[-1]
+    )
     y = jnp.clip(y, 0.0, 6.0).mean((1, 2))
     y = (y - y.mean(-1, keepdims=True)) * jax.lax.rsqrt(y.var(-1, keepdims=True) + 1e-5) * g
     return jax.nn.softmax(jnp.tanh(y @ w), axis=-1)
@@ -45,7 +46,7 @@ class Study:
         import jax
         import numpy as np
 
-        from jcuts.tune import pool
+        from jcuts.tune.parent import worker_pool
 
         try:
             self.devices = jax.devices(platform)
@@ -60,21 +61,21 @@ class Study:
             for shape in ((batch, 28, 28, channels), (channels, 512), (channels,), (3, 3, 1, channels))
         ]
         self.started = 0
-        started = pool.Worker.__init__
+        started = worker_pool.Worker.__init__
 
         def counted(worker: Any, *args: Any, **kwargs: Any) -> None:
             self.started += 1
             started(worker, *args, **kwargs)
 
-        pool.Worker.__init__ = counted  # type: ignore[method-assign]
+        worker_pool.Worker.__init__ = counted  # type: ignore[method-assign]
         self.plain = np.asarray(jax.jit(network)(*jax.device_put(self.arguments, self.devices[0])))
 
     def fresh(self, **more: Any) -> Any:
         """The function as a new process would have it: no plan, only the tuning database."""
         import jcuts
-        from jcuts import pipeline
+        from jcuts.pipeline import passes as pipeline_passes
 
-        pipeline.forget()
+        pipeline_passes.forget()
         return jcuts.optimize(network, **{"mode": "fusion", **more})
 
     def mesh(self) -> Any:
@@ -117,8 +118,12 @@ def one_by_one(study: Study) -> dict[str, Any]:
         started.append(study.started - before)
         assert out.devices() == {device}, out.devices()
         assert study.target in run.lower(*arguments).compile().as_text()
-    return {"measuring_processes": started, "equal_bits": len(set(found)) == 1, "right": study.close(out),
-            "ok": started[0] > 0 and not any(started[1:]) and len(set(found)) == 1 and study.close(out)}  # fmt: skip
+    return {
+        "measuring_processes": started,
+        "equal_bits": len(set(found)) == 1,
+        "right": study.close(out),
+        "ok": started[0] > 0 and not any(started[1:]) and len(set(found)) == 1 and study.close(out),
+    }
 
 
 def on_a_mesh(study: Study) -> dict[str, Any]:
@@ -131,9 +136,14 @@ def on_a_mesh(study: Study) -> dict[str, Any]:
     again = study.fresh(tune="auto")
     out = again(*arguments)
     text = str(again.lower(*arguments).compile().as_text())
-    row = {"measuring_processes": first, "at_the_second_time": study.started - before - first,
-           "calls": text.count(f'"{study.target}"'), "all_gather": "all-gather" in text,
-           "devices": len(out.sharding.device_set), "right": study.close(out)}  # fmt: skip
+    row = {
+        "measuring_processes": first,
+        "at_the_second_time": study.started - before - first,
+        "calls": text.count(f'"{study.target}"'),
+        "all_gather": "all-gather" in text,
+        "devices": len(out.sharding.device_set),
+        "right": study.close(out),
+    }
     return {**row, "ok": row["right"] and row["calls"] > 0 and not row["all_gather"] and not row["at_the_second_time"]}
 
 
@@ -173,8 +183,13 @@ def gradient_on_a_mesh(study: Study) -> dict[str, Any]:
         for a, b in zip(got, want, strict=True)
     )
     calls = text.count(f'"{study.target}"')
-    return {"error": worst, "calls": calls, "all_reduce": "all-reduce" in text, "all_gather": "all-gather" in text,
-            "ok": worst < 5e-3 and calls > 0 and "all-reduce" in text and "all-gather" not in text}  # fmt: skip
+    return {
+        "error": worst,
+        "calls": calls,
+        "all_reduce": "all-reduce" in text,
+        "all_gather": "all-gather" in text,
+        "ok": worst < 5e-3 and calls > 0 and "all-reduce" in text and "all-gather" not in text,
+    }
 
 
 def from_threads(study: Study) -> dict[str, Any]:
@@ -205,7 +220,7 @@ def replayed_on_each(study: Study) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from jcuts.xla import cuda
+    from jcuts.xla import cuda_launcher
 
     if study.target == "jcuts_cpu_launch":
         return {"skipped": "no CUDA graphs on CPUs", "ok": True}
@@ -217,13 +232,16 @@ def replayed_on_each(study: Study) -> dict[str, Any]:
         compiled = jax.jit(lambda *xs: run(*xs)).lower(*arguments).compile(options)
         for _ in range(5):
             jax.block_until_ready(compiled(*arguments))
-        before = cuda.executions()
+        before = cuda_launcher.executions()
         for _ in range(CALLS):
             out = compiled(*arguments)
         bits.add(np.asarray(out).tobytes())
-        launched.append(cuda.executions() - before)
-    return {"launcher_calls_in_100_replays": launched, "equal_bits": len(bits) == 1,
-            "ok": len(bits) == 1 and max(launched) < CALLS // 2}  # fmt: skip
+        launched.append(cuda_launcher.executions() - before)
+    return {
+        "launcher_calls_in_100_replays": launched,
+        "equal_bits": len(bits) == 1,
+        "ok": len(bits) == 1 and max(launched) < CALLS // 2,
+    }
 
 
 CHECKS: dict[str, Callable[[Study], dict[str, Any]]] = {

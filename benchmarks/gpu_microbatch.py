@@ -49,7 +49,7 @@ class Run:
 
     def __init__(self, options: argparse.Namespace) -> None:
         from jcuts.microbatch.database import Database
-        from jcuts.tune.convolutions import database_path, this_device
+        from jcuts.tune.cudnn.measurer import database_path, this_device
 
         self.options, self.start = options, time.monotonic()
         self.out: Path = options.out
@@ -95,18 +95,25 @@ def calls(run: Run, convolution: Any, division: Any, *, graph: bool) -> Callable
     """The divided convolution as a traceable function of its operands."""
     import jax
 
-    from jcuts.xla import cudnn
-    from jcuts.xla.convolutions import library_function
+    from jcuts.xla.cudnn import call as cudnn_call
+    from jcuts.xla.cudnn.match import library_function
 
     function, avals = library_function(convolution, division.batch)
     result = jax.eval_shape(function, *avals)
     same = tuple(range(len(result.shape)))
 
     def divided(a: Any, b: Any, *onto: Any) -> Any:
-        return cudnn.call(
-            convolution, division, (a, b), result, layer=str(convolution), orders=[same] * 3, platform=run.platform,
-            graph=graph, onto=onto[0] if onto else None,
-        )  # fmt: skip
+        return cudnn_call.call(
+            convolution,
+            division,
+            (a, b),
+            result,
+            layer=str(convolution),
+            orders=[same] * 3,
+            platform=run.platform,
+            graph=graph,
+            onto=onto[0] if onto else None,
+        )
 
     return divided
 
@@ -118,9 +125,9 @@ def validate(run: Run) -> dict[str, Any]:
     import numpy as np
 
     from jcuts.microbatch.convolution import Convolution
-    from jcuts.microbatch.table import Division
-    from jcuts.tune.convolutions import Measurer
-    from jcuts.xla.convolutions import library_function
+    from jcuts.microbatch.timings import Division
+    from jcuts.tune.cudnn.measurer import Measurer
+    from jcuts.xla.cudnn.match import library_function
 
     small = run.options.dry_run
     extent, channels, outputs = (8, 4, 16) if small else (28, 32, 48)
@@ -136,8 +143,9 @@ def validate(run: Run) -> dict[str, Any]:
     with Measurer(run.device, run.platform, seconds=0.05) as measurer:
         for kind, layout, dtype, more in cases:
             padding = tuple((more.get("dilation", (1, 1))[0],) * 2 for _ in range(2))
-            c = Convolution(kind, channels, outputs, (extent,) * 2, (3, 3), padding=padding, dtype=dtype,
-                            layout=layout, **more)  # fmt: skip
+            c = Convolution(
+                kind, channels, outputs, (extent,) * 2, (3, 3), padding=padding, dtype=dtype, layout=layout, **more
+            )
             by = {n: {(m.algorithm, m.math): m for m in [*measurer(c, n), *in_slices(measurer, c, n)]} for n in (3, 5)}
             function, avals = library_function(c, 13, jax.lax.Precision.HIGHEST)
             a, b = (noise(aval, seed) for seed, aval in enumerate(avals))
@@ -145,8 +153,15 @@ def validate(run: Run) -> dict[str, Any]:
             expected = np.asarray(jax.jit(function)(a, b), np.float64)
             for key in sorted(set(by[3]) & set(by[5])):
                 division = Division.of([by[5][key], by[5][key], by[3][key]])
-                row = {"kernel": kind, "layout": layout, "dtype": dtype, **more, "algorithm": key[0], "math": key[1],
-                       "workspace": division.workspace}  # fmt: skip
+                row = {
+                    "kernel": kind,
+                    "layout": layout,
+                    "dtype": dtype,
+                    **more,
+                    "algorithm": key[0],
+                    "math": key[1],
+                    "workspace": division.workspace,
+                }
                 # Its own result, captured, and added to what is there (beta = 1).
                 for name in run.options.ways if not more else [way for way in run.options.ways if way != "graph"]:
                     try:
@@ -170,21 +185,22 @@ def validate(run: Run) -> dict[str, Any]:
                 break
         left_out = measurer.left_out
     moved = [row for row in rows if set(row.get("plain", {}).get("operations", {})) - {"custom-call"}]
-    return {
-        "rows": rows, "policies": policies, "failures": failures, "moving": len(moved), "left_out": left_out[:60]
-    }  # fmt: skip
+    return {"rows": rows, "policies": policies, "failures": failures, "moving": len(moved), "left_out": left_out[:60]}
 
 
 def in_slices(measurer: Any, c: Any, batch: int) -> Any:
     """Transforms in slices of the outputs' channels, where those can be cut."""
     from jcuts.microbatch.convolution import MATHS
-    from jcuts.microbatch.refine import Slicing
-    from jcuts.microbatch.table import Micro
-    from jcuts.xla import cudnn
+    from jcuts.microbatch.sampling_plan import Slicing
+    from jcuts.microbatch.timings import MicroConfig
+    from jcuts.xla.cudnn import call as cudnn_call
 
-    names = cudnn.transforms(c.kind) if c.slices else ()
-    wanted = [Slicing(Micro(batch, name, math, 1.0, 0), c.slices[:1], NO_LIMIT) for name in names
-              for math in MATHS[c.dtype]]  # fmt: skip
+    names = cudnn_call.transforms(c.kind) if c.slices else ()
+    wanted = [
+        Slicing(MicroConfig(batch, name, math, 1.0, 0), c.slices[:1], NO_LIMIT)
+        for name in names
+        for math in MATHS[c.dtype]
+    ]
     return measurer.slices(c, batch, wanted) if wanted else ()
 
 
@@ -201,14 +217,14 @@ def by_policy(
     import jax
     import numpy as np
 
-    from jcuts.microbatch import wr
-    from jcuts.microbatch.table import POLICIES, Table
+    from jcuts.microbatch import workspace_reuse
+    from jcuts.microbatch.timings import POLICIES, Table
 
     table = Table(c, tuple(m for size in (1, 2, 3, 4, 5, 7, 8, 13) for m in measurer(c, size)), c.unit)
     rows = []
     for policy in POLICIES:
         sizes = [m for m in table.micros if policy == "undivided" or m.batch < 13]
-        division = wr.divide(dataclasses.replace(table, micros=tuple(sizes)), 13, policy=policy)
+        division = workspace_reuse.divide(dataclasses.replace(table, micros=tuple(sizes)), 13, policy=policy)
         found = np.asarray(jax.jit(calls(run, c, division, graph=False))(*operands), np.float64)
         off = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
         rows.append([str(c), c.layout, policy, str(division), off])
@@ -238,10 +254,10 @@ MODES = {
 
 def alexnet(run: Run) -> dict[str, Any]:
     """conv2: XLA's own, cuDNN's best single call with and without the limit, and divisions, as whole calls."""
-    from jcuts.microbatch import wr
+    from jcuts.microbatch import workspace_reuse
     from jcuts.microbatch.database import Database
-    from jcuts.microbatch.desirable import desirable_or_none
-    from jcuts.tune.convolutions import this_device
+    from jcuts.microbatch.pareto import desirable_or_none
+    from jcuts.tune.cudnn.measurer import this_device
 
     found: dict[str, Any] = {}
     cases = [(kind, mode) for kind in run.options.kinds for mode in run.options.modes or MODES]
@@ -255,8 +271,8 @@ def alexnet(run: Run) -> dict[str, Any]:
         device = this_device(run.platform, accuracy=accuracy)
         ours = tables_of_conv2(run, c, batch, accuracy, device, Database(run.database.path))
         chosen = {
-            "unlimited": wr.undivided(ours, batch, precision=precision),
-            "undivided": wr.undivided(ours, batch, limit, precision=precision),
+            "unlimited": workspace_reuse.undivided(ours, batch, precision=precision),
+            "undivided": workspace_reuse.undivided(ours, batch, limit, precision=precision),
             "pieces of the batch": divide_or_none(whole(ours), batch, limit, precision),
             "divided": divide_or_none(ours, batch, limit, precision),
         }
@@ -274,8 +290,8 @@ def alexnet(run: Run) -> dict[str, Any]:
 
 def tables_of_conv2(run: Run, c: Any, batch: int, accuracy: str, device: Any, database: Any) -> Any:
     """Times of cuDNN's algorithms from the whole batch down to what fits, between, and in slices of the outputs."""
-    from jcuts.microbatch.refine import sizes_between
-    from jcuts.tune.convolutions import Measurer, measured, measured_in_slices
+    from jcuts.microbatch.sampling_plan import sizes_between
+    from jcuts.tune.cudnn.measurer import Measurer, measured, measured_in_slices
 
     precisions = ("float32", "tf32") if c.dtype == "float32" else ("float32",)
     with Measurer(device, run.platform, seconds=run.options.seconds, accuracy=accuracy) as measurer:
@@ -296,8 +312,8 @@ def whole_calls(run: Run, c: Any, batch: int, chosen: dict[str, Any], precision:
     import jax
     import numpy as np
 
-    from jcuts.tune import gpu_timing
-    from jcuts.xla.convolutions import library_function
+    from jcuts.tune.measure import gpu_chain_timing
+    from jcuts.xla.cudnn.match import library_function
 
     exact = jax.lax.Precision.HIGHEST if precision == "float32" else jax.lax.Precision.DEFAULT
     library, avals = library_function(c, batch, exact if c.dtype == "float32" else None)
@@ -321,7 +337,7 @@ def whole_calls(run: Run, c: Any, batch: int, chosen: dict[str, Any], precision:
         }
     if run.platform == "cuda":
         entries = {name: (function, {}) for name, function in functions.items()}
-        _, samples, _ = gpu_timing.compare(entries, inputs, seconds=0.6, announce=lambda _: None)
+        _, samples, _ = gpu_chain_timing.compare(entries, inputs, seconds=0.6, announce=lambda _: None)
         for name, one in samples.items():
             answer[name]["seconds"] = one.median
     return answer
@@ -335,19 +351,19 @@ def limit_of(run: Run) -> int:
 
 def only_cudnn(table: Any) -> Any:
     """Without XLA's own."""
-    from jcuts.microbatch.table import Table
-    from jcuts.xla import cudnn
+    from jcuts.microbatch.timings import Table
+    from jcuts.xla.cudnn import call as cudnn_call
 
-    return Table(table.convolution, tuple(m for m in table.micros if cudnn.is_cudnn(m.algorithm)))
+    return Table(table.convolution, tuple(m for m in table.micros if cudnn_call.is_cudnn(m.algorithm)))
 
 
 def divide_or_none(table: Any, batch: int, limit: int | None, precision: str) -> Any:
     """The fastest division, None where nothing fits."""
-    from jcuts.microbatch import wr
+    from jcuts.microbatch import workspace_reuse
     from jcuts.microbatch.errors import NoDivisionError
 
     try:
-        return wr.divide(table, batch, limit, precision=precision)
+        return workspace_reuse.divide(table, batch, limit, precision=precision)
     except NoDivisionError:
         return None
 
@@ -380,8 +396,13 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=480.0, help="seconds in all; what is left undone is said")
     parser.add_argument("--launched", action="store_true", help="of AlexNet's conv2: no CUDA graphs")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), help="of AlexNet's conv2")
-    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS), help="of validate: how results are made;"
-                        " none: the policies only")  # fmt: skip
+    parser.add_argument(
+        "--ways",
+        nargs="*",
+        choices=WAYS,
+        default=list(WAYS),
+        help="of validate: how results are made; none: the policies only",
+    )
     parser.add_argument("--seconds", type=float, default=0.15, help="of timing per convolution and batch size")
     parser.add_argument("--dry-run", action="store_true", help="no GPU: the tests' cuDNN, tiny shapes")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="of AlexNet's conv2")

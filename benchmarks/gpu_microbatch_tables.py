@@ -90,13 +90,13 @@ def deepbench(run: Run) -> Any:
 
 def compared(table: Any, batch: int, limit: int, precision: str) -> dict[str, Any]:
     """Of one layer: what the limit costs (unlimited), what dividing gives back (gain)."""
-    from jcuts.microbatch import wr
+    from jcuts.microbatch import workspace_reuse
 
-    one, free = (wr.undivided(table, batch, m, precision=precision) for m in (limit, None))
-    best = wr.divide(table, batch, limit, precision=precision) if one is not None else None
+    one, free = (workspace_reuse.undivided(table, batch, m, precision=precision) for m in (limit, None))
+    best = workspace_reuse.divide(table, batch, limit, precision=precision) if one is not None else None
     row = {"single": description(one), "divided": description(best), "no limit": description(free)}
     if one is not None and best is not None and free is not None:
-        pieces = wr.divide(microbatch_chains.whole(table), batch, limit, precision=precision)
+        pieces = workspace_reuse.divide(microbatch_chains.whole(table), batch, limit, precision=precision)
         row |= {"gain of pieces only": one.ticks / pieces.ticks}
         row |= {"gain": one.ticks / best.ticks, "lost": one.ticks / free.ticks, "left": best.ticks / free.ticks}
     return row
@@ -114,16 +114,21 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return math.exp(sum(map(math.log, values)) / len(values)) if values else 1.0
 
     return {
-        "layers": len(rows), "compared": len(gains), "largest": gains[-1], "mean": sum(gains) / len(gains),
+        "layers": len(rows),
+        "compared": len(gains),
+        "largest": gains[-1],
+        "mean": sum(gains) / len(gains),
         "mean of pieces only": sum(row["gain of pieces only"] for row in rows if "gain" in row) / len(gains),
-        "geometric mean": mean(gains), "above 1.05": sum(g > 1.05 for g in gains),
+        "geometric mean": mean(gains),
+        "above 1.05": sum(g > 1.05 for g in gains),
         "quartiles": [gains[len(gains) * k // 4] for k in (1, 2, 3)],
-        "layers that the limit costs over 5%": len(hit), "their mean gain": mean([row["gain"] for row in hit]),
+        "layers that the limit costs over 5%": len(hit),
+        "their mean gain": mean([row["gain"] for row in hit]),
         "a single call costs them": mean([row["lost"] for row in hit]),
         "a division costs them": mean([row["left"] for row in hit]),
         "a single call costs all": mean(lost),
         "seconds": {k: sum(row[k][1] for row in rows if "gain" in row) for k in ("single", "divided", "no limit")},
-    }  # fmt: skip
+    }
 
 
 def networks(run: Run) -> Any:
@@ -174,13 +179,17 @@ def compared_network(run: Run, network: Any) -> dict[str, Any]:
     for limit in run.limits:
         a = analyse(network, run.database, run.device, limit=limit)
         entry = {
-            "WR seconds": a.seconds, "single calls": a.undivided, "sum": a.total, "largest": a.peak,
+            "WR seconds": a.seconds,
+            "single calls": a.undivided,
+            "sum": a.total,
+            "largest": a.peak,
             "in pieces": sum(len(r.division.parts) > 1 for r in a.rows),
-        }  # fmt: skip
+        }
         row["no limit"] = {
-            "seconds": sum(r.unlimited.seconds for r in a.rows if r.unlimited), "sum": a.unlimited_total,
+            "seconds": sum(r.unlimited.seconds for r in a.rows if r.unlimited),
+            "sum": a.unlimited_total,
             "largest": max((r.unlimited.workspace for r in a.rows if r.unlimited), default=0),
-        }  # fmt: skip
+        }
         wholes = {f"{len(network.uses)} times the limit": limit * len(network.uses)}  # as the paper compares them
         for name, total in {"1 of that sum": a.total, "0.5 of that sum": a.total // 2, **wholes}.items():
             try:
@@ -188,9 +197,12 @@ def compared_network(run: Run, network: Any) -> dict[str, Any]:
                 peak = max(r.division.workspace for r in wd.rows)
                 again = analyse(network, run.database, run.device, limit=peak)
                 entry[f"WD at {name}"] = {
-                    "seconds": wd.seconds, "sum": wd.total, "largest": peak, "proven": wd.proven,
+                    "seconds": wd.seconds,
+                    "sum": wd.total,
+                    "largest": peak,
+                    "proven": wd.proven,
                     "WR at its largest": again.seconds,
-                }  # fmt: skip
+                }
             except JcutsError as error:
                 entry[f"WD at {name}"] = error.message[:200]
         row[text(limit)] = entry
@@ -203,9 +215,14 @@ def reduced(run: Run, layer: Any) -> tuple[Any, int]:
         return layer.convolution, 4 * layer.batch
     c = layer.convolution
     return dataclasses.replace(
-        c, channels=min(3, c.channels), outputs=min(3, c.outputs), spatial=(5, 5), strides=(1, 1),
-        window=(min(2, c.window[0]), min(2, c.window[1])), padding=((0, 0), (0, 0)),
-    ), 8  # fmt: skip
+        c,
+        channels=min(3, c.channels),
+        outputs=min(3, c.outputs),
+        spatial=(5, 5),
+        strides=(1, 1),
+        window=(min(2, c.window[0]), min(2, c.window[1])),
+        padding=((0, 0), (0, 0)),
+    ), 8
 
 
 def share_algorithms(out: Path) -> None:

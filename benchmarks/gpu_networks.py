@@ -38,14 +38,17 @@ import network_device  # noqa: E402
 
 NETWORKS = ("MobileNetV2", "ResNet50", "DenseNet121", "InceptionV3", "bert")
 FORMS = ("closed", "args")
-DEFAULT = [f"{name}:{batch}:{form}" for name in NETWORKS for batch in ((1, 8) if name == "bert" else (1, 64))
-           for form in FORMS]  # fmt: skip
+DEFAULT = [
+    f"{name}:{batch}:{form}" for name in NETWORKS for batch in ((1, 8) if name == "bert" else (1, 64)) for form in FORMS
+]
 ROUNDS = 15
 STREAM = 20
 DRY: dict[str, Any] = {
-    "size": 96, "bert": {"layers": 2, "width": 64, "heads": 4, "length": 32, "vocabulary": 100},
-    "octave": {"size": 8, "channels": 16}, "shift_conv": {"size": 6, "channels": 36, "expansion": 1},
-}  # fmt: skip
+    "size": 96,
+    "bert": {"layers": 2, "width": 64, "heads": 4, "length": 32, "vocabulary": 100},
+    "octave": {"size": 8, "channels": 16},
+    "shift_conv": {"size": 6, "channels": 36, "expansion": 1},
+}
 """Smaller sizes for a run that only finds typos: of images, and of the programs that are no keras network."""
 EXACT = 4
 """Rows of the batch whose float64 results are computed."""
@@ -90,21 +93,25 @@ def measure(
     import jax
 
     import jcuts
-    from jcuts import forms
     from jcuts.base import fingerprint
+    from jcuts.jit import variant_space
     from jcuts.tune import session
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("jcuts").setLevel(logging.INFO)  # what each stage of tuning took
     platform = pretend(dry)
     if only:
-        chosen = [forms.form_of(f"jcuts/{name}") for name in only]
-        forms.worth_planning = lambda closed, platform: chosen
-    option = next(iter(forms.options(platform)), "")
+        chosen = [variant_space.form_of(f"jcuts/{name}") for name in only]
+        variant_space.candidate_variants = lambda closed, platform: chosen
+    option = next(iter(variant_space.options(platform)), "")
     fn, args = workload(spec, dry)
     jax.block_until_ready(args)
-    row: dict[str, Any] = {"network": spec, "flags": forms.compiler_options(f"xla:{option}", platform) or {},
-                           "device": str(jax.devices()[0].device_kind), "versions": fingerprint.versions()}  # fmt: skip
+    row: dict[str, Any] = {
+        "network": spec,
+        "flags": variant_space.compiler_options(f"xla:{option}", platform) or {},
+        "device": str(jax.devices()[0].device_kind),
+        "versions": fingerprint.versions(),
+    }
     note(f"{spec}: begins")
     session.set_progress(Stages())
     ours = jcuts.optimize(named(fn, "ours"))
@@ -113,15 +120,23 @@ def measure(
     row["first_call_seconds"] = time.perf_counter() - start
     decision, report = ours.decision(*args), ours.explain(*args)
     assert decision is not None  # it has just been called
-    row |= {"decision": decision.to_dict(), "kernels": report.kernels, "stages": report.seconds,
-            "notes": list(report.notes), "subsets": [subset_row(s) for s in report.subsets]}  # fmt: skip
+    row |= {
+        "decision": decision.to_dict(),
+        "kernels": report.kernels,
+        "stages": report.seconds,
+        "notes": list(report.notes),
+        "subsets": [subset_row(s) for s in report.subsets],
+    }
     (out / f"{prefix}{label(spec)}.txt").write_text(str(report))
     note(f"{spec}: first call {row['first_call_seconds']:.1f} s; {decision.chosen}: {decision.reason}")
     save(out, row, prefix)
     competing = ours.programs(*args)
     # The guard's own programs where they are at hand: compiled already, and the very ones that it chose between.
-    sides = {"jcuts": ours, "plain": competing.get("xla") or jax.jit(fn),
-             "flags": competing.get(f"xla:{option}") or jax.jit(fn, compiler_options=row["flags"] or None)}  # fmt: skip
+    sides = {
+        "jcuts": ours,
+        "plain": competing.get("xla") or jax.jit(fn),
+        "flags": competing.get(f"xla:{option}") or jax.jit(fn, compiler_options=row["flags"] or None),
+    }
     calls = {side: functools.partial(call, *args) for side, call in sides.items()}
     row["times"] = timed(calls, seconds)
     save(out, row, prefix)
@@ -148,17 +163,19 @@ def reference(spec: str, fn: Callable[..., Any], args: tuple[Any, ...], dry: boo
     """
     import jax
 
-    from jcuts import forms
+    from jcuts.jit import variant_space
 
     name, batch, *rest = spec.split(":")
     few = ":".join((name, str(min(batch_of(spec), EXACT)), *rest))
     small, inputs = (fn, args) if str(batch) == few.split(":")[1] else workload(few, dry)
-    judge = forms.Exact(network_counts.traced(small, inputs), jax.tree.leaves(inputs), 2.0, jax.default_backend())
+    judge = variant_space.Float64Judge(
+        network_counts.traced(small, inputs), jax.tree.leaves(inputs), 2.0, jax.default_backend()
+    )
     found = judge.reference()
     if found is not None:
         return found, f"float64, {few}"
     with jax.default_matmul_precision("highest"):
-        exact = jax.jit(named(small, "highest"), compiler_options=None if dry else forms.LEAN)
+        exact = jax.jit(named(small, "highest"), compiler_options=None if dry else variant_space.NO_AUTOTUNE)
         return jax.tree.leaves(exact(*inputs)), f"highest precision, {few}"
 
 
@@ -199,17 +216,25 @@ def pretend(dry: bool) -> str:
     """The platform; on a dry run the CPU takes the GPU's part where whole programs compete."""
     import jax
 
-    from jcuts import forms
+    from jcuts.jit import variant_space
 
     if dry:
-        forms.GPUS = ("cpu",)
+        variant_space.GPUS = ("cpu",)
     return jax.default_backend()
 
 
 def subset_row(s: Any) -> dict[str, Any]:
     """What is kept of a subset."""
-    return {"operations": s.operations, "count": s.count, "chosen": s.chosen, "seconds": s.seconds,
-            "xla_seconds": s.xla_seconds, "bytes": s.bytes, "params": s.params, "why": s.why}  # fmt: skip
+    return {
+        "operations": s.operations,
+        "count": s.count,
+        "chosen": s.chosen,
+        "seconds": s.seconds,
+        "xla_seconds": s.xla_seconds,
+        "bytes": s.bytes,
+        "params": s.params,
+        "why": s.why,
+    }
 
 
 def timed(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, dict[str, Any]]:
@@ -284,8 +309,13 @@ def prove(spec: str, out: Path, dry: bool) -> dict[str, Any]:
     spent = time.perf_counter() - start
     decision = ours.decision(*args)
     hlo = network_device.hlo_counts(ours.chosen(*args).compile().as_text())
-    found = {"warm_first_call_seconds": spent, "hlo": hlo, "chosen": decision and decision.chosen,
-             **network_device.launches(lambda: ours(*args)), "thunks": network_device.thunks(folder)}  # fmt: skip
+    found = {
+        "warm_first_call_seconds": spent,
+        "hlo": hlo,
+        "chosen": decision and decision.chosen,
+        **network_device.launches(lambda: ours(*args)),
+        "thunks": network_device.thunks(folder),
+    }
     note(f"{spec}: warm start {spent:.1f} s, {found['thunks']}")
     keep = [p for p in folder.rglob("*") if "thunk" in p.name]
     for path in folder.rglob("*"):
@@ -319,20 +349,47 @@ def lane_of(number: int, options: argparse.Namespace) -> tuple[dict[str, str], l
     return {"CUDA_VISIBLE_DEVICES": device, "TMPDIR": str(places)}, prefix
 
 
-def child(what: str, spec: str, options: argparse.Namespace, limit: float, lane: int = 0, *, script: str = __file__,
-          cache: str = "cache", extra: Sequence[str] = ()) -> dict[str, Any]:  # fmt: skip
+def child(
+    what: str,
+    spec: str,
+    options: argparse.Namespace,
+    limit: float,
+    lane: int = 0,
+    *,
+    script: str = __file__,
+    cache: str = "cache",
+    extra: Sequence[str] = (),
+) -> dict[str, Any]:
     """One network in a fresh process. Args: cache: folder of its tuning database in the output folder."""
     more, prefix = lane_of(lane, options)
-    environment = {**os.environ, "JCUTS_CACHE_DIR": str(options.out / cache),
-                   "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3", **more,
-                   **({"JAX_PLATFORMS": "cpu", "JCUTS_MAX_CANDIDATES": "1"} if options.dry else {})}  # fmt: skip
-    command = [*prefix, sys.executable, script, spec, "--out", str(options.out), "--child", what,
-               "--seconds", str(options.seconds), *(["--dry"] if options.dry else []), *extra]  # fmt: skip
+    environment = {
+        **os.environ,
+        "JCUTS_CACHE_DIR": str(options.out / cache),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        **more,
+        **({"JAX_PLATFORMS": "cpu", "JCUTS_MAX_CANDIDATES": "1"} if options.dry else {}),
+    }
+    command = [
+        *prefix,
+        sys.executable,
+        script,
+        spec,
+        "--out",
+        str(options.out),
+        "--child",
+        what,
+        "--seconds",
+        str(options.seconds),
+        *(["--dry"] if options.dry else []),
+        *extra,
+    ]
     log = options.out / f"{label(spec)}_{what}.log"
     with log.open("w") as errors:
         try:
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True,
-                                  timeout=limit, check=False)  # fmt: skip
+            done = subprocess.run(
+                command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=limit, check=False
+            )
         except subprocess.TimeoutExpired:
             print(tail(log), flush=True)
             return {"failed": f"{what} took longer than {limit:.0f} s"}
@@ -349,8 +406,10 @@ def tail(log: Path) -> str:
 
 def table(out: Path) -> str:
     """The results as text: milliseconds per call back to back (and waited for one by one)."""
-    lines = [f"{'network':22} {'plain':>15} {'best flags':>15} {'jcuts':>15} {'x plain':>8} {'x flags':>8}  "
-             f"{'kernels':>11}  L2 error ours/XLA  chosen; torch.compile"]  # fmt: skip
+    lines = [
+        f"{'network':22} {'plain':>15} {'best flags':>15} {'jcuts':>15} {'x plain':>8} {'x flags':>8}  "
+        f"{'kernels':>11}  L2 error ours/XLA  chosen; torch.compile"
+    ]
     for path in sorted(out.glob("*.json")):
         row = json.loads(path.read_text())
         if "times" not in row:
@@ -401,9 +460,10 @@ def one(spec: str, options: argparse.Namespace, left: Callable[[], float], lane:
 
 
 def over_lanes(
-    todo: Iterable[str], options: argparse.Namespace,
+    todo: Iterable[str],
+    options: argparse.Namespace,
     run: Callable[[str, argparse.Namespace, Callable[[], float], int], None],
-) -> None:  # fmt: skip
+) -> None:
     """Deals items out to the GPUs; each takes the next. Args: run: gets item, options, seconds left, GPU."""
     waiting, lock, start = iter(todo), threading.Lock(), time.perf_counter()
 

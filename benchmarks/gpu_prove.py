@@ -30,14 +30,27 @@ def steps(out: Path, quick: bool) -> dict[str, list[str]]:
         "assemble": [f"{here}gpu_assemble.py", "--out", str(out / "assemble"), "--each", "2" if quick else "4"],
         "tests": ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"],
         "sanitize": [f"{here}gpu_sanitize.py", "--out", str(out), "--each", "2" if quick else "3"],
-        "differential": [f"{here}differential_gpu.py", "--out", str(out), "--slices",
-                         "--programs", "300" if quick else "1000"],
+        "differential": [
+            f"{here}differential_gpu.py",
+            "--out",
+            str(out),
+            "--slices",
+            "--programs",
+            "300" if quick else "1000",
+        ],
         "faults": [f"{here}gpu_faults.py", "--out", str(out), "--kills", "6" if quick else "24"],
         "mesh": [f"{here}gpu_mesh.py", "--out", str(out)],
         "pruning": [f"{here}pruning_gpu.py", "--out", str(out / "pruning"), "--candidates", "60" if quick else "510"],
-        "speed": [f"{here}gpu_run.py", "run", "--out", str(out / "speed"), "--no-tests",
-                  "--budget", "120" if quick else "400"],
-    }  # fmt: skip
+        "speed": [
+            f"{here}gpu_run.py",
+            "run",
+            "--out",
+            str(out / "speed"),
+            "--no-tests",
+            "--budget",
+            "120" if quick else "400",
+        ],
+    }
 
 
 def main() -> int:
@@ -50,8 +63,10 @@ def main() -> int:
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     environment = {
-        **os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-    }  # fmt: skip
+        **os.environ,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
     ended: dict[str, dict[str, float | int | str]] = {}
     for name, command in steps(out, options.quick).items():
         if options.only and name not in options.only.split(","):
@@ -59,8 +74,15 @@ def main() -> int:
         start = time.perf_counter()
         with open(out / f"{name}.log", "w") as log:
             try:
-                done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
-                                      env=environment, timeout=LIMIT_S, check=False)  # fmt: skip
+                done = subprocess.run(
+                    [sys.executable, *command],
+                    cwd=ROOT,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    timeout=LIMIT_S,
+                    check=False,
+                )
                 status: int | str = done.returncode
             except subprocess.TimeoutExpired:
                 status = "timeout"

@@ -110,30 +110,30 @@ def schedules(case: Layer, most: int, tiles: Sequence[Sequence[int]]) -> list[An
     """The first schedules of the ranking, and tiles with every exit."""
     from benchmarks.gpu_run import small_arguments
     from jcuts.base.errors import CompileRejected
-    from jcuts.codegen.cuda.group_shape import group_shape
-    from jcuts.region import gpu_products
-    from jcuts.region.build import build
-    from jcuts.region.gpu import GpuMachine
-    from jcuts.region.gpu_groups import GroupTiling, products
-    from jcuts.region.graph import build_graph
-    from jcuts.region.products import as_product, shares, sides
+    from jcuts.codegen.cuda.gemm.wgmma_tile import group_shape
+    from jcuts.lower.patterns.gemm import as_gemm, gemm_operands, k_tiles_per_split
+    from jcuts.lower.region import lower_region
+    from jcuts.lower.tensor_graph import build_graph
+    from jcuts.rewrite.simplify import simplify
+    from jcuts.schedule.gpu.candidates import GpuMachine
+    from jcuts.schedule.gpu.gemm import mma as gemm_mma
+    from jcuts.schedule.gpu.gemm.wgmma import WgmmaTile, contraction_schedules
     from jcuts.trace.inline import inline
-    from jcuts.trace.simplify import simplify
 
     graph = build_graph(simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case)))).jaxpr)
-    made = as_product(build(graph, frozenset(range(len(graph.nodes)))))  # type: ignore[arg-type]
+    made = as_gemm(lower_region(graph, frozenset(range(len(graph.nodes)))))  # type: ignore[arg-type]
     assert made is not None, case.name
     if case.rounded:
-        right = sides(made)[1].buffer
+        right = gemm_operands(made)[1].buffer
         made = replace(made, buffers=tuple(replace(b, tf32=b.name == right) for b in made.buffers))
-    item = sides(made)[0].item
+    item = gemm_operands(made)[0].item
     terms = 128 // item
-    share, _ = shares(case.shapes[0][0][1], terms, 1)
-    found = [p for p, _ in products(made, GpuMachine(132))][:most]
+    share, _ = k_tiles_per_split(case.shapes[0][0][1], terms, 1)
+    found = [p for p, _ in contraction_schedules(made, GpuMachine(132))][:most]
     if case.rounded:
-        found += [GroupTiling(*tile, rounded=1).of(made) for tile in BEFORE.get(case.name, ())]
+        found += [WgmmaTile(*tile, rounded=1).of(made) for tile in BEFORE.get(case.name, ())]
     else:
-        for program, _ in gpu_products.products(made, GpuMachine(132), 1):
+        for program, _ in gemm_mma.mma_schedules(made, GpuMachine(132), 1):
             found += [program, replace(program, params=(*program.params, ("early", 1)))]
     if case.rounded and tiles is not TILES:
         return found + fed(case, made)
@@ -145,8 +145,19 @@ def schedules(case: Layer, most: int, tiles: Sequence[Sequence[int]]) -> list[An
         depths = ((2, 1),) if through else ((share, 0),) if share <= 2 else ((4, 0), (3, 0))[: 2 if tile == MOST else 1]
         for stages, flight in depths:
             spread = case.rounded and share > stages and columns < 256
-            tiling = GroupTiling(rows, columns, terms, (groups, 1), stages, flight, early=early, held=held,
-                                 rounded=int(case.rounded), spread=int(spread), steps=2 if spread else 1)  # fmt: skip
+            tiling = WgmmaTile(
+                rows,
+                columns,
+                terms,
+                (groups, 1),
+                stages,
+                flight,
+                early=early,
+                held=held,
+                rounded=int(case.rounded),
+                spread=int(spread),
+                steps=2 if spread else 1,
+            )
             program = tiling.of(made)
             try:
                 shape = group_shape(program)
@@ -160,8 +171,8 @@ def schedules(case: Layer, most: int, tiles: Sequence[Sequence[int]]) -> list[An
 def fed(case: Layer, made: Any) -> list[Any]:
     """Blocks that go on from tile to tile; what is added comes by stages, too, or as lanes ask for it."""
     from jcuts.base.errors import CompileRejected
-    from jcuts.codegen.cuda.fed_shape import fed_shape
-    from jcuts.region.gpu_fed import MOST_SHARED, MOST_STAGES, STAGES, FedTiling
+    from jcuts.codegen.cuda.warp_specialized.tile import fed_shape
+    from jcuts.schedule.gpu.warp_specialized.schedules import MOST_SHARED, MOST_STAGES, STAGES, WarpSpecializedTile
 
     (rows, _), (columns, _) = case.shapes[0][0], case.shapes[1][0]
     found = []
@@ -169,7 +180,7 @@ def fed(case: Layer, made: Any) -> list[Any]:
         rounds = -(-(-(-rows // high) * -(-columns // wide)) // 132)
         for early, beside in ((1, 0), (0, 1), (1, 1)) if case.added else ((0, 0),):
             for stages in range(MOST_STAGES, STAGES - 1, -1):
-                program = FedTiling(high, wide, groups, stages, carriers, 0, rounds, early, beside).of(made)
+                program = WarpSpecializedTile(high, wide, groups, stages, carriers, 0, rounds, early, beside).of(made)
                 try:
                     fits = fed_shape(program).shared <= MOST_SHARED
                 except CompileRejected:
@@ -183,16 +194,17 @@ def fed(case: Layer, made: Any) -> list[Any]:
 def measured(case: Layer, programs: Sequence[Any], folder: Path) -> dict[str, Any]:
     """One layer: XLA, a copy, and all programs, in turns."""
     from benchmarks import gpu_run
-    from jcuts.tune.kernelfile import read_kernel
-    from jcuts.xla.call import call_kernel
+    from jcuts.tune.kernel_file import read_kernel
+    from jcuts.xla.ffi_call import call_kernel
 
     row: dict[str, Any] = {"case": case.name, "bytes": case.moved(), "programs": {}, "rejected": {}}
     count = int(min(gpu_run.MOST_SETS, max(4, -(-gpu_run.ROTATED // case.moved()))))
     first = tuple(jnp.asarray(a) for a in case.arguments(0))
     sets = [tuple(jax.block_until_ready(jnp.roll(a, k)) for a in first) for k in range(count)]
     functions: dict[str, Callable[..., Any]] = {
-        "xla": case.function, "xla convolution": _convolution(case.rounded, case.added),
-    }  # fmt: skip
+        "xla": case.function,
+        "xla convolution": _convolution(case.rounded, case.added),
+    }
     if case.added:
         functions["copy"] = lambda x, w, b, r: jnp.maximum(r + b, 0)
     params: dict[str, Any] = {}
@@ -242,10 +254,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = [(case, schedules(case, options.most, () if options.fed else TILES)) for case in cases]
     build([p for _, programs in work for p in programs], folder, options.workers, start)
     in_turn(
-        ((case.name, functools.partial(measured, case, programs, folder))
-         for case, programs in ([] if options.build else work)),
-        show, options.out / "gpu_residual.json", options.budget, start,
-    )  # fmt: skip
+        (
+            (case.name, functools.partial(measured, case, programs, folder))
+            for case, programs in ([] if options.build else work)
+        ),
+        show,
+        options.out / "gpu_residual.json",
+        options.budget,
+        start,
+    )
     return 0
 
 

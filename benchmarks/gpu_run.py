@@ -36,16 +36,16 @@ def program_of(case: Any) -> Any:
     """The unscheduled program of a case (None if the planner makes several kernels of it)."""
     import jax
 
-    from jcuts.region import find
-    from jcuts.region.attend import attended
-    from jcuts.region.graph import MOST_SWITCHED, build_graph
+    from jcuts.fusion import greedy
+    from jcuts.fusion.match_attention import fuse_attention
+    from jcuts.lower.tensor_graph import MOST_SWITCHED, build_graph
+    from jcuts.rewrite.simplify import simplify
     from jcuts.trace.inline import inline
-    from jcuts.trace.simplify import simplify
 
     closed = simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case))))
     graph = build_graph(closed.jaxpr, joined=MOST_SWITCHED)
-    grouping = find.group(graph)
-    subsets = attended(graph, grouping.subsets)
+    grouping = greedy.group(graph)
+    subsets = fuse_attention(graph, grouping.subsets)
     if len(subsets) != 1 or grouping.left_out:
         return None, f"{len(subsets)} kernels, left out: {list(map(str, grouping.left_out.values()))}"
     return subsets[0][1], ""
@@ -63,12 +63,12 @@ def scheduled(
     case: Any, sms: int, count: int = CANDIDATES, capability: tuple[int, int] = (9, 0)
 ) -> tuple[list[Any], str]:
     """The candidate programs of a case."""
-    from jcuts.region import gpu
+    from jcuts.schedule.gpu import candidates as gpu_candidates
 
     program, why = program_of(case)
     if program is None:
         return [], why
-    found = gpu.candidates(program, gpu.GpuMachine(sms, capability=capability), count)
+    found = gpu_candidates.candidates(program, gpu_candidates.GpuMachine(sms, capability=capability), count)
     return [p for p, _ in found], "" if found else "no kernel form"
 
 
@@ -83,8 +83,8 @@ def build(folder: Path, sms: int, capability: tuple[int, int], only: str, count:
     from benchmarks.gpu_cases import cases
     from jcuts.base.errors import CompileRejected
     from jcuts.codegen.cuda.compile import compile_program
-    from jcuts.codegen.cuda.target import CudaTarget
-    from jcuts.tune.kernelfile import write_kernel
+    from jcuts.codegen.cuda.toolchain.target import CudaTarget
+    from jcuts.tune.kernel_file import write_kernel
 
     folder.mkdir(parents=True, exist_ok=True)
     start, built, refused = time.perf_counter(), 0, 0
@@ -105,14 +105,14 @@ def build(folder: Path, sms: int, capability: tuple[int, int], only: str, count:
 
 def kernel_of(program: Any, folder: Path | None) -> Any:
     """The compiled kernel of a program: from the folder, else compiled here."""
-    from jcuts.tune.kernelfile import read_kernel
+    from jcuts.tune.kernel_file import read_kernel
 
     if folder is not None and (path := folder / f"{program.digest}.kernel").exists():
         return read_kernel(path)
     from jcuts.codegen.cuda.compile import compile_program
-    from jcuts.xla import gpus
+    from jcuts.xla import devices as xla_devices
 
-    return compile_program(program, gpus.target())
+    return compile_program(program, xla_devices.target())
 
 
 # -- measuring ------------------------------------------------------------------------------------------------------
@@ -152,10 +152,14 @@ def timed(programs: dict[str, Any], sets: Any, count: int, floor: Any) -> dict[s
             spent[name].append((time.perf_counter() - start) / repeats / count)
             del out
     return {
-        name: {"median": float(np.median(x)), "low": float(np.quantile(x, 0.25)), "high": float(np.quantile(x, 0.75)),
-               "least": float(np.min(x))}
+        name: {
+            "median": float(np.median(x)),
+            "low": float(np.quantile(x, 0.25)),
+            "high": float(np.quantile(x, 0.75)),
+            "least": float(np.min(x)),
+        }
         for name, x in spent.items()
-    }  # fmt: skip
+    }
 
 
 def error_of(results: Sequence[Any], reference: Sequence[Any]) -> float:
@@ -174,9 +178,14 @@ def error_of(results: Sequence[Any], reference: Sequence[Any]) -> float:
 
 
 def bench(
-    case: Any, folder: Path | None, sms: int, most: int, capability: tuple[int, int],
-    programs: Sequence[Any] | None = None, graphs: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+    case: Any,
+    folder: Path | None,
+    sms: int,
+    most: int,
+    capability: tuple[int, int],
+    programs: Sequence[Any] | None = None,
+    graphs: bool = False,
+) -> dict[str, Any]:
     """One case: every candidate (or the programs given) against XLA, checked against float64 first.
 
     Args: graphs: XLA may also put everything into CUDA graphs; the faster program counts.
@@ -185,7 +194,7 @@ def bench(
     import jax.numpy as jnp
     import numpy as np
 
-    from jcuts.xla.call import call_kernel
+    from jcuts.xla.ffi_call import call_kernel
 
     moved = case.moved()
     row: dict[str, Any] = {"case": case.name, "bytes": moved, "candidates": {}, "rejected": {}}
@@ -198,10 +207,12 @@ def bench(
     sets = [tuple(jax.device_put(x) for x in case.arguments(0))]
     for seed in range(1, sets_wanted if heavy < (2 << 30) else 4):
         if case.read is not None:  # the same tables, other rows
-            sets.append(tuple(
-                old if share < 1 else jax.device_put(new)
-                for old, new, share in zip(sets[0], case.arguments(seed), case.read, strict=True)
-            ))  # fmt: skip
+            sets.append(
+                tuple(
+                    old if share < 1 else jax.device_put(new)
+                    for old, new, share in zip(sets[0], case.arguments(seed), case.read, strict=True)
+                )
+            )
         else:  # values matter little for time: shifted copies of random data
             sets.append(tuple(jax.block_until_ready(jnp.roll(x, seed)) for x in sets[0]))
     count = len(sets)
@@ -212,15 +223,17 @@ def bench(
     row["xla_error"] = error_of(jax.tree.leaves(plain(*sets[0])), reference)
     compiled = {"xla": jax.jit(chain(case.function, count)).lower(sets).compile()}
     if graphs:
-        from jcuts.guard import OPTIONS
+        from jcuts.jit.end_to_end_benchmark import OPTIONS
 
         compiled["xla graphs"] = jax.jit(chain(case.function, count)).lower(sets).compile(OPTIONS["cuda"]["graphs"])
     schedules = {}
     for number, program in enumerate(programs):
         label = f"{number}"
-        schedules[label] = {"params": dict(program.params),
-                            "unroll": [[a.name, a.extent, a.unroll] for a in program.phases[0].axes],
-                            "terms": [[r.name, r.extent, r.unroll] for r in program.phases[0].reds]}  # fmt: skip
+        schedules[label] = {
+            "params": dict(program.params),
+            "unroll": [[a.name, a.extent, a.unroll] for a in program.phases[0].axes],
+            "terms": [[r.name, r.extent, r.unroll] for r in program.phases[0].reds],
+        }
         try:
             kernel = kernel_of(program, folder)
             call = lambda *xs, k=kernel: call_kernel(k, *operands_of(k, xs))  # noqa: E731
@@ -266,8 +279,22 @@ def environment() -> dict[str, Any]:
 
     import jax
 
-    names = ("jax", "jaxlib", "jax-cuda13-plugin", "numba", "llvmlite", "numba-cuda", "numpy", "cuda-bindings",
-             "nvidia-nvvm", "nvidia-cuda-nvcc", "pytest", "hypothesis", "rich", "flatbuffers")  # fmt: skip
+    names = (
+        "jax",
+        "jaxlib",
+        "jax-cuda13-plugin",
+        "numba",
+        "llvmlite",
+        "numba-cuda",
+        "numpy",
+        "cuda-bindings",
+        "nvidia-nvvm",
+        "nvidia-cuda-nvcc",
+        "pytest",
+        "hypothesis",
+        "rich",
+        "flatbuffers",
+    )
     found: dict[str, Any] = {"python": platform.python_version()}
     for name in names:
         try:
@@ -275,14 +302,20 @@ def environment() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             found[name] = None
     try:
-        from jcuts.codegen.cuda import assemble
         from jcuts.codegen.cuda import compile as compiler
-        from jcuts.xla import cuda, gpus
+        from jcuts.codegen.cuda.toolchain import ptxas
+        from jcuts.xla import cuda_launcher
+        from jcuts.xla import devices as xla_devices
 
         device = jax.devices("cuda")[0]
-        found.update(device=str(device.device_kind), platform=device.platform, gpu=str(gpus.this()),
-                     compiler=compiler.available() or "yes", ptxas=assemble.assembler(),
-                     launcher=cuda.available() or "yes")  # fmt: skip
+        found.update(
+            device=str(device.device_kind),
+            platform=device.platform,
+            gpu=str(xla_devices.this()),
+            compiler=compiler.available() or "yes",
+            ptxas=ptxas.assembler(),
+            launcher=cuda_launcher.available() or "yes",
+        )
     except Exception as error:
         found["problem"] = f"{type(error).__name__}: {error}"
     return found
@@ -290,13 +323,26 @@ def environment() -> dict[str, Any]:
 
 def run_tests(out: Path, limit: float, which: str) -> dict[str, Any]:
     """``pytest -m gpu`` in a process of its own."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "--maxfail=12", "--durations=5", "-p",
-               "no:cacheprovider", *(["-k", which] if which else [])]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "tests/gpu",
+        "-q",
+        "--maxfail=12",
+        "--durations=5",
+        "-p",
+        "no:cacheprovider",
+        *(["-k", which] if which else []),
+    ]
     start = time.perf_counter()
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False,
-                              env=environment)  # fmt: skip
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False, env=environment
+        )
         text, code = done.stdout + done.stderr, done.returncode
     except subprocess.TimeoutExpired as error:
         text, code = (
@@ -323,9 +369,9 @@ def run(out: Path, folder: Path | None, only: str, budget: float, tests: bool, w
 
     sms, capability = 132, (9, 0)
     try:
-        from jcuts.xla import gpus
+        from jcuts.xla import devices as xla_devices
 
-        sms, capability = gpus.this().sms, gpus.this().capability
+        sms, capability = xla_devices.this().sms, xla_devices.this().capability
     except Exception as error:
         print(f"no GPU: {error}")
     print(f"{'case':52} {'XLA us':>9} {'jcuts us':>9} {'x':>5} {'GB/s':>6} {'/bound':>7} {'err':>8}")
@@ -388,8 +434,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         major, _, minor = options.capability.partition(".")
         folder = options.kernels or Path("gpu_kernels")
         return build(folder, options.sms, (int(major), int(minor)), options.only, options.candidates)
-    return run(options.out, options.kernels, options.only, options.budget, not options.no_tests, options.tests,
-               options.candidates)  # fmt: skip
+    return run(
+        options.out,
+        options.kernels,
+        options.only,
+        options.budget,
+        not options.no_tests,
+        options.tests,
+        options.candidates,
+    )
 
 
 if __name__ == "__main__":

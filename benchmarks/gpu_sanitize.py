@@ -78,13 +78,13 @@ def recognised() -> Iterator[tuple[str, Any, list[Any]]]:
     """Name, program and operands of templates whose programs are found in more than one subset, or by their weights."""
     import numpy as np
 
-    from jcuts.region.weights import turning
+    from jcuts.lower.weight_transpose import transpose_program
     from tests import programs
-    from tests.codegen.test_block import BLOCKS, program_of, traced_number
-    from tests.codegen.test_block_halves import BLOCKS as HALVES
+    from tests.codegen.cuda.inverted_residual.test_bfloat16 import BLOCKS as HALVES
+    from tests.codegen.cuda.inverted_residual.test_kernel import BLOCKS, program_of, traced_number
     from tests.gpu.cases import attention
     from tests.gpu.test_products import NORMS, ROUNDED, behind_a_norm, norm_of_bfloat16
-    from tests.ptx_tensor import round_tf32
+    from tests.ptx.tensor_core import round_tf32
 
     rng = np.random.default_rng(3)
     for dtype in ("float32", "bfloat16"):
@@ -109,7 +109,7 @@ def recognised() -> Iterator[tuple[str, Any, list[Any]]]:
         yield f"bfloat16 norm of {size[0]} rows", traced.product(), traced.operands()
     sizes = [(3, 3, 5, 17), (64, 64), (1, 1, 130, 24), (4, 1), (2, 3, 65)]
     arrays = [rng.standard_normal(s).astype(np.float32) for s in sizes]
-    yield "weights turned", turning([(s, (s[-1], *s[:-1])) for s in sizes]), arrays
+    yield "weights turned", transpose_program([(s, (s[-1], *s[:-1])) for s in sizes]), arrays
 
 
 def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], only: str) -> dict[str, Any]:
@@ -118,9 +118,9 @@ def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], onl
     import numpy as np
     from gpu_compile import compile_all
 
-    from jcuts.dfg.program import Program
-    from jcuts.region import gpu
-    from jcuts.tune.values import save
+    from jcuts.kernel_ir.program import Program
+    from jcuts.schedule.gpu import candidates as gpu_candidates
+    from jcuts.tune.verify.inputs import save
     from tests import programs
 
     found: list[tuple[str, Program, list[np.ndarray]]] = []
@@ -138,9 +138,16 @@ def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], onl
             listed_programs.append((name, built, traced.operands()))
         listed_programs += [entry for entry in recognised() if _named(entry[0], only)]
         for name, built, operands in listed_programs:
-            ranked = [built] if "cuda" in dict(built.params) else [
-                p for p, _ in gpu.candidates(built, gpu.GpuMachine(132, capability=capability), 1 << 20)
-            ]  # fmt: skip
+            ranked = (
+                [built]
+                if "cuda" in dict(built.params)
+                else [
+                    p
+                    for p, _ in gpu_candidates.candidates(
+                        built, gpu_candidates.GpuMachine(132, capability=capability), 1 << 20
+                    )
+                ]
+            )
             if not ranked:
                 skipped[name] = "no kernel form"
                 continue
@@ -162,15 +169,26 @@ def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], onl
         for k, value in enumerate(operands):
             save(folder / f"{number}.in{k}.npy", value)
         types = [[list(x.shape), x.dtype.name] for x in operands]
-        entries.append({"case": name, "kernel": str(made.path), "operands": types, "number": number,
-                        "template": program.template, "params": dict(program.params)})  # fmt: skip
+        entries.append(
+            {
+                "case": name,
+                "kernel": str(made.path),
+                "operands": types,
+                "number": number,
+                "template": program.template,
+                "params": dict(program.params),
+            }
+        )
     listed = {"entries": entries}
     (folder / "list.json").write_text(json.dumps(listed))
     return {
-        "cases": len({e["case"] for e in entries}), "kernels": len(entries),
-        "templates": sorted({f"{e['template']}/{e['params']['cuda']}" for e in entries}), "refused": refused,
-        "skipped": skipped, "compile_seconds": round(time.perf_counter() - start, 1),
-    }  # fmt: skip
+        "cases": len({e["case"] for e in entries}),
+        "kernels": len(entries),
+        "templates": sorted({f"{e['template']}/{e['params']['cuda']}" for e in entries}),
+        "refused": refused,
+        "skipped": skipped,
+        "compile_seconds": round(time.perf_counter() - start, 1),
+    }
 
 
 def _named(name: str, parts: str) -> bool:
@@ -180,18 +198,18 @@ def _named(name: str, parts: str) -> bool:
 # -- processes that launch --------------------------------------------------------------------------------------------
 def launch(folder: Path, how: str, repeats: int) -> int:
     """Runs every kernel of the list; ``how``: 'exact' (for the sanitizer), 'fenced' or 'repeat'."""
-    from jcuts.tune import driver, gpu
-    from jcuts.tune.kernelfile import read_kernel
-    from jcuts.tune.values import load
+    from jcuts.tune.kernel_file import read_kernel
+    from jcuts.tune.measure import cuda_driver, gpu_launch
+    from jcuts.tune.verify.inputs import load
 
-    device = driver.device()
+    device = cuda_driver.device()
     failures, ran = [], 0
     for entry in json.loads((folder / "list.json").read_text())["entries"]:
         types = entry["operands"]
         inputs = [
             load(folder / f"{entry['number']}.in{k}.npy", tuple(shape), dtype) for k, (shape, dtype) in enumerate(types)
         ]
-        launcher = gpu.GpuLauncher(read_kernel(Path(entry["kernel"])), device)
+        launcher = gpu_launch.GpuLauncher(read_kernel(Path(entry["kernel"])), device)
         print(f"kernel {entry['case']} {entry['params']}", flush=True)
         try:
             if how == "exact":
@@ -242,7 +260,7 @@ def _exact(launcher: Any, inputs: Sequence[Any], poisons: Sequence[int], repeats
 
 
 def _numpy(dtype: str) -> Any:
-    from jcuts.tune.values import dtype_of
+    from jcuts.tune.verify.inputs import dtype_of
 
     return dtype_of(dtype)
 
@@ -250,24 +268,27 @@ def _numpy(dtype: str) -> Any:
 def control(tool: str) -> int:
     """Launches the wrong kernel that a tool must find."""
     from jcuts.codegen.artifact import CompiledKernel
-    from jcuts.codegen.cuda import assemble
-    from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
-    from jcuts.tune import driver, gpu
+    from jcuts.codegen.cuda.toolchain import ptxas
+    from jcuts.codegen.cuda.toolchain.image import SYMBOL, Image, Launch
+    from jcuts.tune.measure import cuda_driver, gpu_launch
 
-    device = driver.device()
+    device = cuda_driver.device()
     major, minor = device.attribute(75), device.attribute(76)
-    cubin = assemble.assemble(_CONTROL.format(body=CONTROLS[tool]), f"sm_{major}{minor}")
+    cubin = ptxas.assemble(_CONTROL.format(body=CONTROLS[tool]), f"sm_{major}{minor}")
     image = Image(f"sm_{major}{minor}", "control", (Launch("control", (1, 1, 1), (64, 1, 1), ((0, 0),)),), cubin)
     kernel = CompiledKernel(f"control {tool}", SYMBOL, image.pack(), 1, 0, (), (((32,), "uint32"),))
-    _exact(gpu.GpuLauncher(kernel, device), [], [0], 1)
+    _exact(gpu_launch.GpuLauncher(kernel, device), [], [0], 1)
     return 0
 
 
 # -- the parent -------------------------------------------------------------------------------------------------------
 def sanitizer() -> str:
     """Path of compute-sanitizer, or ''."""
-    places = [shutil.which("compute-sanitizer"), "/usr/local/cuda/bin/compute-sanitizer",
-              "/usr/local/cuda/compute-sanitizer/compute-sanitizer"]  # fmt: skip
+    places = [
+        shutil.which("compute-sanitizer"),
+        "/usr/local/cuda/bin/compute-sanitizer",
+        "/usr/local/cuda/compute-sanitizer/compute-sanitizer",
+    ]
     return next((p for p in places if p and os.access(p, os.X_OK)), "")
 
 
@@ -322,9 +343,9 @@ def main() -> int:
     if options.compile_only:
         major, minor = (int(x) for x in options.capability.split("."))
     else:
-        from jcuts.tune import driver
+        from jcuts.tune.measure import cuda_driver
 
-        device = driver.device()
+        device = cuda_driver.device()
         major, minor = device.attribute(75), device.attribute(76)
     result: dict[str, Any] = prepare(folder, options.each, options.jobs, (major, minor), options.only)
     print(json.dumps(result, indent=1), flush=True)

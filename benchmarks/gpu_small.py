@@ -41,23 +41,46 @@ EXITS: dict[str, Callable[..., Any]] = {
     "residual relu": lambda y, b, r: jnp.maximum(y + b + r, 0.0),
 }
 LAYERS = (
-    ("bias", 384, 768, 768), ("residual", 384, 3072, 768), ("residual relu", 49, 512, 2048), ("relu", 196, 1024, 256),
-    ("gelu", 384, 768, 3072), ("norm", 196, 768, 128), ("residual relu", 3136, 64, 256), ("relu", 49, 2048, 512),
-    ("bias", 384, 768, 2304), ("residual relu", 196, 256, 1024), ("norm", 784, 256, 128), ("relu", 784, 512, 128),
-    ("residual", 384, 768, 768), ("residual relu", 784, 128, 512), ("relu", 3136, 256, 64), ("norm", 49, 896, 128),
-)  # fmt: skip
+    ("bias", 384, 768, 768),
+    ("residual", 384, 3072, 768),
+    ("residual relu", 49, 512, 2048),
+    ("relu", 196, 1024, 256),
+    ("gelu", 384, 768, 3072),
+    ("norm", 196, 768, 128),
+    ("residual relu", 3136, 64, 256),
+    ("relu", 49, 2048, 512),
+    ("bias", 384, 768, 2304),
+    ("residual relu", 196, 256, 1024),
+    ("norm", 784, 256, 128),
+    ("relu", 784, 512, 128),
+    ("residual", 384, 768, 768),
+    ("residual relu", 784, 128, 512),
+    ("relu", 3136, 256, 64),
+    ("norm", 49, 896, 128),
+)
 """(what follows, or a norm and ReLU before, rows, terms, columns): BERT-base with 384 tokens, ResNet50, DenseNet121."""
 ROWS_OF_EIGHT = (
-    ("gelu", 3072, 768, 3072), ("residual", 3072, 3072, 768), ("bias", 3072, 768, 2304), ("residual", 3072, 768, 768),
-)  # fmt: skip
+    ("gelu", 3072, 768, 3072),
+    ("residual", 3072, 3072, 768),
+    ("bias", 3072, 768, 2304),
+    ("residual", 3072, 768, 768),
+)
 """Products of BERT-base with 8 sequences of 384 tokens."""
 FIXED = (
-    (64, 192, 32, 1, 6, 1, 1, 192, 768), (64, 192, 32, 1, 6, 1, 1, 768, 768), (64, 192, 32, 1, 6, 1, 1, 3072, 768),
-    (64, 192, 32, 1, 6, 1, 4, 768, 768), (64, 192, 32, 1, 6, 1, 4, 3072, 768),
-    (64, 64, 32, 1, 6, 1, 1, 192, 768), (64, 64, 32, 1, 6, 1, 1, 768, 768), (64, 64, 32, 1, 6, 1, 4, 768, 768),
-    (64, 64, 32, 1, 1, 1, 1, 32, 768), (64, 192, 32, 1, 1, 1, 1, 32, 768),
-    (128, 96, 32, 2, 6, 1, 1, 192, 768), (128, 96, 32, 2, 6, 1, 4, 768, 768), (128, 96, 32, 2, 6, 1, 1, 768, 768),
-)  # fmt: skip
+    (64, 192, 32, 1, 6, 1, 1, 192, 768),
+    (64, 192, 32, 1, 6, 1, 1, 768, 768),
+    (64, 192, 32, 1, 6, 1, 1, 3072, 768),
+    (64, 192, 32, 1, 6, 1, 4, 768, 768),
+    (64, 192, 32, 1, 6, 1, 4, 3072, 768),
+    (64, 64, 32, 1, 6, 1, 1, 192, 768),
+    (64, 64, 32, 1, 6, 1, 1, 768, 768),
+    (64, 64, 32, 1, 6, 1, 4, 768, 768),
+    (64, 64, 32, 1, 1, 1, 1, 32, 768),
+    (64, 192, 32, 1, 1, 1, 1, 32, 768),
+    (128, 96, 32, 2, 6, 1, 1, 192, 768),
+    (128, 96, 32, 2, 6, 1, 4, 768, 768),
+    (128, 96, 32, 2, 6, 1, 1, 768, 768),
+)
 """Rows, columns, terms, groups, stages, split, cluster of tilings; terms and columns of a product of 384 rows."""
 
 
@@ -83,27 +106,27 @@ def product(case: Case) -> Any:
     from dataclasses import replace
 
     from benchmarks.gpu_run import small_arguments
-    from jcuts.region.absorb import CHEAP
-    from jcuts.region.build import build as built
-    from jcuts.region.graph import build_graph
-    from jcuts.region.products import as_product, sides
+    from jcuts.fusion.move_epilogue import CHEAP
+    from jcuts.lower.patterns.gemm import as_gemm, gemm_operands
+    from jcuts.lower.region import lower_region as built
+    from jcuts.lower.tensor_graph import build_graph
+    from jcuts.rewrite.simplify import simplify
     from jcuts.trace.inline import inline
-    from jcuts.trace.simplify import simplify
 
     graph = build_graph(simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case)))).jaxpr)
-    made = as_product(built(graph, frozenset(range(len(graph.nodes))), cheap=CHEAP))  # type: ignore[arg-type]
+    made = as_gemm(built(graph, frozenset(range(len(graph.nodes))), cheap=CHEAP))  # type: ignore[arg-type]
     assert made is not None
-    right = sides(made)[1].buffer
+    right = gemm_operands(made)[1].buffer
     wide = case.shapes[0][1] == "float32"
     return replace(made, buffers=tuple(replace(b, tf32=wide and b.name == right) for b in made.buffers))
 
 
 def best_tiles(counter: Any, most: int) -> list[Any]:
     """The best tiling of every tile and cluster by its counted cycles, so many of them."""
-    from jcuts.region import gpu_groups
+    from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
 
     found: dict[tuple[int, ...], Any] = {}
-    for tiling in sorted(gpu_groups.tilings(counter), key=counter.cycles):
+    for tiling in sorted(gemm_wgmma.tilings(counter), key=counter.cycles):
         if tiling.split == 1:
             found.setdefault((tiling.rows, tiling.columns, tiling.cluster), tiling)
     return list(found.values())[:most]
@@ -129,28 +152,27 @@ def sweep(counter: Any, most: int) -> list[Any]:
 
 def schedules(case: Layer, most: int) -> list[Any]:
     """Programs of a layer: those of the sweep, and those of the ranking of both families."""
-    from jcuts.region import gpu_groups, gpu_products
-    from jcuts.region.gpu_tiles import GpuMachine
+    from jcuts.schedule.gpu.gemm import mma as gemm_mma
+    from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+    from jcuts.schedule.gpu.machine import GpuMachine
 
     made = product(case)
-    counter = gpu_groups.GroupCounter(made, GpuMachine(132))
+    counter = gemm_wgmma.WgmmaProblem(made, GpuMachine(132))
     found = [tiling.of(made) for tiling in sweep(counter, most)]
-    found += [p for p, _ in gpu_groups.grouped(counter)]
+    found += [p for p, _ in gemm_wgmma.wgmma_schedules(counter)]
     if not counter.before:
-        found += [p for p, _ in gpu_products.products(made, GpuMachine(132), 1)]
+        found += [p for p, _ in gemm_mma.mma_schedules(made, GpuMachine(132), 1)]
     return list({p.digest: p for p in found}.values())
 
 
 def fixed() -> list[tuple[Layer, list[Any]]]:
     """Products of few and many terms by the same tilings."""
-    from jcuts.region.gpu_group_tiling import GroupTiling
+    from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 
     found: dict[tuple[int, int], list[Any]] = {}
     for rows, columns, terms, groups, stages, split, cluster, total, wide in FIXED:
         for steps, push in ((1, 0), (0, 0), (0, 1)) if cluster > 1 else ((1, 0), (0, 0)):
-            tiling = GroupTiling(
-                rows, columns, terms, (groups, 1), stages, 0, split, cluster, 1, steps=steps, push=push
-            )
+            tiling = WgmmaTile(rows, columns, terms, (groups, 1), stages, 0, split, cluster, 1, steps=steps, push=push)
             found.setdefault((total, wide), []).append(tiling)
     pairs = []
     for (total, wide), listed in found.items():
@@ -162,12 +184,12 @@ def fixed() -> list[tuple[Layer, list[Any]]]:
 def measured(case: Case, plain: Layer | None, programs: Sequence[Any], folder: Path) -> dict[str, Any]:
     """One layer: XLA and all programs, in turns."""
     from benchmarks import gpu_run
-    from jcuts.guard import OPTIONS
-    from jcuts.tune.driver import device
-    from jcuts.tune.gpu import GpuLauncher, median, screen
-    from jcuts.tune.gpu_timing import Bench
-    from jcuts.tune.kernelfile import read_kernel
-    from jcuts.xla.call import call_kernel
+    from jcuts.jit.end_to_end_benchmark import OPTIONS
+    from jcuts.tune.kernel_file import read_kernel
+    from jcuts.tune.measure.cuda_driver import device
+    from jcuts.tune.measure.gpu_chain_timing import ChainBenchmark
+    from jcuts.tune.measure.gpu_launch import GpuLauncher, median, screen
+    from jcuts.xla.ffi_call import call_kernel
 
     arguments = case.arguments(0)
     graphs = OPTIONS["cuda"]["graphs"]
@@ -188,11 +210,11 @@ def measured(case: Case, plain: Layer | None, programs: Sequence[Any], folder: P
         wide = np.asarray(jax.jit(case.function)(*(a.astype(np.float64) for a in arguments)))
     scale, errors = float(np.sqrt(np.mean(wide * wide))), {}
     compiled: dict[str, Any] = {}
-    bench = Bench(case.function, arguments)
+    bench = ChainBenchmark(case.function, arguments)
     turned = None
     if plain is not None:  # alone: their algorithms are timed meanwhile
         others = [arguments[0], np.ascontiguousarray(arguments[1].T), *arguments[2:]]
-        turned = Bench(plain.function, others)
+        turned = ChainBenchmark(plain.function, others)
         compiled |= bench.compiled({"xla along": (case.function, graphs)})
         turned.add("xla", turned.compiled({"xla": (plain.function, graphs)})["xla"])
         errors["xla"] = float(np.abs(np.asarray(jax.jit(case.function)(*arguments)) - wide).max()) / scale
@@ -221,9 +243,12 @@ def measured(case: Case, plain: Layer | None, programs: Sequence[Any], folder: P
     for name, samples in times.items():
         values = np.asarray(samples.seconds)
         row["programs"][name] = {
-            "params": params.get(name, {}), "error": errors.get(name), "median": float(np.median(values)),
-            "least": float(values.min()), **{what: found.get(name) for what, found in alone.items()},
-        }  # fmt: skip
+            "params": params.get(name, {}),
+            "error": errors.get(name),
+            "median": float(np.median(values)),
+            "least": float(values.min()),
+            **{what: found.get(name) for what, found in alone.items()},
+        }
     return row
 
 
@@ -241,9 +266,12 @@ def show(row: dict[str, Any]) -> None:
 
 
 def measure(
-    work: Sequence[tuple[Case, Layer | None, Sequence[Any]]], folder: Path, out: Path, rows: list[dict[str, Any]],
+    work: Sequence[tuple[Case, Layer | None, Sequence[Any]]],
+    folder: Path,
+    out: Path,
+    rows: list[dict[str, Any]],
     clock: tuple[float, float],
-) -> None:  # fmt: skip
+) -> None:
     """All layers, shown and written after each one. Args: rows: what is written first; clock: its start, seconds."""
     start, budget = clock
     for case, plain, programs in work:
@@ -261,8 +289,8 @@ def measure(
 
 def floor() -> dict[str, float]:
     """What a link of a chain takes that computes next to nothing: XLA's."""
-    from jcuts.guard import OPTIONS
-    from jcuts.tune.gpu_timing import compare
+    from jcuts.jit.end_to_end_benchmark import OPTIONS
+    from jcuts.tune.measure.gpu_chain_timing import compare
 
     x = np.ones(1024, np.float32)
     entries = {"xla": (lambda x: x + 1, {}), "xla graphs": (lambda x: x + 1, OPTIONS["cuda"]["graphs"])}
@@ -274,18 +302,21 @@ def clusters_at_once(folder: Path) -> dict[str, int]:
     """How many clusters of so many blocks the device has at once, one block per multiprocessor, or two."""
     import ctypes
 
-    from jcuts.codegen.cuda.image import Image
-    from jcuts.tune.driver import device
-    from jcuts.tune.kernelfile import read_kernel
+    from jcuts.codegen.cuda.toolchain.image import Image
+    from jcuts.tune.kernel_file import read_kernel
+    from jcuts.tune.measure.cuda_driver import device
 
     class Attribute(ctypes.Structure):
         _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16))
 
     class Config(ctypes.Structure):
         _fields_ = (
-            ("sizes", ctypes.c_uint * 6), ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p),
-            ("attributes", ctypes.POINTER(Attribute)), ("count", ctypes.c_uint),
-        )  # fmt: skip
+            ("sizes", ctypes.c_uint * 6),
+            ("shared", ctypes.c_uint),
+            ("stream", ctypes.c_void_p),
+            ("attributes", ctypes.POINTER(Attribute)),
+            ("count", ctypes.c_uint),
+        )
 
     driver, found = device(), {}
     image = Image.unpack(read_kernel(next(folder.glob("*.kernel"))).object_code)

@@ -32,26 +32,45 @@ from benchmarks.gpu_groups import build  # noqa: E402
 from benchmarks.gpu_small import best_tiles, measure, product  # noqa: E402
 
 LAYERS = (
-    (1, 14, 256, 256, (3, 3)), (1, 7, 512, 512, (3, 3)), (1, 28, 128, 128, (3, 3)), (1, 56, 64, 64, (3, 3)),
-    (1, 14, 128, 32, (3, 3)), (1, 17, 192, 192, (1, 7)), (1, 8, 448, 384, (3, 3)), (1, 35, 96, 96, (3, 3)),
-    (1, 28, 128, 32, (3, 3)), (1, 35, 48, 64, (5, 5)), (1, 17, 160, 160, (7, 1)), (16, 14, 256, 256, (3, 3)),
+    (1, 14, 256, 256, (3, 3)),
+    (1, 7, 512, 512, (3, 3)),
+    (1, 28, 128, 128, (3, 3)),
+    (1, 56, 64, 64, (3, 3)),
+    (1, 14, 128, 32, (3, 3)),
+    (1, 17, 192, 192, (1, 7)),
+    (1, 8, 448, 384, (3, 3)),
+    (1, 35, 96, 96, (3, 3)),
+    (1, 28, 128, 32, (3, 3)),
+    (1, 35, 48, 64, (5, 5)),
+    (1, 17, 160, 160, (7, 1)),
+    (16, 14, 256, 256, (3, 3)),
     (16, 7, 512, 512, (3, 3)),
-)  # fmt: skip
+)
 """(batch, height and width, channels, features, filter) of ResNet50, DenseNet121 and InceptionV3."""
 HALVES = (
-    (1, 56, 64, 64, (3, 3)), (1, 28, 128, 128, (3, 3)), (1, 14, 256, 256, (3, 3)), (1, 7, 512, 512, (3, 3)),
-    (1, 56, 64, 256, (1, 1)), (1, 56, 256, 64, (1, 1)), (1, 28, 128, 512, (1, 1)), (1, 28, 512, 128, (1, 1)),
-    (1, 14, 256, 1024, (1, 1)), (1, 14, 1024, 256, (1, 1)), (1, 7, 512, 2048, (1, 1)), (1, 7, 2048, 512, (1, 1)),
-    (1, 14, 128, 32, (3, 3)), (1, 7, 128, 32, (3, 3)), (1, 28, 128, 32, (3, 3)), (1, 7, 896, 128, (1, 1)),
+    (1, 56, 64, 64, (3, 3)),
+    (1, 28, 128, 128, (3, 3)),
+    (1, 14, 256, 256, (3, 3)),
+    (1, 7, 512, 512, (3, 3)),
+    (1, 56, 64, 256, (1, 1)),
+    (1, 56, 256, 64, (1, 1)),
+    (1, 28, 128, 512, (1, 1)),
+    (1, 28, 512, 128, (1, 1)),
+    (1, 14, 256, 1024, (1, 1)),
+    (1, 14, 1024, 256, (1, 1)),
+    (1, 7, 512, 2048, (1, 1)),
+    (1, 7, 2048, 512, (1, 1)),
+    (1, 14, 128, 32, (3, 3)),
+    (1, 7, 128, 32, (3, 3)),
+    (1, 28, 128, 32, (3, 3)),
+    (1, 7, 896, 128, (1, 1)),
     (1, 14, 768, 128, (1, 1)),
-)  # fmt: skip
+)
 """Those of bfloat16: ResNet50 and DenseNet121."""
 TRIED = (1, 2, 3, 4, 6, 8)
 
 
-def layer(
-    batch: int, size: int, channels: int, features: int, taps: tuple[int, int], dtype: str = "float32"
-) -> Case:  # fmt: skip
+def layer(batch: int, size: int, channels: int, features: int, taps: tuple[int, int], dtype: str = "float32") -> Case:
     """A layer whose weights lie along terms, with a bias and ReLU."""
 
     def function(x: Any, w: Any, b: Any) -> Any:
@@ -67,33 +86,34 @@ def layer(
 
 def halves(case: Case, most: int) -> list[Any]:
     """Programs of a layer of bfloat16: the ranking, and so many schedules of few blocks."""
-    from jcuts.region import gpu_groups
-    from jcuts.region.gpu_tiles import GpuMachine
+    from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+    from jcuts.schedule.gpu.machine import GpuMachine
 
     made = product(case)
-    counter = gpu_groups.GroupCounter(made, GpuMachine(132))
-    found = [p for p, _ in gpu_groups.products(made, GpuMachine(132))]
-    found += [tiling.of(made) for tiling in best_tiles(counter.as_few if counter.few else counter, most)]
+    counter = gemm_wgmma.WgmmaProblem(made, GpuMachine(132))
+    found = [p for p, _ in gemm_wgmma.contraction_schedules(made, GpuMachine(132))]
+    found += [tiling.of(made) for tiling in best_tiles(counter.small_grid if counter.few else counter, most)]
     return list({p.digest: p for p in found}.values())
 
 
 def schedules(case: Case, most: int) -> list[Any]:
     """Programs of a layer: so many of either kind, the best by their counted cycles."""
-    from jcuts.region import gpu_groups, gpu_window_clusters
-    from jcuts.region.gpu_tiles import GpuMachine
-    from jcuts.region.group_windows import window
+    from jcuts.lower.patterns.conv_window import match_conv_window
+    from jcuts.schedule.gpu.conv import implicit_gemm_cluster
+    from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+    from jcuts.schedule.gpu.machine import GpuMachine
 
     made = product(case)
-    counter, kept = gpu_groups.GroupCounter(made, GpuMachine(132)), window(made)
+    counter, kept = gemm_wgmma.WgmmaProblem(made, GpuMachine(132)), match_conv_window(made)
     found = [tiling.of(made) for tiling in best_tiles(counter, most)]
     if kept is not None:
         clusters: dict[tuple[int, ...], Any] = {}
-        tilings = list(gpu_window_clusters.tilings(counter, kept))
-        for tiling in sorted(tilings, key=lambda t: gpu_window_clusters.cycles(counter, kept, t)):
-            stays = tiling.stages == kept.steps // tiling.cluster
+        tilings = list(implicit_gemm_cluster.cluster_tiles(counter, kept))
+        for tiling in sorted(tilings, key=lambda t: implicit_gemm_cluster.cycles(counter, kept, t)):
+            stays = tiling.stages == kept.k_tiles // tiling.cluster
             clusters.setdefault((tiling.rows, tiling.columns, tiling.cluster, stays, tiling.unrolled), tiling)
         found += [tiling.of(made) for tiling in list(clusters.values())[: 2 * most]]
-    ranked = [p for p, _ in gpu_groups.products(made, GpuMachine(132))]
+    ranked = [p for p, _ in gemm_wgmma.contraction_schedules(made, GpuMachine(132))]
     return list({p.digest: p for p in (*ranked[:2], *found)}.values())
 
 
@@ -102,8 +122,8 @@ def behind(path: Path) -> dict[str, list[float]]:
 
     Returns: case -> times over the best one, for every number of `TRIED` (infinite where none of them was measured).
     """
-    from jcuts.region import gpu_groups
-    from jcuts.region.gpu_tiles import GpuMachine
+    from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+    from jcuts.schedule.gpu.machine import GpuMachine
 
     def known(params: Any) -> str:
         return json.dumps({k: v for k, v in params if k not in ("cuda", "threads", "rounded")}, sort_keys=True)
@@ -112,7 +132,9 @@ def behind(path: Path) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for row in json.loads(path.read_text()):
         times = {known(p["params"].items()): p["median"] for n, p in row["programs"].items() if n.isdigit()}
-        order = sorted(gpu_groups.products(product(cases[row["case"]]), GpuMachine(132)), key=lambda pair: -pair[1])
+        order = sorted(
+            gemm_wgmma.contraction_schedules(product(cases[row["case"]]), GpuMachine(132)), key=lambda pair: -pair[1]
+        )
         ranked = [times.get(known(program.params), np.inf) for program, _ in order]
         found[row["case"]] = [min(ranked[:n]) / min(times.values()) for n in TRIED]
     return found

@@ -14,8 +14,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-TORCH = {"MobileNetV2": "mobilenet_v2", "ResNet50": "resnet50", "DenseNet121": "densenet121",
-         "InceptionV3": "inception_v3"}  # fmt: skip
+TORCH = {
+    "MobileNetV2": "mobilenet_v2",
+    "ResNet50": "resnet50",
+    "DenseNet121": "densenet121",
+    "InceptionV3": "inception_v3",
+}
 ROUNDS = 15
 STREAM = 20
 

@@ -9,8 +9,8 @@ each, so that one failure does not lose the others.
 ``compare`` fits nothing: its constants are the cluster file's.  It predicts every plan twice: by the planner's cost
 model for a transformer of these sizes (as the reference step is: embedding and logits not divided by the tensor axis,
 no dropout, 32-bit parameters cast in every micro-batch, recomputation without what the compiler drops), and by pricing
-the step's own program (``jcuts.plan.step``), time and memory; of a plan that was measured twice the median counts, and
-plans that ran out of memory must be predicted to.  It needs as many devices as the plans had, of any kind:
+the step's own program (``jcuts.plan.cost.spmd_step``), time and memory; of a plan that was measured twice the median
+counts, and plans that ran out of memory must be predicted to.  It needs as many devices as the plans had, of any kind:
 
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=4 \
         python benchmarks/h200_plans.py compare RESULTS...
@@ -122,7 +122,7 @@ def one(values: dict[str, Any], steps: int, warm: int) -> dict[str, Any]:
 def cluster(out: Path, name: str) -> None:
     """Measures the machine in this process and writes ``out``/NAME.toml."""
     sys.path.insert(0, str(ROOT.parent))
-    from jcuts.plan import fit, measure
+    from jcuts.plan.calibrate import fit, measure
 
     begun = time.perf_counter()
 
@@ -198,8 +198,8 @@ def run_all(out: Path, name: str, limit: float) -> None:
 
 def described(sizes: dict[str, Any], batch: int) -> tuple[Any, Any]:
     """(model, work): the reference step in the planner's words."""
-    from jcuts.plan.model import Transformer
-    from jcuts.plan.workload import SOFTWARE, Training
+    from jcuts.plan.spec.model import Transformer
+    from jcuts.plan.spec.workload import SOFTWARE, Training
 
     values = {key: sizes[key] for key in ("layers", "hidden", "heads", "sequence", "vocabulary")}
     network = Transformer("reference step", **values, batch=batch, dropout=False, vocabulary_divided=False)
@@ -211,8 +211,8 @@ def priced(config: dict[str, Any], cluster: Any) -> tuple[float, float]:
     import gpt_step
     import jax
 
-    from jcuts.plan.liveness import footprint
-    from jcuts.plan.step import step_time
+    from jcuts.plan.cost.jaxpr_liveness import footprint
+    from jcuts.plan.cost.spmd_step import step_time
 
     made = gpt_step.Config(**config)
     params = jax.eval_shape(lambda: gpt_step.init(made))
@@ -247,10 +247,10 @@ def compare(results: list[Path], name: str) -> dict[str, Any]:
     sys.path[:0] = [str(ROOT), str(ROOT.parent)]
     import numpy as np
 
-    from jcuts.plan import cluster as clusters
-    from jcuts.plan.plans import Plan
-    from jcuts.plan.search import cost_plans
-    from jcuts.plan.validate import rank_correlation
+    from jcuts.plan.calibrate.validate import rank_correlation
+    from jcuts.plan.search.exhaustive import cost_plans
+    from jcuts.plan.search.plan import Plan
+    from jcuts.plan.spec import cluster as clusters
 
     documents = [json.loads(path.read_text(encoding="utf-8")) for path in results]
     place = clusters.load(name)

@@ -26,7 +26,7 @@ def text(size: int) -> str:
 
 def whole(table: Any) -> Any:
     """A table without slices of the outputs."""
-    from jcuts.microbatch.table import unsliced
+    from jcuts.microbatch.timings import unsliced
 
     return dataclasses.replace(table, micros=tuple(m for m in table.micros if unsliced(m.algorithm)[1] == 1))
 
@@ -38,7 +38,7 @@ def programs(network: Any, database: Any, device: Any, limits: Sequence[int]) ->
     one after the other share theirs.
     """
     from jcuts.base.errors import JcutsError
-    from jcuts.microbatch import wr
+    from jcuts.microbatch import workspace_reuse
     from jcuts.microbatch.analysis import analyse, tables_of
 
     tables = tables_of(network, database, device)
@@ -46,7 +46,7 @@ def programs(network: Any, database: Any, device: Any, limits: Sequence[int]) ->
     middle = limits[len(limits) // 2]
 
     def single(limit: int | None) -> list[Any]:
-        found = [wr.undivided(table, use.batch, limit, precision=use.precision) for use, table in pairs]
+        found = [workspace_reuse.undivided(table, use.batch, limit, precision=use.precision) for use, table in pairs]
         if None in found:
             raise JcutsError("a kernel has no algorithm there")
         return found
@@ -64,24 +64,33 @@ def programs(network: Any, database: Any, device: Any, limits: Sequence[int]) ->
     for limit in (middle, *(n for n in limits if n != middle)):
         at = text(limit)
         add(f"single calls, {at}", lambda limit=limit: single(limit))
-        pieces = add(f"WR {at}", lambda limit=limit: [
-            row.division for row in analyse(network, database, device, limit=limit).rows
-        ])  # fmt: skip
+        pieces = add(
+            f"WR {at}",
+            lambda limit=limit: [row.division for row in analyse(network, database, device, limit=limit).rows],
+        )
         if pieces is None:
             continue
         if limit == middle:
-            add(f"WR {at}, pieces of the batch only", lambda limit=limit: [
-                wr.divide(whole(table), use.batch, limit, precision=use.precision) for use, table in pairs
-            ])  # fmt: skip
+            add(
+                f"WR {at}, pieces of the batch only",
+                lambda limit=limit: [
+                    workspace_reuse.divide(whole(table), use.batch, limit, precision=use.precision)
+                    for use, table in pairs
+                ],
+            )
         total = sum(division.workspace for division in pieces)
-        shared = add(f"WD at WR's total at {at}", lambda total=total: [
-            row.division for row in analyse(network, database, device, total=total).rows
-        ])  # fmt: skip
+        shared = add(
+            f"WD at WR's total at {at}",
+            lambda total=total: [row.division for row in analyse(network, database, device, total=total).rows],
+        )
         if shared:
             largest = max(division.workspace for division in shared)
-            add(f"WR at WD's largest at {at}", lambda largest=largest: [
-                row.division for row in analyse(network, database, device, limit=largest).rows
-            ])  # fmt: skip
+            add(
+                f"WR at WD's largest at {at}",
+                lambda largest=largest: [
+                    row.division for row in analyse(network, database, device, limit=largest).rows
+                ],
+            )
     return made
 
 
@@ -89,8 +98,8 @@ def chain(network: Any, divisions: Sequence[Any], platform: str) -> tuple[Callab
     """A function of operands (one array of every shape), and their types: results of all kernels."""
     import jax
 
-    from jcuts.xla import cudnn
-    from jcuts.xla.convolutions import library_function
+    from jcuts.xla.cudnn import call as cudnn_call
+    from jcuts.xla.cudnn.match import library_function
 
     known: dict[tuple[Any, ...], int] = {}
     avals: list[Any] = []
@@ -108,12 +117,18 @@ def chain(network: Any, divisions: Sequence[Any], platform: str) -> tuple[Callab
 
     def run(*arrays: Any) -> list[Any]:
         return [
-            cudnn.call(
-                use.convolution, division, (arrays[a], arrays[b]), result, layer=use.name,
-                orders=[tuple(range(len(result.shape)))] * 3, platform=platform, graph=True,
+            cudnn_call.call(
+                use.convolution,
+                division,
+                (arrays[a], arrays[b]),
+                result,
+                layer=use.name,
+                orders=[tuple(range(len(result.shape)))] * 3,
+                platform=platform,
+                graph=True,
             )
             for use, division, (a, b, result) in zip(network.uses, divisions, places, strict=True)
-        ]  # fmt: skip
+        ]
 
     return run, avals
 
@@ -153,10 +168,12 @@ def chains(run: Any, network: Any, budget: float, keep: Callable[[dict[str, Any]
         for name, divisions in made.items():
             spaces = [division.workspace for division in divisions]
             found[name] = {
-                "added up": sum(division.seconds for division in divisions), "sum of workspaces": sum(spaces),
-                "largest": max(spaces), "in pieces": sum(len(division.parts) > 1 for division in divisions),
+                "added up": sum(division.seconds for division in divisions),
+                "sum of workspaces": sum(spaces),
+                "largest": max(spaces),
+                "in pieces": sum(len(division.parts) > 1 for division in divisions),
                 "in slices": sum("slices" in str(division) for division in divisions),
-            }  # fmt: skip
+            }
             try:
                 program = waiting[name].result()
                 analysis = program.memory_analysis()

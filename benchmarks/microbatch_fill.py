@@ -25,13 +25,13 @@ def traced(name: str, batch: int, *, tiny: bool = True) -> Any:
     """The convolutions of a step, from its jaxpr."""
     import jax
 
-    from jcuts import divide
+    from jcuts.pipeline import microbatch_convs
+    from jcuts.rewrite.simplify import simplify
     from jcuts.trace.inline import inline
-    from jcuts.trace.simplify import simplify
 
     arguments = inputs_of(name, batch, tiny=tiny)
     step = gradients(name, "highest", tiny=tiny)
-    return divide.network_of(simplify(inline(jax.make_jaxpr(step)(*arguments))), name)
+    return microbatch_convs.network_of(simplify(inline(jax.make_jaxpr(step)(*arguments))), name)
 
 
 def fill_network(
@@ -41,7 +41,7 @@ def fill_network(
 
     Args: library: XLA's own convolutions, too; spare: seconds that are not for timing.
     """
-    from jcuts.tune.convolutions import measured
+    from jcuts.tune.cudnn.measurer import measured
 
     network, uses = kernels_of(run, name, dtype)
     precisions = ("float32",) if dtype == "float16" else ("float32", "tf32")

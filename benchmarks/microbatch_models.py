@@ -36,9 +36,13 @@ def _conv(weights: Weights, name: str, x: Any, stride: int, precision: str) -> A
 
     pad = weights[name].shape[-1] // 2
     return lax.conv_general_dilated(
-        x, weights[name], (stride, stride), ((pad, pad), (pad, pad)), dimension_numbers=("NCHW", "OIHW", "NCHW"),
+        x,
+        weights[name],
+        (stride, stride),
+        ((pad, pad), (pad, pad)),
+        dimension_numbers=("NCHW", "OIHW", "NCHW"),
         precision=precision,
-    )  # fmt: skip
+    )
 
 
 def _norm(weights: Weights, name: str, y: Any) -> Any:
@@ -173,9 +177,13 @@ def alexnet_loss(weights: Weights, images: Any, labels: Any, precision: str) -> 
     x = images
     for k, (_, _, _, stride, pad) in enumerate(KERNELS):
         x = lax.conv_general_dilated(
-            x, weights[f"conv{k}"], (stride, stride), ((pad, pad), (pad, pad)),
-            dimension_numbers=("NCHW", "OIHW", "NCHW"), precision=precision,
-        )  # fmt: skip
+            x,
+            weights[f"conv{k}"],
+            (stride, stride),
+            ((pad, pad), (pad, pad)),
+            dimension_numbers=("NCHW", "OIHW", "NCHW"),
+            precision=precision,
+        )
         x = jax.nn.relu(x + weights[f"conv{k} shift"])
         if k in (0, 1, 4):
             x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 1, 3, 3), (1, 1, 2, 2), "VALID")
@@ -216,11 +224,12 @@ MODELS = {
     "ResNet-18": Model(resnet_weights, resnet_loss),
     "AlexNet": Model(alexnet_weights, alexnet_loss, tiny=63),
     "ResNet-50": Model(
-        partial(resnet_weights, blocks=BOTTLENECKS), partial(resnet_loss, blocks=BOTTLENECKS),
+        partial(resnet_weights, blocks=BOTTLENECKS),
+        partial(resnet_loss, blocks=BOTTLENECKS),
         lacks=(("blocks", BOTTLENECKS[:4]),),
     ),
     "DenseNet-40": Model(densenet_weights, densenet_loss, extent=32, tiny=8, lacks=(("layers", 2),)),
-}  # fmt: skip
+}
 
 
 def inputs_of(name: str, batch: int, *, tiny: bool, seed: int = 1) -> tuple[Weights, Any, Any]:

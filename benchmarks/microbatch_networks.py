@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Device
 from jcuts.microbatch.network import Network, Use
-from jcuts.microbatch.table import Micro, Table
+from jcuts.microbatch.timings import MicroConfig, Table
 
 Shape = tuple[int, int, int, int, int]
 """(input extent, input channels, window, output channels, stride); padding keeps the extent at stride 1."""
@@ -38,9 +38,7 @@ def resnet(depth: int) -> list[Shape]:
             if depth < 50:
                 made += [(extent, channels, 3, width, stride), (inner, width, 3, width, 1)]
             else:
-                made += [
-                    (extent, channels, 1, width, stride), (inner, width, 3, width, 1), (inner, width, 1, wide, 1)
-                ]  # fmt: skip
+                made += [(extent, channels, 1, width, stride), (inner, width, 3, width, 1), (inner, width, 1, wide, 1)]
             if not block and (stride > 1 or channels != wide):
                 made.append((extent, channels, 1, wide, stride))
             extent, channels = inner, wide
@@ -101,7 +99,7 @@ class Modelled:
         self.device = Device(name, "0", "no library")
         self.flops, self.bytes, self.blocks = flops, bytes_, blocks
 
-    def __call__(self, convolution: Convolution, batch: int) -> Sequence[Micro]:
+    def __call__(self, convolution: Convolution, batch: int) -> Sequence[MicroConfig]:
         """Every algorithm that takes this convolution."""
         size = 2 if convolution.dtype == "float16" else 4
         c, k = convolution.channels, convolution.outputs
@@ -130,13 +128,15 @@ class Modelled:
                 space = 36 * size * (tiles * (c + k) + c * k)
                 found.append(("WINOGRAD_NONFUSED", 1.90, min(1.0, tiles / 2048), moved + 2 * space, space))
         return [
-            Micro(
-                batch, name, convolution.dtype,
+            MicroConfig(
+                batch,
+                name,
+                convolution.dtype,
                 round((8e-6 + max(flops / (self.flops * rate * max(fill, 1e-3)), traffic / self.bytes)) * 1e9) / 1e9,
                 space,
             )
             for name, rate, fill, traffic, space in found
-        ]  # fmt: skip
+        ]
 
     def table(self, convolution: Convolution, sizes: Sequence[int]) -> Table:
         """All times of some sizes."""

@@ -24,20 +24,20 @@ from benchmarks.microbatch_chains import text  # noqa: E402
 from benchmarks.microbatch_networks import training_step  # noqa: E402
 from benchmarks.microbatch_run import BATCHES, MIB, MODES, MOST, in_mode  # noqa: E402
 from jcuts.base.errors import JcutsError, UsageError  # noqa: E402
-from jcuts.microbatch import wr  # noqa: E402
+from jcuts.microbatch import workspace_reuse  # noqa: E402
 from jcuts.microbatch.analysis import tables_of  # noqa: E402
 from jcuts.microbatch.convolution import Convolution  # noqa: E402
 from jcuts.microbatch.database import Database, Device  # noqa: E402
 from jcuts.microbatch.deepbench import layers  # noqa: E402
 from jcuts.microbatch.network import Network, Use  # noqa: E402
-from jcuts.microbatch.table import Micro  # noqa: E402
-from jcuts.xla import cudnn  # noqa: E402
-from jcuts.xla.cudnn_plan import buffer_bytes  # noqa: E402
+from jcuts.microbatch.timings import MicroConfig  # noqa: E402
+from jcuts.xla.cudnn import call as cudnn_call  # noqa: E402
+from jcuts.xla.cudnn.plan import buffer_bytes  # noqa: E402
 
 
 def database_of(*files: Path) -> tuple[Database, Device]:
     """The times of files of one device; of what is in several the last one's.  XLA's own convolutions are left out."""
-    found: dict[tuple[Convolution, int], dict[tuple[str, str], Micro]] = {}
+    found: dict[tuple[Convolution, int], dict[tuple[str, str], MicroConfig]] = {}
     devices = []
     for file in files:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -45,7 +45,7 @@ def database_of(*files: Path) -> tuple[Database, Device]:
         for row in data["tables"]:
             convolution = Convolution.from_json(row["convolution"])
             for size, micros in row["sizes"].items():
-                made = [Micro(int(size), *micro) for micro in micros if cudnn.is_cudnn(micro[0])]
+                made = [MicroConfig(int(size), *micro) for micro in micros if cudnn_call.is_cudnn(micro[0])]
                 found.setdefault((convolution, int(size)), {}).update({(m.algorithm, m.math): m for m in made})
     if len(set(devices)) != 1:
         raise UsageError(f"times of several devices: {', '.join(device.name for device in devices)}")
@@ -67,15 +67,19 @@ def networks(database: Database, device: Device) -> list[tuple[str, Network]]:
                 found.append((title, dataclasses.replace(step, uses=there)))
             found.append((f"{name}, batch {batch}, {mode}", step))
     for dtype, precision, mode in (
-        ("float32", "float32", MODES["float32"]), ("float32", "tf32", MODES["tf32"]), ("float16", "float32", "half"),
-    ):  # fmt: skip
+        ("float32", "float32", MODES["float32"]),
+        ("float32", "tf32", MODES["tf32"]),
+        ("float16", "float32", "half"),
+    ):
         uses = [Use(f"{c.index}", c.convolution, 4 * c.batch, precision) for c in layers("forward", dtype)]
         there = tuple(u for u in uses if not database.missing(device, u.convolution, (u.batch,)))
         if there:
             found.append((f"DeepBench, {len(there)} layers, {mode}", Network("DeepBench", there)))
-    return [(name, n) for name, n in found if all(
-        not database.missing(device, use.convolution, (use.batch,)) for use in n.uses
-    )]  # fmt: skip
+    return [
+        (name, n)
+        for name, n in found
+        if all(not database.missing(device, use.convolution, (use.batch,)) for use in n.uses)
+    ]
 
 
 def memory(network: Network, database: Database, device: Device) -> dict[str, Any]:
@@ -86,8 +90,8 @@ def memory(network: Network, database: Database, device: Device) -> dict[str, An
     layers: dict[str, dict[str, int]] = {}
     seconds = {"single": 0.0, "WR": 0.0}
     for use, table in zip(network.uses, tables_of(network, database, device), strict=True):
-        single = wr.undivided(table, use.batch, 512 * MIB, precision=use.precision)
-        divided = wr.divide(table, use.batch, 64 * MIB, precision=use.precision)
+        single = workspace_reuse.undivided(table, use.batch, 512 * MIB, precision=use.precision)
+        divided = workspace_reuse.divide(table, use.batch, 64 * MIB, precision=use.precision)
         if single is None:
             raise UsageError(f"no single call of {use.convolution} fits 512 MiB")
         row = layers.setdefault(str(dataclasses.replace(use.convolution, kind="forward")), {})
@@ -103,8 +107,10 @@ def memory(network: Network, database: Database, device: Device) -> dict[str, An
 def lines(name: str, row: dict[str, Any]) -> list[str]:
     """One network as text."""
     free = row["no limit"]
-    out = [f"{name}: {row['kernels']} kernels; without a limit {1e3 * free['seconds']:.2f} ms, "
-           f"{text(free['sum'])} in all, {text(free['largest'])} the largest"]  # fmt: skip
+    out = [
+        f"{name}: {row['kernels']} kernels; without a limit {1e3 * free['seconds']:.2f} ms, "
+        f"{text(free['sum'])} in all, {text(free['largest'])} the largest"
+    ]
     for limit, entry in row.items():
         if not isinstance(entry, dict) or "WR seconds" not in entry:
             continue

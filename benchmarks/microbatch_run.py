@@ -42,7 +42,7 @@ class ByCudnn:
 
     def table(self, device: Any, convolution: Any) -> Any:
         """As of the database, less XLA's own."""
-        from jcuts.tune.divisions import only_cudnn
+        from jcuts.tune.cudnn.tables import only_cudnn
 
         return only_cudnn(self._database.table(device, convolution))
 
@@ -52,7 +52,7 @@ class Run:
 
     def __init__(self, options: argparse.Namespace) -> None:
         from jcuts.microbatch.database import Database
-        from jcuts.tune.convolutions import database_path, this_device
+        from jcuts.tune.cudnn.measurer import database_path, this_device
 
         self.options, self.start, self.out = options, time.monotonic(), options.out
         self.dry: bool = options.dry_run
@@ -100,9 +100,9 @@ class Run:
     def take(self, data: dict[str, Any]) -> None:
         """Times of an earlier run on the same device and libraries; what --out knows already stays as it is."""
         from jcuts.microbatch.convolution import Convolution
-        from jcuts.microbatch.table import Micro
-        from jcuts.xla import cudnn
-        from jcuts.xla.convolutions import LIBRARY
+        from jcuts.microbatch.timings import MicroConfig
+        from jcuts.xla.cudnn import call as cudnn_call
+        from jcuts.xla.cudnn.match import LIBRARY
 
         if data["device"] != str(self.device):
             self.say(f"times of {data['device']} are not used on {self.device}")
@@ -110,7 +110,7 @@ class Run:
         for row in data["tables"]:
             convolution = Convolution.from_json(row["convolution"])
             for size, micros in row["sizes"].items():
-                made = [Micro(int(size), *m) for m in micros if cudnn.is_cudnn(m[0]) or m[0] == LIBRARY]
+                made = [MicroConfig(int(size), *m) for m in micros if cudnn_call.is_cudnn(m[0]) or m[0] == LIBRARY]
                 remarks = row.get("remarks", {}).get(size, {})
                 if convolution.key in self.kernels:  # of an earlier file
                     names = {(m.algorithm, m.math) for m in made}
@@ -128,14 +128,14 @@ class Run:
         self, measurer: Any, convolution: Any, batch: int, limits: Sequence[int], precisions: Sequence[str]
     ) -> Any:
         """The table of a convolution with every size that can matter."""
-        from jcuts.microbatch import wr
-        from jcuts.microbatch.refine import sizes_between
-        from jcuts.tune.convolutions import measured, measured_in_slices
+        from jcuts.microbatch import workspace_reuse
+        from jcuts.microbatch.sampling_plan import sizes_between
+        from jcuts.tune.cudnn.measurer import measured, measured_in_slices
 
         size, measurer.unwanted = batch, self.never(convolution)
         while size:
             table = measured(convolution, size, self.database, measurer, policy="undivided", library=False)
-            best = [wr.undivided(table, size, precision=p) for p in precisions]
+            best = [workspace_reuse.undivided(table, size, precision=p) for p in precisions]
             if all(one is None or one.workspace <= min(limits) for one in best) and any(best):
                 break
             lacking = self.database.remarks(self.device, convolution, size)
@@ -165,8 +165,11 @@ class Run:
                 every |= {f"{a} {m}" for a, m, _, _ in micros}
                 for kind in {m for _, m, _, _ in micros}:
                     mine = [micro for micro in micros if micro[1] == kind]
-                    kept |= {f"{a} {m}" for a, m, seconds, space in mine
-                             if not any(s < seconds and w <= space for _, _, s, w in mine)}  # fmt: skip
+                    kept |= {
+                        f"{a} {m}"
+                        for a, m, seconds, space in mine
+                        if not any(s < seconds and w <= space for _, _, s, w in mine)
+                    }
         return frozenset(every - kept)
 
     def note(self, convolution: Any) -> None:
@@ -179,7 +182,7 @@ class Run:
 
     def measurer(self, spare: float = -math.inf) -> Any:
         """One measuring process, which raises `BudgetSpent` when asked with less than `spare` seconds left."""
-        from jcuts.tune.convolutions import Measurer
+        from jcuts.tune.cudnn.measurer import Measurer
 
         run = self
 
@@ -230,14 +233,14 @@ def in_mode(network: Any, mode: str) -> Any:
 def slow(table: Any, size: int, precisions: Sequence[str]) -> frozenset[str]:
     """Algorithms that are far from the fastest of a size at every precision, or do not run: not measured for less."""
     from jcuts.microbatch.convolution import MATHS
-    from jcuts.xla import cudnn
+    from jcuts.xla.cudnn import call as cudnn_call
 
     kept: set[str] = set()
     for precision in precisions:
         mine = [m for m in table.candidates(size, precision=precision) if m.batch == size]
         best = min((m.seconds for m in mine), default=0.0)
-        kept |= {f"{m.algorithm.removesuffix(cudnn.LAUNCHED)} {m.math}" for m in mine if m.seconds <= FAR * best}
-    every = {f"{a} {m}" for a in cudnn.algorithms(table.convolution.kind) for m in MATHS[table.convolution.dtype]}
+        kept |= {f"{m.algorithm.removesuffix(cudnn_call.LAUNCHED)} {m.math}" for m in mine if m.seconds <= FAR * best}
+    every = {f"{a} {m}" for a in cudnn_call.algorithms(table.convolution.kind) for m in MATHS[table.convolution.dtype]}
     return frozenset(every - kept)
 
 

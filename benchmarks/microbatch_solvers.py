@@ -35,13 +35,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from microbatch_networks import Modelled, training_step  # noqa: E402
 
 from jcuts.base.errors import CacheError  # noqa: E402
-from jcuts.microbatch import deepbench, knapsack, liveness, wr  # noqa: E402
+from jcuts.microbatch import clique_knapsack, deepbench, knapsack, workspace_reuse  # noqa: E402
 from jcuts.microbatch.best_batch import best_batch_size  # noqa: E402
 from jcuts.microbatch.database import SCHEMA, Database, Device  # noqa: E402
-from jcuts.microbatch.desirable import desirable_or_none  # noqa: E402
 from jcuts.microbatch.errors import ForeignDeviceError, NoDivisionError, NoSplitError  # noqa: E402
 from jcuts.microbatch.network import Clique, cliques  # noqa: E402
-from jcuts.microbatch.table import Division, policy_sizes  # noqa: E402
+from jcuts.microbatch.pareto import desirable_or_none  # noqa: E402
+from jcuts.microbatch.timings import Division, policy_sizes  # noqa: E402
 from tests.microbatch import reference  # noqa: E402
 from tests.microbatch.cases import UNIT, random_limit, random_sets, random_table  # noqa: E402
 from tests.microbatch.test_best_batch import random_times  # noqa: E402
@@ -62,7 +62,7 @@ def run_wr(cases: int) -> dict[str, Any]:
         expected = reference.wr(table, batch, limit)
         compared += len(reference.compositions(batch))
         try:
-            found = wr.divide(table, batch, limit)
+            found = workspace_reuse.divide(table, batch, limit)
         except NoDivisionError:
             impossible += 1
             wrong += expected is not None
@@ -92,7 +92,11 @@ def run_wd(networks: int) -> dict[str, Any]:
         best = None if expected is None else reference.value(expected, _arrays(every)[0])
         for choices in (sets, every):
             costs, weights = _arrays(choices)
-            found = liveness.choose(costs, weights, limits) if alive else knapsack.choose(costs, weights, total)
+            found = (
+                clique_knapsack.solve_clique_knapsack(costs, weights, limits)
+                if alive
+                else knapsack.choose(costs, weights, total)
+            )
             counts["wrong"] += (None if found is None else found.cost) != best
             counts["wrong"] += found is not None and not (found.proven and reference.fits(found.items, weights, limits))
         counts["solved" if best is not None else "infeasible"] += 1
@@ -109,14 +113,18 @@ def run_times(instances: int, rounds: int) -> dict[str, Any]:
     found = {}
     for name, (kernels, variables) in {"ResNet-50": (159, 562), "ResNet-152": (465, 5000)}.items():
         for kind in ("uncorrelated", "weak", "strong"):
-            problems = [_problem(random_sets(np.random.default_rng(seed), kernels, variables, kind), seed)
-                        for seed in range(instances)]  # fmt: skip
+            problems = [
+                _problem(random_sets(np.random.default_rng(seed), kernels, variables, kind), seed)
+                for seed in range(instances)
+            ]
             slow = 3 if variables < 1000 else 1
             found[f"{name} size, random, {kind}"] = _time(name, problems, rounds, slow)
     for name, batch, policy in (
-        ("ResNet-50", 32, "powerOfTwo"), ("ResNet-50", 32, "all"),
-        ("ResNet-152", 128, "powerOfTwo"), ("ResNet-152", 128, "all"),
-    ):  # fmt: skip
+        ("ResNet-50", 32, "powerOfTwo"),
+        ("ResNet-50", 32, "all"),
+        ("ResNet-152", 128, "powerOfTwo"),
+        ("ResNet-152", 128, "all"),
+    ):
         begin = time.perf_counter()
         sets, count = _modelled_sets(name, batch, policy)
         took = time.perf_counter() - begin
@@ -143,9 +151,9 @@ def _time_branches(instances: int, rounds: int) -> dict[str, Any]:
                     costs.append(np.sort(rng.integers(10**7, 10**9, len(weight)))[::-1])
                     lives.append((3 * block + depth, 3 * block + depth + int(rng.integers(0, 2))))
         limits = cliques(lives, (), 96 * MIB)
-        taken = _rounds(lambda: liveness.choose(costs, weights, limits), rounds)  # noqa: B023
+        taken = _rounds(lambda: clique_knapsack.solve_clique_knapsack(costs, weights, limits), rounds)  # noqa: B023
         own.append(min(wall for wall, _ in taken))
-        chosen = liveness.choose(costs, weights, limits)
+        chosen = clique_knapsack.solve_clique_knapsack(costs, weights, limits)
         variables.append(sum(map(len, costs)))
         if seed:
             continue
@@ -154,10 +162,13 @@ def _time_branches(instances: int, rounds: int) -> dict[str, Any]:
         other.append(time.perf_counter() - begin)
         agree += chosen is not None and picks is not None and chosen.cost == reference.value(picks, costs)
     return {
-        "variables": statistics.median(variables), "instances": instances,
-        "own_median_ms": statistics.median(own) * 1e3, "own_worst_ms": max(own) * 1e3,
-        "cvxpy_ms": [seconds * 1e3 for seconds in other], "cvxpy_agrees": f"{agree} of {len(other)}",
-    }  # fmt: skip
+        "variables": statistics.median(variables),
+        "instances": instances,
+        "own_median_ms": statistics.median(own) * 1e3,
+        "own_worst_ms": max(own) * 1e3,
+        "cvxpy_ms": [seconds * 1e3 for seconds in other],
+        "cvxpy_agrees": f"{agree} of {len(other)}",
+    }
 
 
 def run_split(cases: int) -> dict[str, Any]:
@@ -223,9 +234,12 @@ def run_database(writers: int, records: int, kills: int) -> dict[str, Any]:
         took = time.perf_counter() - begin
         table = Database(path).table(device, kernel)
         found["writers"] = {
-            "processes": writers, "records": writers * records, "failed": failed,
-            "lost": writers * records - len(table.sizes), "records/s": writers * records / took,
-        }  # fmt: skip
+            "processes": writers,
+            "records": writers * records,
+            "failed": failed,
+            "lost": writers * records - len(table.sizes),
+            "records/s": writers * records / took,
+        }
 
         path, reported = Path(folder) / "killed.db", 0
         lost = torn = damaged = 0
@@ -330,13 +344,17 @@ def _time(name: str, problems: list[tuple[Any, Any, int]], rounds: int, slow: in
             chosen is None or value is None or chosen.cost <= value <= chosen.cost * (1 + 1e-6)
         )
     return {
-        "variables": sum(map(len, problems[0][0])), "instances": len(problems),
-        "own_median_ms": statistics.median(own) * 1e3, "own_worst_ms": max(own) * 1e3,
-        "own_worst_processor_ms": max(busy) * 1e3, "states": max(states),
+        "variables": sum(map(len, problems[0][0])),
+        "instances": len(problems),
+        "own_median_ms": statistics.median(own) * 1e3,
+        "own_worst_ms": max(own) * 1e3,
+        "own_worst_processor_ms": max(busy) * 1e3,
+        "states": max(states),
         "proven": all(chosen is None or chosen.proven for chosen in solutions),
-        "cvxpy_ms": [seconds * 1e3 for seconds in other], "cvxpy_agrees": f"{agree} of {len(other)}",
+        "cvxpy_ms": [seconds * 1e3 for seconds in other],
+        "cvxpy_agrees": f"{agree} of {len(other)}",
         "paper_ms": PAPER_S[name] * 1e3,
-    }  # fmt: skip
+    }
 
 
 def _rounds(call: Callable[[], object], most: int) -> list[tuple[float, float]]:

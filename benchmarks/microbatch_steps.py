@@ -47,18 +47,25 @@ class Race:
         self.done: set[str] = set()
         # No lock of a cache is shared with processes that stand still.
         env = {
-            **os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": str(ROOT), "CUDA_CACHE_DISABLE": "1",
+            **os.environ,
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "PYTHONPATH": str(ROOT),
+            "CUDA_CACHE_DISABLE": "1",
             "JAX_COMPILATION_CACHE_DIR": str(kept.resolve() / PROGRAMS),
-        }  # fmt: skip
+        }
         for base in bases:
             more = {"JAX_PLATFORMS": "cpu" if base["dry"] else "cuda"}
             if base.get("float64"):
                 more["JAX_ENABLE_X64"] = "1"
             with open(folder / f"{base['id']}.log", "wb") as log:
                 process = subprocess.Popen(
-                    [sys.executable, __file__, json.dumps(base), str(folder)], stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE, stderr=log, env={**env, **more}, text=True,
-                )  # fmt: skip
+                    [sys.executable, __file__, json.dumps(base), str(folder)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env={**env, **more},
+                    text=True,
+                )
             lines: queue.SimpleQueue[str] = queue.SimpleQueue()
             threading.Thread(target=_forward, args=(process, lines), daemon=True).start()
             self.running[base["id"]] = (process, lines)
@@ -148,35 +155,44 @@ def _next(lines: queue.SimpleQueue[str], end: float) -> str:
 # -- one process ----------------------------------------------------------------------------------------------------
 def program(spec: dict[str, Any], closed: Any) -> tuple[Any, dict[str, Any]]:
     """The step with its convolutions as the spec says, and what was chosen."""
-    from jcuts import divide
     from jcuts.base.settings import Settings
-    from jcuts.microbatch import wr
+    from jcuts.microbatch import workspace_reuse
+    from jcuts.pipeline import microbatch_convs
+    from jcuts.rewrite.simplify import simplify
     from jcuts.trace.inline import inline
-    from jcuts.trace.simplify import simplify
-    from jcuts.xla.convolutions import call_site
+    from jcuts.xla.cudnn.match import call_site
 
     if spec.get("plain") or spec.get("float64"):
         return closed, {}
     if spec.get("single"):
-        divide.desirable = lambda table, batch, limit, **more: (wr.undivided(table, batch, limit, **more),)
+        microbatch_convs.desirable = lambda table, batch, limit, **more: (
+            workspace_reuse.undivided(table, batch, limit, **more),
+        )
     if spec.get("launched"):
-        divide.call_site = lambda *args, **more: call_site(*args, **{**more, "graph": False})
+        microbatch_convs.call_site = lambda *args, **more: call_site(*args, **{**more, "graph": False})
     if spec.get("total") is not None:
-        divide.CONSTRAINT = "paper"
+        microbatch_convs.CONSTRAINT = "paper"
     settings = Settings(
-        mode="mixed" if spec.get("mixed") else "fusion", tune="cached", workspace_limit=spec.get("limit"),
+        mode="mixed" if spec.get("mixed") else "fusion",
+        tune="cached",
+        workspace_limit=spec.get("limit"),
         total_workspace=spec.get("total"),
-    )  # fmt: skip
-    made = divide.divided(simplify(inline(closed)), settings, "cpu" if spec["dry"] else "cuda", may_measure=False)
+    )
+    made = microbatch_convs.divide_convolutions(
+        simplify(inline(closed)), settings, "cpu" if spec["dry"] else "cuda", may_measure=False
+    )
     spaces = [row.workspace for row in made.rows if row.division]
     said = {
-        "note": made.note, "by cuDNN": made.count, "convolutions": len(made.rows),
+        "note": made.note,
+        "by cuDNN": made.count,
+        "convolutions": len(made.rows),
         "in pieces": sum(row.division.split(" ")[0] != "1" or "+" in row.division for row in made.rows if row.division),
-        "sum of workspaces": sum(spaces), "largest workspace": max(spaces, default=0),
+        "sum of workspaces": sum(spaces),
+        "largest workspace": max(spaces, default=0),
         "seconds of convolutions": sum(row.seconds or 0.0 for row in made.rows),
         "left": sorted({row.why for row in made.rows if row.why}),
         "layers": [[row.layer, row.division or row.why] for row in made.rows],
-    }  # fmt: skip
+    }
     return made.closed, said
 
 
@@ -187,7 +203,7 @@ def child(base: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     from benchmarks.microbatch_models import gradients, inputs_of
     from jcuts.trace import jaxapi
-    from jcuts.xla.convolutions import scratch_bytes
+    from jcuts.xla.cudnn.match import scratch_bytes
 
     arguments = inputs_of(base["network"], base["batch"], tiny=base["dry"])
     if base.get("float64"):

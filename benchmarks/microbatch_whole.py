@@ -31,8 +31,12 @@ USUAL = ("AlexNet", "ResNet-18")
 def bases(run: Run, names: Sequence[str], found: dict[str, Any]) -> list[dict[str, Any]]:
     """What is known of all programs before anything is timed, without those that an earlier run has found."""
     made = []
-    done = {(key, row.get("what")) for key, rows in found.items() for row in rows.values()
-            if isinstance(row, dict) and "seconds" in row}  # fmt: skip
+    done = {
+        (key, row.get("what"))
+        for key, rows in found.items()
+        for row in rows.values()
+        if isinstance(row, dict) and "seconds" in row
+    }
     for name in names:
         for precision in precisions_of(run, "float32"):
             for what in STEPS[name, precision]:
@@ -40,11 +44,17 @@ def bases(run: Run, names: Sequence[str], found: dict[str, Any]) -> list[dict[st
                     continue
                 if (f"{name}, batch {4 if run.dry else BATCHES[name]}, {MODES[precision]}", what) in done:
                     continue
-                made.append({
-                    "id": f"{name}-{precision}-{len(made)}", "what": what, "network": name,
-                    "batch": 4 if run.dry else BATCHES[name], "precision": precision, "dry": run.dry,
-                    "float64": what == "float64",
-                })  # fmt: skip
+                made.append(
+                    {
+                        "id": f"{name}-{precision}-{len(made)}",
+                        "what": what,
+                        "network": name,
+                        "batch": 4 if run.dry else BATCHES[name],
+                        "precision": precision,
+                        "dry": run.dry,
+                        "float64": what == "float64",
+                    }
+                )
     return made
 
 
@@ -118,8 +128,8 @@ def finished(run: Run, item: str, race: microbatch_steps.Race, found: dict[str, 
 
 def mixed(run: Run) -> Any:
     """Networks with XLA's own convolutions as candidates, against plain jax.jit."""
-    from jcuts.microbatch import wr
-    from jcuts.xla.convolutions import LIBRARY
+    from jcuts.microbatch import workspace_reuse
+    from jcuts.xla.cudnn.match import LIBRARY
 
     found: dict[str, Any] = {}
     names = run.options.networks or ("AlexNet",)
@@ -132,8 +142,15 @@ def mixed(run: Run) -> Any:
                 "mixed": {"mixed": True, "limit": run.limits[1], "name": f"mixed {text(run.limits[1])}"},
                 "mixed at XLA's": {"mixed": True},
             }.items():
-                specs.append({**base, **more, "precision": precision, "what": what,
-                              "id": f"mixed-{name}-{precision}-{what.replace(' ', '-')}"})  # fmt: skip
+                specs.append(
+                    {
+                        **base,
+                        **more,
+                        "precision": precision,
+                        "what": what,
+                        "id": f"mixed-{name}-{precision}-{what.replace(' ', '-')}",
+                    }
+                )
     with microbatch_steps.Race(specs, Path(run.folder.name), run.out) as race:
         for name in names:
             network, why = fill_network(run, name, library=True, spare=25.0)
@@ -148,7 +165,7 @@ def mixed(run: Run) -> Any:
                 table = run.database.table(run.device, use.convolution)
                 own = dataclasses.replace(table, micros=tuple(m for m in table.micros if m.algorithm == LIBRARY))
                 for precision in precisions_of(run, "float32"):
-                    one = wr.undivided(own, use.batch, precision=precision)
+                    one = workspace_reuse.undivided(own, use.batch, precision=precision)
                     rows.append([str(use.convolution), precision, description(one)])
                     largest[precision] = max(largest.get(precision, 0), one.workspace if one else 0)
             for spec in mine:

@@ -12,12 +12,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jcuts.plan.from_jaxpr import FREE, REDUCTIONS, bytes_of, inner, products_of
+from jcuts.plan.cost.jaxpr import FREE, REDUCTIONS, bytes_of, inner, products_of
 
 VIEWS = FREE | {"convert_element_type", "ffi_call"}
 """Equations that are no operations; a type that changes is part of what reads it, jcuts' kernels are counted apart."""
-MOVES = frozenset({"concatenate", "pad", "slice", "transpose", "rev", "gather", "dynamic_slice", "select_n",
-                   "dynamic_update_slice", "copy"})  # fmt: skip
+MOVES = frozenset(
+    {
+        "concatenate",
+        "pad",
+        "slice",
+        "transpose",
+        "rev",
+        "gather",
+        "dynamic_slice",
+        "select_n",
+        "dynamic_update_slice",
+        "copy",
+    }
+)
 WINDOWS = ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
 UNITS = {"float32": "tf32_mma", "bfloat16": "bf16_mma", "float16": "fp16_mma"}
 """The fastest unit that may multiply numbers of a type at the default precision."""
@@ -108,22 +120,28 @@ def arch_of(kind: str) -> Any:
 def summary(closed: Any, kind: str) -> dict[str, Any]:
     """FLOP, bytes, operations and roofline of a program, as data."""
     made, arch = count(closed), arch_of(kind)
-    return {"flop": made.flop, "bytes": made.bytes, "operations": made.operations, "arch": arch.name,
-            "product_flop": made.flop - made.simple_flop, "roofline": roofline(made, arch)}  # fmt: skip
+    return {
+        "flop": made.flop,
+        "bytes": made.bytes,
+        "operations": made.operations,
+        "arch": arch.name,
+        "product_flop": made.flop - made.simple_flop,
+        "roofline": roofline(made, arch),
+    }
 
 
 # -- who does what --------------------------------------------------------------------------------------------------
 def planned(closed: Any, settings: Any, platform: str) -> tuple[Any, Any]:
     """(the program that is planned, what became of it) under some settings; nothing is measured."""
-    from jcuts import pipeline
+    from jcuts.pipeline import passes as pipeline_passes
+    from jcuts.rewrite.registry import rewritten
+    from jcuts.rewrite.simplify import simplify
     from jcuts.trace.inline import inline
-    from jcuts.trace.rewrite import rewritten
-    from jcuts.trace.simplify import simplify
 
     flat = simplify(inline(closed))
     if settings.form is not None and settings.form.rewrites:
         flat = rewritten(flat, settings.form.rewrites).closed
-    outcome = pipeline.optimize_jaxpr(closed, settings, platform=platform, may_measure=False)
+    outcome = pipeline_passes.optimize_jaxpr(closed, settings, platform=platform, may_measure=False)
     return flat, outcome.closed
 
 
@@ -151,18 +169,22 @@ def shares_of(ours: Any, args: Sequence[Any], closed: Any, platform: str) -> dic
     """
     import dataclasses
 
-    from jcuts import forms
+    from jcuts.jit import variant_space
 
     decision = ours.decision(*args)
-    chosen = decision.chosen if decision is not None else forms.guard.JCUTS
+    chosen = decision.chosen if decision is not None else variant_space.end_to_end_benchmark.JCUTS
     name = chosen
-    if forms.is_xla(chosen):
-        lost = [n for n in decision.speed if not forms.is_xla(n)]
-        name = max(lost, key=lambda n: decision.speed[n][0]) if lost else forms.guard.JCUTS
-    settings = dataclasses.replace(ours.settings, form=forms.form_of(name))
+    if variant_space.is_xla(chosen):
+        lost = [n for n in decision.speed if not variant_space.is_xla(n)]
+        name = max(lost, key=lambda n: decision.speed[n][0]) if lost else variant_space.end_to_end_benchmark.JCUTS
+    settings = dataclasses.replace(ours.settings, form=variant_space.form_of(name))
     found = shares(*planned(closed, settings, platform))
     none = dict.fromkeys(found, 0.0)
-    return {"program": chosen, **(none if forms.is_xla(chosen) else found), "best_kernels": {"program": name, **found}}
+    return {
+        "program": chosen,
+        **(none if variant_space.is_xla(chosen) else found),
+        "best_kernels": {"program": name, **found},
+    }
 
 
 # -- by kind, as the thesis' Figure 5.2 ------------------------------------------------------------------------------
@@ -190,8 +212,23 @@ def by_kind(subsets: Sequence[Any]) -> dict[str, dict[str, float]]:
     return table
 
 
-LIBRARIES = ("gemm", "xmma", "cutlass", "cudnn", "fprop", "wgrad", "dgrad", "winograd", "nvjet", "implicit", "conv",
-             "dot", "cublas", "gemv", "fft")  # fmt: skip
+LIBRARIES = (
+    "gemm",
+    "xmma",
+    "cutlass",
+    "cudnn",
+    "fprop",
+    "wgrad",
+    "dgrad",
+    "winograd",
+    "nvjet",
+    "implicit",
+    "conv",
+    "dot",
+    "cublas",
+    "gemv",
+    "fft",
+)
 
 
 def kind_of_kernel(name: str, kinds: dict[str, str]) -> str:

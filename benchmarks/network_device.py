@@ -33,10 +33,10 @@ def launches(call: Callable[[], Any], steps: int = 50) -> dict[str, int]:
     import jax
 
     from jcuts.base.errors import NativeError
-    from jcuts.xla import cuda
+    from jcuts.xla import cuda_launcher
 
     try:
-        lib = cuda.load()
+        lib = cuda_launcher.load()
     except NativeError:
         return {}
     for _ in range(5):
@@ -71,9 +71,12 @@ def profiled(call: Callable[[], Any], folder: Path, steps: int = 10, most: int =
                 busy[event.name] += event.duration_ns
     shutil.rmtree(folder, ignore_errors=True)
     top = sorted(busy, key=lambda name: -busy[name])[:most]
-    return {"per_step": sum(kernels.values()) / steps, "busy_seconds": sum(busy.values()) * 1e-9 / steps,
-            "jcuts": sum(n for name, n in kernels.items() if "jcuts" in name) / steps,
-            "largest": [[name[:80], kernels[name] / steps, busy[name] * 1e-9 / steps] for name in top]}  # fmt: skip
+    return {
+        "per_step": sum(kernels.values()) / steps,
+        "busy_seconds": sum(busy.values()) * 1e-9 / steps,
+        "jcuts": sum(n for name, n in kernels.items() if "jcuts" in name) / steps,
+        "largest": [[name[:80], kernels[name] / steps, busy[name] * 1e-9 / steps] for name in top],
+    }
 
 
 _BUFFER = re.compile(r"kCommandBuffer|command[_ ]buffer", re.IGNORECASE)

@@ -26,17 +26,23 @@ def modes(spec: str, out: Path, dry: bool, seconds: float, which: Sequence[str] 
     import jax
 
     import jcuts
-    from jcuts import forms
     from jcuts.base import fingerprint
+    from jcuts.jit import variant_space
     from jcuts.tune import session
 
     platform = gpu_networks.pretend(dry)
     fn, args = gpu_networks.workload(spec, dry)
     jax.block_until_ready(args)
-    option = next(iter(forms.options(platform)), "")
-    flags = forms.compiler_options(f"xla:{option}", platform) or None
-    row: dict[str, Any] = {"part": "modes", "network": spec, "flags": flags or {}, "versions": fingerprint.versions(),
-                           "device": str(jax.devices()[0].device_kind), "modes": {}}  # fmt: skip
+    option = next(iter(variant_space.options(platform)), "")
+    flags = variant_space.compiler_options(f"xla:{option}", platform) or None
+    row: dict[str, Any] = {
+        "part": "modes",
+        "network": spec,
+        "flags": flags or {},
+        "versions": fingerprint.versions(),
+        "device": str(jax.devices()[0].device_kind),
+        "modes": {},
+    }
     closed = network_counts.traced(fn, args)
     row["counts"] = network_counts.summary(closed, row["device"])
     session.set_progress(gpu_networks.Stages())
@@ -50,13 +56,16 @@ def modes(spec: str, out: Path, dry: bool, seconds: float, which: Sequence[str] 
         spent = time.perf_counter() - start
         report, decision = ours.explain(*args), ours.decision(*args)
         made: dict[str, Any] = {
-            "first_call_seconds": spent, "kernels": report.kernels, "equations": report.equations,
-            "decision": decision and decision.to_dict(), "stages": report.seconds,
+            "first_call_seconds": spent,
+            "kernels": report.kernels,
+            "equations": report.equations,
+            "decision": decision and decision.to_dict(),
+            "stages": report.seconds,
             "by_kind": network_counts.by_kind(report.subsets),
             "shares": network_counts.shares_of(ours, args, closed, platform),
             "subsets": [{**gpu_networks.subset_row(s), "kind": s.kind} for s in report.subsets],
             "left": [[r.op, r.reason, r.count] for r in report.refusals],
-        }  # fmt: skip
+        }
         calls[mode], made_by[mode] = functools.partial(ours, *args), ours
         row["modes"][mode] = made
         gpu_networks.save(out, row, "modes_")
@@ -79,8 +88,11 @@ def modes(spec: str, out: Path, dry: bool, seconds: float, which: Sequence[str] 
             gpu_networks.note(f"no profile of {name}: {type(error).__name__}: {error}")
             continue
         of = kinds.get(name.split()[0], {})
-        row["profiles"][name] = {**seen, "largest": seen["largest"][:25],
-                                 "by_kind": network_counts.profile_by_kind(seen["largest"], of)}  # fmt: skip
+        row["profiles"][name] = {
+            **seen,
+            "largest": seen["largest"][:25],
+            "by_kind": network_counts.profile_by_kind(seen["largest"], of),
+        }
     return row | {"finished": True}
 
 
@@ -91,10 +103,10 @@ def bound(compiled: Any, args: Sequence[Any]) -> Callable[[], Any]:
 
 def kinds_of(subsets: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Kind by the start of the name of its kernel's functions, for all kernels of this process."""
-    from jcuts.xla import kernels
+    from jcuts.xla import kernel_cache
 
     by_program = {s["chosen"].rpartition("/")[2]: s["kind"] for s in subsets if s["chosen"] != "xla"}
-    known = {digest[:8]: getattr(kernel, "digest", "")[:12] for digest, kernel in kernels._kernels.items()}
+    known = {digest[:8]: getattr(kernel, "digest", "")[:12] for digest, kernel in kernel_cache._kernels.items()}
     return {known[program]: kind for program, kind in by_program.items() if known.get(program)}
 
 
@@ -117,8 +129,13 @@ def warm(spec: str, dry: bool) -> dict[str, Any]:
     decision = ours.decision(*args)
     stages = ours.explain(*args).seconds
     again = decision is not None and decision.tries > 1  # its first decision was noisy: whole programs ran again
-    return {"seconds": spent, "plain_seconds": plain, "stages": stages, "chosen": decision and decision.chosen,
-            "measured_again": again}  # fmt: skip
+    return {
+        "seconds": spent,
+        "plain_seconds": plain,
+        "stages": stages,
+        "chosen": decision and decision.chosen,
+        "measured_again": again,
+    }
 
 
 # -- planning for a GPU that is not here ----------------------------------------------------------------------------
@@ -132,8 +149,8 @@ def pretended(tuned: dict[str, Any]) -> Iterator[None]:
 
     from jcuts.tune import session
     from jcuts.tune.choice import Measurement
-    from jcuts.tune.select import unknown
-    from jcuts.xla import gpus
+    from jcuts.tune.select import keep_xla
+    from jcuts.xla import devices as xla_devices
 
     def tune(problems: Sequence[Any], store: Any, *, settings: Any, prepare: Any = None, **_: Any) -> dict[str, Any]:
         found = {}
@@ -142,26 +159,31 @@ def pretended(tuned: dict[str, Any]) -> Iterator[None]:
             if choice is None and settings.tune == "auto":
                 full = prepare_candidates(problem, prepare)
                 tuned[problem.digest] = len(full.candidates)
-                choice = replace(unknown(problem), origin="measured", measurements=times_of(full))
+                choice = replace(keep_xla(problem), origin="measured", measurements=times_of(full))
                 if full.candidates:
                     best = full.candidates[0]
-                    choice = replace(choice, winner=best.label, winner_digest=best.digest,
-                                     programs={best.label: best.payload}, kernels={best.label: best.digest},
-                                     digests={best.label: best.digest})  # fmt: skip
+                    choice = replace(
+                        choice,
+                        winner=best.label,
+                        winner_digest=best.digest,
+                        programs={best.label: best.payload},
+                        kernels={best.label: best.digest},
+                        digests={best.label: best.digest},
+                    )
                 store.put(choice)
-            found[problem.digest] = choice or unknown(problem)
+            found[problem.digest] = choice or keep_xla(problem)
         return found
 
     def times_of(problem: Any) -> tuple[Any, ...]:
         labels = [*(c.label for c in problem.candidates), "xla"]
         return tuple(Measurement(x, 1e-6 * (n + 1), 1e-6, 1e-6, 7, "chain") for n, x in enumerate(labels))
 
-    old = session.tune, gpus.this, gpus.unusable
-    session.tune, gpus.this, gpus.unusable = tune, lambda: gpus.Gpu(*PRETENDED), lambda: ""
+    old = session.tune, xla_devices.this, xla_devices.unusable
+    session.tune, xla_devices.this, xla_devices.unusable = tune, lambda: xla_devices.Gpu(*PRETENDED), lambda: ""
     try:
         yield
     finally:
-        session.tune, gpus.this, gpus.unusable = old
+        session.tune, xla_devices.this, xla_devices.unusable = old
 
 
 def prepare_candidates(problem: Any, prepare: Any) -> Any:
@@ -185,10 +207,12 @@ def planning(spec: str, dry: bool) -> dict[str, Any]:
 
     import jax
 
-    from jcuts import forms, levels, pipeline
     from jcuts.base.settings import Settings
+    from jcuts.jit import variant_space
+    from jcuts.pipeline import computation
+    from jcuts.pipeline import passes as pipeline_passes
     from jcuts.tune import session
-    from jcuts.tune.store import Store
+    from jcuts.tune.database import Store
 
     fn, args = gpu_networks.workload(spec, dry)
     start = time.perf_counter()
@@ -196,26 +220,34 @@ def planning(spec: str, dry: bool) -> dict[str, Any]:
     row: dict[str, Any] = {"part": "planning", "network": spec, "trace_seconds": time.perf_counter() - start}
     tuned: dict[str, Any] = {}
     session.set_store(Store(None, device="pretended", versions="none"))
-    pipeline._rebuild = lambda level, settings: level.closed  # type: ignore[assignment]  # no kernel is compiled
+    pipeline_passes._rebuild = lambda level, settings: level.closed  # type: ignore[assignment]  # no kernel is compiled
 
     def plan(form: Any, may_measure: bool) -> Any:
         settings = dataclasses.replace(Settings(), form=form)
-        return pipeline.optimize_jaxpr(closed, settings, platform="cuda", may_measure=may_measure)
+        return pipeline_passes.optimize_jaxpr(closed, settings, platform="cuda", may_measure=may_measure)
 
     with pretended(tuned):
         start, busy = time.perf_counter(), time.process_time()
-        outcomes = {form: plan(form, True) for form in forms.worth_planning(closed, "cuda")}
-        row |= {"cold_seconds": time.perf_counter() - start, "cold_cpu_seconds": time.process_time() - busy,
-                "forms": len(outcomes), "problems": len(tuned), "candidates": sum(tuned.values())}  # fmt: skip
+        outcomes = {form: plan(form, True) for form in variant_space.candidate_variants(closed, "cuda")}
+        row |= {
+            "cold_seconds": time.perf_counter() - start,
+            "cold_cpu_seconds": time.process_time() - busy,
+            "forms": len(outcomes),
+            "problems": len(tuned),
+            "candidates": sum(tuned.values()),
+        }
         with_kernels = [f for f in outcomes if f is None or f.regions not in ("none", "absorbing")]
         chosen = with_kernels[-1]
         row |= {"form": str(chosen), "subsets": len(outcomes[chosen].report.subsets)}
-        pipeline.forget()
-        for known in (levels._rankings, levels._grouped):
+        pipeline_passes.forget()
+        for known in (computation._rankings, computation._grouped):
             known.clear()
         jax.clear_caches()
         start, busy = time.perf_counter(), time.process_time()
         report = plan(chosen, False).report
-        row |= {"warm_seconds": time.perf_counter() - start, "warm_cpu_seconds": time.process_time() - busy,
-                "stages": report.seconds}  # fmt: skip
+        row |= {
+            "warm_seconds": time.perf_counter() - start,
+            "warm_cpu_seconds": time.process_time() - busy,
+            "stages": report.seconds,
+        }
     return row | {"finished": True}

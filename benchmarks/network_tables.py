@@ -25,8 +25,14 @@ def load(places: Iterable[Path]) -> list[Row]:
 def report(rows: Sequence[Row], markdown: bool = False) -> str:
     """All tables that there are rows for."""
     tables = []
-    for title, make in (("Speed", speed), ("Modes", modes), ("Time by kind of kernel", kinds), ("Blocks", blocks),
-                        ("Code generation", codegen), ("Planning", planning)):  # fmt: skip
+    for title, make in (
+        ("Speed", speed),
+        ("Modes", modes),
+        ("Time by kind of kernel", kinds),
+        ("Blocks", blocks),
+        ("Code generation", codegen),
+        ("Planning", planning),
+    ):
         head, body, notes = make(rows)
         if body:
             tables.append("\n".join([f"{'## ' if markdown else ''}{title}", "", *layout(head, body, markdown), *notes]))
@@ -38,8 +44,10 @@ def layout(head: Sequence[str], body: Sequence[Sequence[str]], markdown: bool) -
     if markdown:
         return [f"| {' | '.join(r)} |" for r in (head, ["---"] * len(head), *body)] + [""]
     widths = [max(len(r[k]) for r in (head, *body)) for k in range(len(head))]
-    return ["  ".join(c.ljust(w) if k == 0 else c.rjust(w) for k, (c, w) in enumerate(zip(r, widths, strict=True)))
-            for r in (head, *body)]  # fmt: skip
+    return [
+        "  ".join(c.ljust(w) if k == 0 else c.rjust(w) for k, (c, w) in enumerate(zip(r, widths, strict=True)))
+        for r in (head, *body)
+    ]
 
 
 def named(row: Row) -> str:
@@ -66,8 +74,21 @@ def stream(row: Row, side: str) -> float | None:
 
 def speed(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
     """Whole programs; geometric means over rows of one type of numbers and one calling form."""
-    head = ["network", "jax.jit", "options", "torch", "jcuts", "over jax.jit", "over best", "roofline", "kernels",
-            "L2 error, XLA's", "FLOP", "operations", "program"]  # fmt: skip
+    head = [
+        "network",
+        "jax.jit",
+        "options",
+        "torch",
+        "jcuts",
+        "over jax.jit",
+        "over best",
+        "roofline",
+        "kernels",
+        "L2 error, XLA's",
+        "FLOP",
+        "operations",
+        "program",
+    ]
     body, gains = [], {}
     for row in rows:
         if row.get("part", "speed") not in ("speed", "blocks") or "times" not in row:
@@ -82,17 +103,29 @@ def speed(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
         kernels = [row.get("device_kernels", {}).get(side, {}).get("per_step") for side in ("flags", "jcuts")]
         errors = [row.get("errors", {}).get(side, {}).get("l2", float("nan")) for side in ("jcuts", "flags")]
         line, share = row.get("counts", {}).get("roofline", {}), row.get("shares", {})
-        body.append([
-            named(row), ms(plain), ms(flags), ms(torch), ms(ours), f"{plain / ours:.2f}", f"{best / ours:.2f}",
-            f"{ms(line.get('bound'))} ({ms(line.get('layers'))})" if line else "",
-            " -> ".join(f"{k:.0f}" for k in kernels) if all(kernels) else "", f"{errors[0]:.1e}, {errors[1]:.1e}",
-            *(f"{share[k]:.0%}" if share else "" for k in ("flop", "operations")), row["decision"]["chosen"],
-        ])  # fmt: skip
+        body.append(
+            [
+                named(row),
+                ms(plain),
+                ms(flags),
+                ms(torch),
+                ms(ours),
+                f"{plain / ours:.2f}",
+                f"{best / ours:.2f}",
+                f"{ms(line.get('bound'))} ({ms(line.get('layers'))})" if line else "",
+                " -> ".join(f"{k:.0f}" for k in kernels) if all(kernels) else "",
+                f"{errors[0]:.1e}, {errors[1]:.1e}",
+                *(f"{share[k]:.0%}" if share else "" for k in ("flop", "operations")),
+                row["decision"]["chosen"],
+            ]
+        )
     notes = []
     for (kind, part), found in gains.items():
         plain, best = (geomean([pair[k] for pair in found]) for k in (0, 1))
-        notes.append(f"Geometric means, {part}, {kind}, {len(found)} rows: {plain:.2f} over jax.jit, {best:.2f} over "
-                     "the best of the others.")  # fmt: skip
+        notes.append(
+            f"Geometric means, {part}, {kind}, {len(found)} rows: {plain:.2f} over jax.jit, {best:.2f} over "
+            "the best of the others."
+        )
     return head, body, notes
 
 
@@ -107,8 +140,20 @@ def modes(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
     *Vendor* over *kernels*: XLA's code for each subset compiled alone, over the best kernel for each, in sums over the
     subsets for which both were measured; its second figure counts products and convolutions alone.
     """
-    head = ["network, mode", "kernels", "whole", "with options", "XLA", "XLA with options", "vendor",
-            "vendor / kernels", "vendor / chosen", "FLOP", "operations", "first call s"]  # fmt: skip
+    head = [
+        "network, mode",
+        "kernels",
+        "whole",
+        "with options",
+        "XLA",
+        "XLA with options",
+        "vendor",
+        "vendor / kernels",
+        "vendor / chosen",
+        "FLOP",
+        "operations",
+        "first call s",
+    ]
     body = []
     ratios: dict[str, list[float]] = {}
     for row in rows:
@@ -123,16 +168,24 @@ def modes(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
             if ours:
                 ratios.setdefault(mode, []).append(vendor / ours)
             share = made["shares"]["best_kernels"] if mode == "mixed" else made["shares"]
-            body.append([
-                f"{named(row)}, {mode}", f"{made['kernels']:.0f}",
-                *(ms(stream(row, side)) for side in (mode, f"{mode} options", "xla", "xla options")), ms(vendor),
-                (f"{vendor / ours:.2f}" if ours else "")
-                + (f" ({sums(table, 'vendor', heavy) / some:.2f})" if some else ""),
-                f"{vendor / chosen:.2f}" if chosen else "", f"{share['flop']:.0%}", f"{share['operations']:.0%}",
-                f"{made['first_call_seconds']:.0f}",
-            ])  # fmt: skip
-    notes = [f"Geometric mean of vendor / kernels, {mode}: {geomean(found):.2f} ({len(found)} rows)."
-             for mode, found in ratios.items()]  # fmt: skip
+            body.append(
+                [
+                    f"{named(row)}, {mode}",
+                    f"{made['kernels']:.0f}",
+                    *(ms(stream(row, side)) for side in (mode, f"{mode} options", "xla", "xla options")),
+                    ms(vendor),
+                    (f"{vendor / ours:.2f}" if ours else "")
+                    + (f" ({sums(table, 'vendor', heavy) / some:.2f})" if some else ""),
+                    f"{vendor / chosen:.2f}" if chosen else "",
+                    f"{share['flop']:.0%}",
+                    f"{share['operations']:.0%}",
+                    f"{made['first_call_seconds']:.0f}",
+                ]
+            )
+    notes = [
+        f"Geometric mean of vendor / kernels, {mode}: {geomean(found):.2f} ({len(found)} rows)."
+        for mode, found in ratios.items()
+    ]
     return head, body, notes
 
 
@@ -147,12 +200,24 @@ def kinds(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
         profiles = {n: p for n, p in row.get("profiles", {}).items() if p.get("busy_seconds")}
         for name, seen in profiles.items():
             found = seen["by_kind"]
-            body.append([f"{named(row)}, {name}", *(ms(found.get(n, 0.0)) for n in names), ms(sum(found.values())),
-                         f"{seen['per_step']:.0f}"])  # fmt: skip
+            body.append(
+                [
+                    f"{named(row)}, {name}",
+                    *(ms(found.get(n, 0.0)) for n in names),
+                    ms(sum(found.values())),
+                    f"{seen['per_step']:.0f}",
+                ]
+            )
         for mode, made in row["modes"].items() if not profiles else ():
             found = {n: made["by_kind"][n]["jcuts"] + made["by_kind"][n]["xla"] for n in names}
-            body.append([f"{named(row)}, {mode}: subsets", *map(ms, found.values()), ms(sum(found.values())),
-                         f"{made['kernels']:.0f}"])  # fmt: skip
+            body.append(
+                [
+                    f"{named(row)}, {mode}: subsets",
+                    *map(ms, found.values()),
+                    ms(sum(found.values())),
+                    f"{made['kernels']:.0f}",
+                ]
+            )
     return head, body, []
 
 
@@ -199,9 +264,16 @@ def codegen(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]
         if row.get("cold", True) and row["part"] == "speed":
             points.append(((float(distinct), math.log2(int(row["network"].split(":")[1]))), cold))
         again = " (again)" if warm.get("measured_again") else ""
-        body.append([named(row), str(distinct), str(row["kernels"]), f"{cold:.0f}" + "*" * (not row.get("cold", True)),
-                     f"{warm['seconds']:.1f}{again}" if "seconds" in warm else "",
-                     f"{warm['plain_seconds']:.1f}" if "plain_seconds" in warm else ""])  # fmt: skip
+        body.append(
+            [
+                named(row),
+                str(distinct),
+                str(row["kernels"]),
+                f"{cold:.0f}" + "*" * (not row.get("cold", True)),
+                f"{warm['seconds']:.1f}{again}" if "seconds" in warm else "",
+                f"{warm['plain_seconds']:.1f}" if "plain_seconds" in warm else "",
+            ]
+        )
     return head, body, fitted("cold seconds", points)
 
 
@@ -210,8 +282,10 @@ def fitted(what: str, points: Sequence[tuple[Sequence[float], float]]) -> list[s
     if len(points) < 4:
         return []
     (slope, growth, base), share = fit(points)
-    return [f"{what} = {base:.1f} + {slope:.2f} per distinct subset + {growth:.1f} log2(batch); {len(points)} points, "
-            f"{share:.0%} of the variance."]  # fmt: skip
+    return [
+        f"{what} = {base:.1f} + {slope:.2f} per distinct subset + {growth:.1f} log2(batch); {len(points)} points, "
+        f"{share:.0%} of the variance."
+    ]
 
 
 def planning(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
@@ -224,6 +298,15 @@ def planning(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]
         cold, warm = (row.get(f"{k}_cpu_seconds", row[f"{k}_seconds"]) for k in ("cold", "warm"))
         points.append(((float(row["problems"]), math.log2(int(row["network"].split(":")[1]))), cold))
         stages = ", ".join(f"{k} {v:.2f}" for k, v in row["stages"].items() if v >= 0.05)
-        body.append([named(row), str(row["problems"]), str(row["candidates"]), f"{cold:.1f}", f"{warm:.2f}", stages,
-                     f"{row['trace_seconds']:.1f}"])  # fmt: skip
+        body.append(
+            [
+                named(row),
+                str(row["problems"]),
+                str(row["candidates"]),
+                f"{cold:.1f}",
+                f"{warm:.2f}",
+                stages,
+                f"{row['trace_seconds']:.1f}",
+            ]
+        )
     return head, body, fitted("seconds of planning", points)

@@ -99,8 +99,9 @@ def run(item: str, options: argparse.Namespace, left: Callable[[], float], lane:
         where = argparse.Namespace(**{**vars(options), "out": options.out})
         extra = ["--item", item, "--modes", *options.modes, "--torch-mode", options.torch_mode]
         fresh = not (options.out / cache).exists()
-        found = gpu_networks.child(what, spec, where, min(options.limit, left() + 20), lane, script=__file__,
-                                   cache=cache, extra=extra)  # fmt: skip
+        found = gpu_networks.child(
+            what, spec, where, min(options.limit, left() + 20), lane, script=__file__, cache=cache, extra=extra
+        )
         row = read(path) | ({"cold": fresh} if main else {})
         row.pop("failed", None)
         row |= {"part": part, "network": spec, **(found if main else {what: found})}

@@ -43,15 +43,15 @@ ROUNDS = 6
 def compile_one(text: str) -> str:
     """Compiles a program into the object cache, unless it is there; '' or why not (runs in a worker)."""
     from jcuts.base.errors import JcutsError
-    from jcuts.codegen.compile import compile_program, kernel_digest
-    from jcuts.codegen.target import host_target
-    from jcuts.dfg.program import Program
-    from jcuts.xla import objects
+    from jcuts.codegen.cpu.compile import compile_program, kernel_digest
+    from jcuts.codegen.cpu.target import host_target
+    from jcuts.kernel_ir.program import Program
+    from jcuts.xla import object_cache
 
     program = Program.from_json(text)
     try:
-        if objects.fetch(kernel_digest(program, host_target())) is None:
-            objects.store(compile_program(program, host_target()))
+        if object_cache.fetch(kernel_digest(program, host_target())) is None:
+            object_cache.store(compile_program(program, host_target()))
     except JcutsError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -111,9 +111,9 @@ class Bench:
     def __init__(self, operands: list[Any], outputs: list[tuple[tuple[int, ...], str]], scratch: int) -> None:
         import numpy as np
 
-        from jcuts.xla import native
+        from jcuts.xla import native_library
 
-        self.run = native.load().jcuts_bench
+        self.run = native_library.load().jcuts_bench
         self.results = [aligned(np.zeros(shape, dtype)) for shape, dtype in outputs]
         self.buffers = [aligned(a) for a in operands] + self.results
         self.pointers = (ctypes.c_void_p * len(self.buffers))(*[b.ctypes.data for b in self.buffers])
@@ -190,20 +190,22 @@ def study(job: tuple[str, int, int, frozenset[str]]) -> dict[str, Any]:
     import numpy as np
 
     from jcuts.arch.detect import describe_cpu
-    from jcuts.region.bound import bound
-    from jcuts.xla import linker
-    from jcuts.xla.kernels import kernel_for
+    from jcuts.schedule.bound import roofline_bound
+    from jcuts.xla import jit_linker
+    from jcuts.xla.kernel_cache import kernel_for
 
     name, count, seed, failed = job
     everything, operands, reference = pool_of(name, count, seed)
     pool = [c for c in everything if c.program.digest not in failed]
     core = describe_cpu(cores=1)
     compiled = [kernel_for(c.program) for c in pool]
-    kernels = [Timed(linker.link(k.object_code, k.symbol), k.tiles, k.scratch_bytes) for k in compiled]
+    kernels = [Timed(jit_linker.link(k.object_code, k.symbol), k.tiles, k.scratch_bytes) for k in compiled]
     bench = Bench(operands, list(compiled[0].outputs), max(k.scratch_bytes for k in compiled))
     expected = [np.asarray(x) for x in _tuple(reference(*operands))]
     right = time_all(kernels, [c.kept >= 0 for c in pool], bench, expected, name)
-    rows = [(c, k, bound(c.program, core).seconds) for c, k, fine in zip(pool, kernels, right, strict=True) if fine]
+    rows = [
+        (c, k, roofline_bound(c.program, core).seconds) for c, k, fine in zip(pool, kernels, right, strict=True) if fine
+    ]
     rows.sort(key=lambda row: row[1].seconds)
     best = rows[0][1].seconds
     kept = [(place, row) for place, row in enumerate(rows) if row[0].kept >= 0]
@@ -215,18 +217,30 @@ def study(job: tuple[str, int, int, frozenset[str]]) -> dict[str, Any]:
     noise = [k.noise for _, k, _ in rows if k.rounds]
     sources = [c.source for c, _, _ in rows]
     return {
-        "operation": name, "measured": len(rows), "drawn": sources.count("drawn"),
-        "enumerated": sources.count("enumerated"), "failed": len(everything) - len(pool), "wrong": right.count(False),
-        "kept": len(kept), "best_us": best * 1e6, "best_source": rows[0][0].source,
-        "median_us": statistics.median(r[1].seconds for r in rows) * 1e6, "worst_us": rows[-1][1].seconds * 1e6,
-        "first_rank": first_place + 1, "first_loss": first[1].seconds / best - 1,
-        "kept_rank": kept_place + 1, "kept_loss": kept_best[1].seconds / best - 1,
+        "operation": name,
+        "measured": len(rows),
+        "drawn": sources.count("drawn"),
+        "enumerated": sources.count("enumerated"),
+        "failed": len(everything) - len(pool),
+        "wrong": right.count(False),
+        "kept": len(kept),
+        "best_us": best * 1e6,
+        "best_source": rows[0][0].source,
+        "median_us": statistics.median(r[1].seconds for r in rows) * 1e6,
+        "worst_us": rows[-1][1].seconds * 1e6,
+        "first_rank": first_place + 1,
+        "first_loss": first[1].seconds / best - 1,
+        "kept_rank": kept_place + 1,
+        "kept_loss": kept_best[1].seconds / best - 1,
         "pair_loss": pair[1].seconds / best - 1,
-        "spearman": spearman(scores, times), "kendall": kendall(scores, times),
-        "noise_median": statistics.median(noise), "noise_p95": float(np.quantile(noise, 0.95)),
-        "bound_violations": sum(k.seconds < b for _, k, b in rows), "bound_over_best": max(b for *_, b in rows) / best,
+        "spearman": spearman(scores, times),
+        "kendall": kendall(scores, times),
+        "noise_median": statistics.median(noise),
+        "noise_p95": float(np.quantile(noise, 0.95)),
+        "bound_violations": sum(k.seconds < b for _, k, b in rows),
+        "bound_over_best": max(b for *_, b in rows) / best,
         "candidates": [_row(*row) for row in rows],
-    }  # fmt: skip
+    }
 
 
 def judged_again(row: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -250,13 +264,18 @@ def judged_again(row: dict[str, Any], seed: int) -> dict[str, Any]:
         for d, c in timed.items()
     ]
     return {
-        **row, "kept": len(found), "untimed": len(kept) - len(found), "candidates": rows,
-        "first_rank": places[found[0]] + 1, "first_loss": timed[found[0]][5] / best - 1,
-        "kept_rank": min(places.values()) + 1, "kept_loss": max(0.0, min(timed[d][5] for d in found) / best - 1),
+        **row,
+        "kept": len(found),
+        "untimed": len(kept) - len(found),
+        "candidates": rows,
+        "first_rank": places[found[0]] + 1,
+        "first_loss": timed[found[0]][5] / best - 1,
+        "kept_rank": min(places.values()) + 1,
+        "kept_loss": max(0.0, min(timed[d][5] for d in found) / best - 1),
         "pair_loss": max(0.0, min(timed[d][5] for d in found[:2]) / best - 1),
         "spearman": spearman([-s for s, _ in scored], [t for _, t in scored]),
         "kendall": kendall([-s for s, _ in scored], [t for _, t in scored]),
-    }  # fmt: skip
+    }
 
 
 def pool_of(name: str, count: int, seed: int) -> tuple[list[Any], list[Any], Any]:
@@ -281,9 +300,11 @@ def _row(candidate: Any, kernel: Timed, bound: float) -> list[Any]:
     median = statistics.median(kernel.rounds) * 1e6 if kernel.rounds else None
     numbers = (candidate.score, bound * 1e6, kernel.seconds * 1e6, median)
     return [
-        candidate.program.digest[:8], candidate.source[0], candidate.kept,
+        candidate.program.digest[:8],
+        candidate.source[0],
+        candidate.kept,
         *(None if n is None else float(f"{n:.4g}") for n in numbers),
-    ]  # fmt: skip
+    ]
 
 
 COLUMNS = ["digest", "source", "kept", "score", "bound_us", "least_us", "median_us"]
@@ -323,8 +344,8 @@ def main() -> int:
     import pruning_space as space
 
     from jcuts.base.fingerprint import versions
-    from jcuts.dfg.program import Program
-    from jcuts.region.bound import host_arch
+    from jcuts.kernel_ir.program import Program
+    from jcuts.schedule.cpu.bound import host_arch
 
     head = {"date": time.strftime("%Y-%m-%d"), "cpu": host_arch().name, "versions": versions(), "seed": options.seed}
     rows: list[dict[str, Any]] = []
@@ -377,12 +398,13 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures over all operations."""
     losses = [row["kept_loss"] for row in rows]
     return {
-        "operations": len(rows), **{key: sum(row[key] for row in rows) for key in
-                                    ("measured", "drawn", "failed", "wrong", "bound_violations")},
-        "kept_loss_median": statistics.median(losses), "kept_loss_worst": max(losses),
+        "operations": len(rows),
+        **{key: sum(row[key] for row in rows) for key in ("measured", "drawn", "failed", "wrong", "bound_violations")},
+        "kept_loss_median": statistics.median(losses),
+        "kept_loss_worst": max(losses),
         "first_loss_median": statistics.median(row["first_loss"] for row in rows),
         "first_rank_share_median": statistics.median(row["first_rank"] / row["measured"] for row in rows),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

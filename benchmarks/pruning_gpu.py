@@ -41,11 +41,11 @@ from pruning_gpu_ops import OPERATIONS  # noqa: E402
 
 from jcuts.base.errors import NativeError  # noqa: E402
 from jcuts.base.fingerprint import versions  # noqa: E402
-from jcuts.codegen.cuda.image import Image  # noqa: E402
-from jcuts.tune import driver  # noqa: E402
-from jcuts.tune import gpu as runs  # noqa: E402
-from jcuts.tune.kernelfile import read_kernel  # noqa: E402
-from jcuts.tune.values import dtype_of  # noqa: E402
+from jcuts.codegen.cuda.toolchain.image import Image  # noqa: E402
+from jcuts.tune.kernel_file import read_kernel  # noqa: E402
+from jcuts.tune.measure import cuda_driver  # noqa: E402
+from jcuts.tune.measure import gpu_launch as runs  # noqa: E402
+from jcuts.tune.verify.inputs import dtype_of  # noqa: E402
 
 CAPABILITY = (9, 0)
 HOPELESS, NEAR = 3.0, 1.35
@@ -178,7 +178,7 @@ class Study:
         self.name, self.prepared, self.device, self.watch, self.launcher = name, prepared, device, watch, launcher
         self.tolerance = OPERATIONS[name].tolerance
         self.operands = OPERATIONS[name].operands
-        self.rotation: runs.Rotation | None = None
+        self.rotation: runs.RotatedOperands | None = None
         self.graphs: dict[str, Any] = {}
         self.seen: dict[str, list[float]] = {}
         self.launches: dict[str, Any] = {}
@@ -191,7 +191,7 @@ class Study:
         try:
             self._add(digest, kernel)
         except NativeError as error:
-            if runs.lost(error) or driver.is_lost(error):
+            if runs.is_context_lost(error) or cuda_driver.is_lost(error):
                 self.watch.lost(str(error)[:200])
             self.dropped["failed"].append([digest[:16], str(error)[:120]])
         finally:
@@ -200,7 +200,7 @@ class Study:
     def _add(self, digest: str, kernel: Any) -> None:
         device = self.device
         if self.rotation is None:
-            self.rotation = runs.Rotation(device, kernel, self.operands, self.prepared.scratch)
+            self.rotation = runs.RotatedOperands(device, kernel, self.operands, self.prepared.scratch)
         launcher, places = self.launcher(kernel, device), self.rotation.sets[0]
         results = places[len(self.operands) :]
         sizes = [math.prod(s) * dtype_of(d).itemsize for s, d in kernel.outputs]
@@ -260,14 +260,18 @@ class Study:
         again = statistics.median(near[first].seconds() / runs.CHAIN for _ in range(ROUNDS))
         assert self.rotation is not None
         row = {
-            "operation": self.name, "sets": len(self.rotation.sets), "l2": self.device.l2_bytes,
-            "noise": abs(again / times[first][1] - 1), "dropped": self.dropped,
+            "operation": self.name,
+            "sets": len(self.rotation.sets),
+            "l2": self.device.l2_bytes,
+            "noise": abs(again / times[first][1] - 1),
+            "dropped": self.dropped,
             "kept": [d[:16] for d in self.prepared.kept],
             "schedules": [
                 entry | {"us": [round(t * 1e6, 3) for t in times[d]], "launches": self.launches[d]}
-                for d, _, entry in self.prepared.schedules if d in times
+                for d, _, entry in self.prepared.schedules
+                if d in times
             ],
-        }  # fmt: skip
+        }
         for graph in self.graphs.values():
             graph.close()
         self.rotation.free()
@@ -327,8 +331,9 @@ class Pretended:
 
 
 # -- all of it --------------------------------------------------------------------------------------------------------
-def measured(work: Work, device: Any, watch: Watch, folder: Path, wanted: int, skipped: set[str],
-             left: Callable[[], float]) -> dict[str, Any]:  # fmt: skip
+def measured(
+    work: Work, device: Any, watch: Watch, folder: Path, wanted: int, skipped: set[str], left: Callable[[], float]
+) -> dict[str, Any]:
     """The row of one operation, its kernels measured as they come. Args: left: seconds that there are."""
     prepared = work.prepared.result()
     launcher = device.launcher(prepared) if isinstance(device, Pretended) else runs.GpuLauncher
@@ -348,8 +353,12 @@ def measured(work: Work, device: Any, watch: Watch, folder: Path, wanted: int, s
             work.enough = len(study.seen) >= wanted and digest not in prepared.kept
     work.enough = True
     row = study.finish() if study.seen else {"operation": work.name, "schedules": [], "dropped": study.dropped}
-    return row | {"spilled": spilled, "refused": sorted(set(refused))[:8], "refusals": len(refused),
-                  "seconds": round(time.perf_counter() - began, 1)}  # fmt: skip
+    return row | {
+        "spilled": spilled,
+        "refused": sorted(set(refused))[:8],
+        "refusals": len(refused),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
 
 
 def show(row: dict[str, Any], clock: float) -> None:
@@ -374,8 +383,11 @@ def study(options: argparse.Namespace, names: Sequence[str]) -> int:
 
     out, skip = options.out / f"pruning_gpu_{options.tag}.json", options.out / f"skipped_{options.tag}.txt"
     skipped = {line.split()[0] for line in skip.read_text().splitlines()} if skip.exists() else set[str]()
-    whole: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {
-        "date": time.strftime("%Y-%m-%d"), "versions": versions(), "rows": []}  # fmt: skip
+    whole: dict[str, Any] = (
+        json.loads(out.read_text())
+        if out.exists()
+        else {"date": time.strftime("%Y-%m-%d"), "versions": versions(), "rows": []}
+    )
     known = {row["operation"] for row in whole["rows"]}
     names = [name for name in names if name not in known]
     options.kernels.mkdir(parents=True, exist_ok=True)
@@ -386,7 +398,7 @@ def study(options: argparse.Namespace, names: Sequence[str]) -> int:
     again = [(str(path), options.fastest) for path in options.again]
     every = [Work(n, pool.submit(prepare, n, count, options.seed, again)) for n in names]
     Feeder(pool, every, options.kernels, 3 * options.jobs).start()
-    device: Any = Pretended() if options.pretend else driver.device()
+    device: Any = Pretended() if options.pretend else cuda_driver.device()
     for work in every:
         if left() < 4.0:
             print(f"{work.name}: out of time")

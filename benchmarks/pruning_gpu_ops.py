@@ -19,10 +19,10 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax import lax  # noqa: E402
 
-from jcuts.dfg.program import Program  # noqa: E402
-from jcuts.region import find  # noqa: E402
-from jcuts.region.block_cover import joined  # noqa: E402
-from jcuts.trace.rounding import round_tf32  # noqa: E402
+from jcuts.fusion import greedy  # noqa: E402
+from jcuts.fusion.match_inverted_residual import inverted_residual_groups  # noqa: E402
+from jcuts.kernel_ir.program import Program  # noqa: E402
+from jcuts.rewrite.tf32_weights import round_tf32  # noqa: E402
 from tests import programs  # noqa: E402
 
 Shape = tuple[int, ...]
@@ -71,7 +71,7 @@ class Operation:
         if self.kind == "attention":
             return traced.attention()[1]
         if self.kind == "block":
-            found = joined(traced.graph, find.group(traced.graph).subsets, lambda program: True)
+            found = inverted_residual_groups(traced.graph, greedy.group(traced.graph).subsets, lambda program: True)
             assert len(found) == 1 and len(found[0].members) == len(traced.graph.nodes), found
             rounded = {self.shapes[place] for place in self.weights}
             buffers = tuple(replace(b, tf32=b.shape in rounded) for b in found[0].program.buffers)
@@ -107,8 +107,9 @@ def _relu(x: Any) -> Any:
 
 def _convolution(stride: int = 1, names: tuple[str, str, str] = NHWC, groups: int = 1) -> Callable[..., Any]:
     def run(x: Any, w: Any, b: Any) -> Any:
-        y = lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=names,
-                                     feature_group_count=groups)  # fmt: skip
+        y = lax.conv_general_dilated(
+            x, w, (stride, stride), "SAME", dimension_numbers=names, feature_group_count=groups
+        )
         return _relu(y + b)
 
     return run
@@ -116,8 +117,9 @@ def _convolution(stride: int = 1, names: tuple[str, str, str] = NHWC, groups: in
 
 def _depthwise(stride: int = 1) -> Callable[..., Any]:
     def run(x: Any, w: Any, b: Any) -> Any:
-        y = lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=NHWC,
-                                     feature_group_count=x.shape[-1])  # fmt: skip
+        y = lax.conv_general_dilated(
+            x, w, (stride, stride), "SAME", dimension_numbers=NHWC, feature_group_count=x.shape[-1]
+        )
         return jnp.clip(y + b, 0.0, 6.0)
 
     return run
@@ -162,8 +164,9 @@ def _block(size: int, batch: int, channels: int, wide: int, stride: int, feature
         shapes += [(wide, 1, 1, channels), (wide,)]
     shapes += [(3, 3, 1, wide), (wide,), (features, 1, 1, wide), (features,)]
     weights = (1, 5) if channels else (3,)
-    return Operation(function(stride, True, residual, not channels), tuple(shapes), "block", weights=weights,
-                     tolerance=2e-2)  # fmt: skip
+    return Operation(
+        function(stride, True, residual, not channels), tuple(shapes), "block", weights=weights, tolerance=2e-2
+    )
 
 
 def _product(function: Callable[..., Any], *shapes: Shape, kind: str = "plain", dtype: str = "float32") -> Operation:
@@ -215,10 +218,8 @@ OPERATIONS: dict[str, Operation] = {
     "NHWC to NCHW": Operation(lambda x: jnp.transpose(x, (0, 3, 1, 2)) + 1.0, ((32, 56, 56, 64),)),
     "transpose 4096x3072": Operation(lambda x: x.T * 2.0, ((4096, 3072),)),
     "depthwise 5x5 28x28x240": Operation(_depthwise(), ((16, 28, 28, 240), (5, 5, 1, 240), (240,))),
-    "scale, shift, ReLU": Operation(
-        lambda x, a, b: jnp.maximum(x * a + b, 0), ((64, 28, 28, 512), (512,), (512,))
-    ),
+    "scale, shift, ReLU": Operation(lambda x, a, b: jnp.maximum(x * a + b, 0), ((64, 28, 28, 512), (512,), (512,))),
     "bias, GELU": Operation(lambda x, b: jax.nn.gelu(x + b), ((4096, 4096), (4096,))),
     "depthwise 56x56x144": Operation(_depthwise(), ((32, 56, 56, 144), (3, 3, 1, 144), (144,))),
     "depthwise gradient 28x28x96": Operation(_filters, ((32, 28, 28, 96), (32, 28, 28, 96))),
-}  # fmt: skip
+}

@@ -29,14 +29,14 @@ from pruning_gpu_ops import OPERATIONS  # noqa: E402
 
 from jcuts.arch.load import load_gpu  # noqa: E402
 from jcuts.base.errors import Refusal  # noqa: E402
-from jcuts.dfg.program import Program  # noqa: E402
-from jcuts.estimate.launches import least_seconds  # noqa: E402
-from jcuts.region import gpu_score  # noqa: E402
-from jcuts.region.attention import recognise  # noqa: E402
-from jcuts.region.blocks import Block, block  # noqa: E402
-from jcuts.region.patch_tiles import patches  # noqa: E402
-from jcuts.region.patches import as_patches  # noqa: E402
-from jcuts.region.products import COLUMNS, ROWS, B, K, as_product  # noqa: E402
+from jcuts.estimate.gpu_kernel import least_seconds  # noqa: E402
+from jcuts.kernel_ir.program import Program  # noqa: E402
+from jcuts.lower.patterns.attention import match  # noqa: E402
+from jcuts.lower.patterns.few_channel_conv import as_few_channel_conv  # noqa: E402
+from jcuts.lower.patterns.gemm import COLUMNS, ROWS, B, K, as_gemm  # noqa: E402
+from jcuts.lower.patterns.inverted_residual import InvertedResidual, match_inverted_residual  # noqa: E402
+from jcuts.schedule.gpu import launch_stats  # noqa: E402
+from jcuts.schedule.gpu.conv.few_channels_tile import conv_geometry  # noqa: E402
 
 COUNTED = ("product", "patch", "block", "attention")
 """Forms whose cycles are counted."""
@@ -56,19 +56,19 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def multiplied(program: Program) -> float:
     """Products that matrix units have to compute; 0 for operations that need none."""
-    if program.template == "attention" and not isinstance(known := recognise(program), Refusal):
+    if program.template == "attention" and not isinstance(known := match(program), Refusal):
         return float(known.batches * known.rows * known.keys * (known.key.length + known.value.length))
-    if program.template == "block" and isinstance(found := block(program), Block):
-        return found.products - float(
-            found.channels * found.window.image[0] * math.prod(found.window.outputs) * len(found.window.taps)
+    if program.template == "block" and isinstance(found := match_inverted_residual(program), InvertedResidual):
+        return found.multiply_adds - float(
+            found.expanded_channels * found.window.image[0] * math.prod(found.window.outputs) * len(found.window.taps)
         )
-    made = as_product(program) if program.template in ("contraction", "convolution") else None
+    made = as_gemm(program) if program.template in ("contraction", "convolution") else None
     if made is not None:
         extents = made.phases[0].ranges()
         return math.prod(float(extents.get(name, 1)) for name in (B, ROWS, COLUMNS, K))
-    patched = as_patches(program) if program.template == "convolution" else None
+    patched = as_few_channel_conv(program) if program.template == "convolution" else None
     if patched is not None:
-        shape = patches(patched)
+        shape = conv_geometry(patched)
         return float(shape.images * shape.rows * shape.outputs * shape.columns * len(shape.terms))
     return 0.0
 
@@ -104,7 +104,7 @@ def estimates(row: dict[str, Any], program: Program, arch: Any) -> list[float]:
         if count is None and counts:
             found.append(math.inf)  # another form beside those on matrix units
         elif count is None:
-            found.append(gpu_score.score_of(made, [tuple(x) for x in entry["launches"]], arch).seconds)
+            found.append(launch_stats.score_of(made, [tuple(x) for x in entry["launches"]], arch).seconds)
         else:
             found.append(count)
     return found
@@ -123,21 +123,35 @@ def judged(row: dict[str, Any], arch: Any) -> dict[str, Any]:
     measured = {e["digest"]: e["us"][1] for e in row["schedules"]}
     today = [measured.get(digest) for digest in space.proposed(program)]
     now = [t for t in today if t is not None]
-    unit = next((u for e in row["schedules"] if (u := gpu_score.unit_of(_made(program, e))) != "ffma"), "ffma")
+    unit = next((u for e in row["schedules"] if (u := launch_stats.unit_of(_made(program, e))) != "ffma"), "ffma")
     limit = bound(row, program, unit, arch) * 1e6
     by_time = sorted(times)
     loss = min(times[k] for k in order[:top]) / best - 1
     return {
-        "operation": row["operation"], "measured": count, "best_us": best, "median_us": by_time[count // 2],
-        "worst_us": by_time[-1], "top": top, "loss_first": times[order[0]] / best - 1, "loss_top": loss,
-        "keeps": loss <= LOSS, "loss_top_8": min(times[k] for k in order[:8]) / best - 1,
-        "best_is_ranked": order.index(times.index(best)) + 1, "kept": len(kept),
-        "loss_kept": min(kept, default=math.nan) / best - 1, "now": len(today), "untimed": len(today) - len(now),
-        "loss_now": min(now, default=math.nan) / best - 1, "spearman": spearman(values, times),
-        "bound_us": limit, "violations": sum(e["us"][0] < limit for e in row["schedules"]), "tightest": limit / least,
-        "noise": row["noise"], "best": row["schedules"][times.index(best)]["params"],
+        "operation": row["operation"],
+        "measured": count,
+        "best_us": best,
+        "median_us": by_time[count // 2],
+        "worst_us": by_time[-1],
+        "top": top,
+        "loss_first": times[order[0]] / best - 1,
+        "loss_top": loss,
+        "keeps": loss <= LOSS,
+        "loss_top_8": min(times[k] for k in order[:8]) / best - 1,
+        "best_is_ranked": order.index(times.index(best)) + 1,
+        "kept": len(kept),
+        "loss_kept": min(kept, default=math.nan) / best - 1,
+        "now": len(today),
+        "untimed": len(today) - len(now),
+        "loss_now": min(now, default=math.nan) / best - 1,
+        "spearman": spearman(values, times),
+        "bound_us": limit,
+        "violations": sum(e["us"][0] < limit for e in row["schedules"]),
+        "tightest": limit / least,
+        "noise": row["noise"],
+        "best": row["schedules"][times.index(best)]["params"],
         "first": row["schedules"][order[0]]["params"],
-    }  # fmt: skip
+    }
 
 
 def _made(program: Program, entry: dict[str, Any]) -> Program:
@@ -176,8 +190,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show(one)
     safe, violations = sum(f["keeps"] for f in found), sum(f["violations"] for f in found)
     kernels, enough = sum(f["measured"] for f in found), sum(f["measured"] >= 500 for f in found)
-    print(f"{len(found)} operations ({enough} of 500 and more), {kernels} kernels: {safe} keep the best or within 2 %; "
-          f"{violations} violations of the bound")  # fmt: skip
+    print(
+        f"{len(found)} operations ({enough} of 500 and more), {kernels} kernels: {safe} keep the best or within 2 %; "
+        f"{violations} violations of the bound"
+    )
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
     return int(violations > 0)

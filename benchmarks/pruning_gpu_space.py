@@ -13,36 +13,33 @@ from dataclasses import replace
 from typing import Any
 
 from jcuts.base.errors import JcutsError, Refusal
-from jcuts.codegen.cuda.emit import emit_source
-from jcuts.codegen.cuda.parts import parts
-from jcuts.dfg.program import Phase, Program
-from jcuts.region import (
-    gpu,
-    gpu_attention,
-    gpu_blocks,
-    gpu_fed,
-    gpu_group_windows,
-    gpu_groups,
-    gpu_patches,
-    gpu_windows,
-    statistics,
-)
-from jcuts.region.attention import recognise
-from jcuts.region.attention_tiles import AttentionShape
-from jcuts.region.attention_tiles import shape_of as attention_of
-from jcuts.region.block_tiles import BlockShape
-from jcuts.region.block_tiles import shape_of as block_of
-from jcuts.region.blocks import Block, block
-from jcuts.region.gpu_group_tiling import GroupTiling
-from jcuts.region.gpu_groups import GroupCounter
-from jcuts.region.gpu_products import STEP, Counter, Tiling
-from jcuts.region.gpu_tiles import GpuMachine, crossed_axis, period, scheduled, tiled
-from jcuts.region.group_windows import window
-from jcuts.region.patch_tiles import PatchShape, patches
-from jcuts.region.patch_tiles import shape_of as patch_of
-from jcuts.region.patches import as_patches
-from jcuts.region.products import ROWS, as_product, sides
-from jcuts.region.schedule import collapsed
+from jcuts.codegen.cuda.launch_source import emit_source
+from jcuts.codegen.cuda.split_kernels import split_into_kernels
+from jcuts.kernel_ir.loop_transforms import collapse_program
+from jcuts.kernel_ir.program import Phase, Program
+from jcuts.lower import welford
+from jcuts.lower.patterns.attention import match
+from jcuts.lower.patterns.conv_window import match_conv_window
+from jcuts.lower.patterns.few_channel_conv import as_few_channel_conv
+from jcuts.lower.patterns.gemm import ROWS, as_gemm, gemm_operands
+from jcuts.lower.patterns.inverted_residual import InvertedResidual, match_inverted_residual
+from jcuts.schedule.gpu import candidates as gpu_candidates
+from jcuts.schedule.gpu.attention import schedules as attention_schedules
+from jcuts.schedule.gpu.attention.tile import FlashTile
+from jcuts.schedule.gpu.attention.tile import shape_of as attention_of
+from jcuts.schedule.gpu.conv import few_channels, implicit_gemm
+from jcuts.schedule.gpu.conv.few_channels_tile import FewChannelTile, conv_geometry
+from jcuts.schedule.gpu.conv.few_channels_tile import shape_of as patch_of
+from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+from jcuts.schedule.gpu.gemm.mma import STEP, GemmProblem, MmaTile
+from jcuts.schedule.gpu.gemm.wgmma import WgmmaProblem
+from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
+from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_schedules
+from jcuts.schedule.gpu.inverted_residual.tile import InvertedResidualTile
+from jcuts.schedule.gpu.inverted_residual.tile import shape_of as block_of
+from jcuts.schedule.gpu.machine import GpuMachine, scheduled, tiled, transposed_axis, unroll_period
+from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
+from jcuts.schedule.gpu.window import schedules as window_schedules
 
 MACHINE = GpuMachine(132)
 THREADS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -58,24 +55,24 @@ def space_of(program: Program) -> Draw:
         return _attention(program)
     if program.template == "block":
         return _block(program)
-    made = as_product(program) if program.template in ("contraction", "convolution") else None
-    if made is not None and any(True for _ in gpu_groups.products(made, MACHINE)):
+    made = as_gemm(program) if program.template in ("contraction", "convolution") else None
+    if made is not None and any(True for _ in gemm_wgmma.contraction_schedules(made, MACHINE)):
         return _product(made)
-    patched = as_patches(program) if program.template == "convolution" else None
+    patched = as_few_channel_conv(program) if program.template == "convolution" else None
     if patched is not None:
         return _patch(patched)
     phase = program.phases[0]
     if len(program.phases) > 1:
         if {g.axis for g in program.grid} == set(program.serial):
             return lambda rng: _team(program, rng)
-        return _column_rows(collapsed(program))
-    if phase.reds and gpu._along_rows(phase) and _terms(phase) > gpu.TAPS:
+        return _column_rows(collapse_program(program))
+    if phase.reds and gpu_candidates._along_rows(phase) and _terms(phase) > gpu_candidates.TAPS:
         return lambda rng: _team(program, rng)
-    plain = collapsed(program)
+    plain = collapse_program(program)
     phase = plain.phases[0]
     if not phase.reds:
         return lambda rng: _transposed(plain, rng) if rng.random() < 0.3 else _point(plain, rng)
-    if _terms(phase) <= gpu.TAPS:
+    if _terms(phase) <= gpu_candidates.TAPS:
         return lambda rng: _walk(plain, rng) if rng.random() < 0.5 else _point(plain, rng)
     return _columns(plain)
 
@@ -92,7 +89,7 @@ def draw(space: Draw, rng: random.Random) -> Program | None:
 def legal(program: Program) -> bool:
     """Whether code can be emitted, and a block's shared memory is there (spills show later)."""
     try:
-        found, _ = parts(program)
+        found, _ = split_into_kernels(program)
         return all(emit_source(part.program).shared <= MOST_SHARED for part in found)
     except (JcutsError, KeyError, StopIteration, IndexError, AssertionError):
         return False
@@ -100,14 +97,14 @@ def legal(program: Program) -> bool:
 
 def scratch_of(program: Program) -> int:
     """Bytes of scratch memory of a call."""
-    return parts(program)[1]
+    return split_into_kernels(program)[1]
 
 
 # -- matrix units -----------------------------------------------------------------------------------------------------
 def _product(made: Program) -> Draw:
-    grouped = GroupCounter(made, MACHINE)
+    grouped = WgmmaProblem(made, MACHINE)
     extents = made.phases[0].ranges()
-    item = sides(made)[0].item
+    item = gemm_operands(made)[0].item
 
     def groups(rng: random.Random) -> Program | None:
         along, across = rng.choice((1, 1, 2, 2, 3, 4)), rng.choice((1, 1, 1, 1, 2))
@@ -123,12 +120,27 @@ def _product(made: Program) -> Draw:
         more: dict[str, int] = {}
         if grouped.rounded:
             push = int(cluster > 1 and rng.random() < 0.6)
-            more = {"rounded": 1, "spread": rng.randint(0, 1), "steps": rng.choice((0, 0, 1, 2)), "push": push,
-                    "early": rng.randint(0, 1), "cached": rng.randint(0, 1)}  # fmt: skip
+            more = {
+                "rounded": 1,
+                "spread": rng.randint(0, 1),
+                "steps": rng.choice((0, 0, 1, 2)),
+                "push": push,
+                "early": rng.randint(0, 1),
+                "cached": rng.randint(0, 1),
+            }
             if more["steps"] == 0 and rng.random() < 0.7:
                 more["spread"] = 0
-        tiling = GroupTiling(rows, columns, terms, (along, across), stages, rng.choice((1, 1, 2, 3)) if through else 0,
-                             split, cluster, **more)  # fmt: skip
+        tiling = WgmmaTile(
+            rows,
+            columns,
+            terms,
+            (along, across),
+            stages,
+            rng.choice((1, 1, 2, 3)) if through else 0,
+            split,
+            cluster,
+            **more,
+        )
         return tiling.of(made) if grouped.registers(replace(tiling, flight=min(tiling.flight, 1))) <= 255 else None
 
     def warps(rng: random.Random) -> Program | None:
@@ -143,15 +155,22 @@ def _product(made: Program) -> Draw:
         split = 1 if cluster > 1 else rng.choice((1, 1, 1, 2, 3, 4, 6, 8))
         if not 1 <= count <= 16 or size % (STEP * deep):
             return None
-        tiling = Tiling(rows, columns, size // item, (rows // high, columns // wide, deep), rng.choice((2, 3, 3, 4, 6)),
-                        split, cluster)  # fmt: skip
+        tiling = MmaTile(
+            rows,
+            columns,
+            size // item,
+            (rows // high, columns // wide, deep),
+            rng.choice((2, 3, 3, 4, 6)),
+            split,
+            cluster,
+        )
         return tiling.of(made)
 
     return lambda rng: groups(rng) if rng.random() < 0.4 else warps(rng)
 
 
 def _patch(made: Program) -> Draw:
-    found = patches(made)
+    found = conv_geometry(made)
 
     def drawn(rng: random.Random) -> Program | None:
         rows = 1 if found.rows == 1 else rng.choice((1, 2, 3, 4, 4, 6, 7, 8, 8, 14, 16))
@@ -163,18 +182,18 @@ def _patch(made: Program) -> Draw:
         across = [w for w in (1, 2, 3, 4, 6, 8) if columns % (16 * w) == 0]
         warps = (rng.choice(down), rng.choice(beside), rng.choice(across))
         share = rng.choice((1, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32))
-        shape = PatchShape(found, rows, pixels, columns, warps, rng.choice((1, 2)) if share > 1 else 1, share)
+        shape = FewChannelTile(found, rows, pixels, columns, warps, rng.choice((1, 2)) if share > 1 else 1, share)
         if not shape.fits or shape.shared > MOST_SHARED or not 1 <= math.prod(warps) <= 16:
             return None
         unrolled = shape.steps * math.prod(shape.warp) // (16 * 8)
-        return gpu_patches.of(made, shape) if unrolled <= MOST_UNROLLED else None
+        return few_channels.apply_tile(made, shape) if unrolled <= MOST_UNROLLED else None
 
     return drawn
 
 
 def _block(program: Program) -> Draw:
-    known = block(program)
-    assert isinstance(known, Block)
+    known = match_inverted_residual(program)
+    assert isinstance(known, InvertedResidual)
 
     def drawn(rng: random.Random) -> Program | None:
         outputs, (count, *_) = known.window.outputs, known.window.image
@@ -186,36 +205,55 @@ def _block(program: Program) -> Draw:
         chunk, warps = rng.choice((16, 32, 32, 48, 64, 96)), rng.choice((2, 4, 4, 6, 7, 8, 8, 12, 14, 16))
         first = rng.choice([a for a in (1, 2, 3, 4, 6) if warps % a == 0])
         second = rng.choice([a for a in (1, 2, 3, 4, 6, 7, 8) if warps % a == 0])
-        strip = (rng.choice([n for n in (1, 2, 4, 7, 8) if rows % n == 0]),
-                 rng.choice([n for n in (1, 2, 4, 7, 8) if columns % n == 0]))  # fmt: skip
-        shape = BlockShape(known, images, rows, columns, chunk, (warps // first, first), (warps // second, second),
-                           strip, rng.random() < 0.5, rng.choice((1, 1, 2, 3, 4)))  # fmt: skip
+        strip = (
+            rng.choice([n for n in (1, 2, 4, 7, 8) if rows % n == 0]),
+            rng.choice([n for n in (1, 2, 4, 7, 8) if columns % n == 0]),
+        )
+        shape = InvertedResidualTile(
+            known,
+            images,
+            rows,
+            columns,
+            chunk,
+            (warps // first, first),
+            (warps // second, second),
+            strip,
+            rng.random() < 0.5,
+            rng.choice((1, 1, 2, 3, 4)),
+        )
         wide = shape.chunk // shape.expand[1] // 8
-        unrolled = shape.high * wide * shape.terms // 8 + shape.tall * shape.broad // 8 * shape.chunk // 8
-        if not shape.fits or chunk >= known.channels + 16 or shape.shared > MOST_SHARED or unrolled > 800:
+        unrolled = (
+            shape.m_fragments_in * wide * shape.padded_in_channels // 8
+            + shape.m_fragments_out * shape.n_per_warp // 8 * shape.chunk // 8
+        )
+        if not shape.fits or chunk >= known.expanded_channels + 16 or shape.shared > MOST_SHARED or unrolled > 800:
             return None
         if shape.threads * shape.beside > 2048 or shape.beside * (shape.shared + 1024) > 228 << 10:
             return None
-        registers = gpu_blocks._registers(shape)
-        return gpu_blocks.of(program, shape) if shape.beside * shape.threads * registers <= 1.3 * 65536 else None
+        registers = inverted_residual_schedules._registers(shape)
+        return (
+            inverted_residual_schedules.of(program, shape)
+            if shape.beside * shape.threads * registers <= 1.3 * 65536
+            else None
+        )
 
     return drawn
 
 
 def _attention(program: Program) -> Draw:
-    known = recognise(program)
+    known = match(program)
     assert not isinstance(known, Refusal)
 
     def drawn(rng: random.Random) -> Program | None:
         high, wide = rng.choice((16, 16, 32, 48)), rng.choice((16, 32, 32, 48, 64, 64, 96, 128))
         along, across = rng.choice((1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 12)), rng.choice((1, 1, 1, 2, 2, 3, 4, 6, 8))
         early = known.kind == "tf32" and rng.random() < 0.5
-        shape = AttentionShape(known, high * along, wide * across, (along, across), rng.choice((2, 2, 3, 4, 5)), early)
+        shape = FlashTile(known, high * along, wide * across, (along, across), rng.choice((2, 2, 3, 4, 5)), early)
         if not shape.fits or not 1 <= along * across <= 16 or shape.shared > MOST_SHARED:
             return None
-        if gpu_attention.registers(shape) > min(270.0, 1.1 * gpu_attention.room(shape)):
+        if attention_schedules.registers(shape) > min(270.0, 1.1 * attention_schedules.register_budget(shape)):
             return None
-        return gpu_attention.of(program, shape)
+        return attention_schedules.apply_tile(program, shape)
 
     return drawn
 
@@ -228,35 +266,37 @@ def counted(program: Program) -> float | None:
         rows, columns, terms = params["tile"]
         more = {name: int(params.get(name, 1)) for name in ("split", "cluster")}
         if "groups" not in params:
-            tiling = Tiling(rows, columns, terms, tuple(params["warps"]), params["stages"], **more)
-            return Counter(program, MACHINE).cycles(tiling)
-        counter, groups = GroupCounter(program, MACHINE), tuple(params["groups"])
+            tiling = MmaTile(rows, columns, terms, tuple(params["warps"]), params["stages"], **more)
+            return GemmProblem(program, MACHINE).cycles(tiling)
+        counter, groups = WgmmaProblem(program, MACHINE), tuple(params["groups"])
         if "fed" in params:
             kept = {name: int(params.get(name, least)) for name, least in (("pixels", 0), ("rounds", 1), ("early", 0))}
-            fed = gpu_fed.FedTiling(rows, columns, groups[0], params["stages"], params["fed"], **kept)
-            return gpu_fed.cycles(counter, window(program) if fed.pixels else None, fed)
+            fed = warp_specialized_schedules.WarpSpecializedTile(
+                rows, columns, groups[0], params["stages"], params["fed"], **kept
+            )
+            return warp_specialized_schedules.cycles(counter, match_conv_window(program) if fed.pixels else None, fed)
         steps = int(params.get("steps", 1))
         if "pixels" in params:
             names = (("rounds", 1), ("spread", 0), ("steps", 1), ("unrolled", 0), ("fetched", 0), ("short", 0))
             kept = {name: int(params.get(name, least)) for name, least in names}
-            made = gpu_group_windows.WindowTiling(rows, columns, groups[0], params["stages"], params["pixels"], **kept)
-            found = window(program)
-            return None if found is None else gpu_group_windows.cycles(counter, found, made)
+            made = implicit_gemm.ImplicitGemmTile(rows, columns, groups[0], params["stages"], params["pixels"], **kept)
+            found = match_conv_window(program)
+            return None if found is None else implicit_gemm.cycles(counter, found, made)
         names = ("flight", "rounded", "spread", "cached", "push", "early", "held", "paired")
         more |= {name: int(params.get(name, 0)) for name in names}
         if "rounds" in params:  # recorded of a form that there is no more
             return None
         more |= {"steps": 0 if steps > 2 else steps}
-        tiling = GroupTiling(rows, columns, terms, groups, params["stages"], **more)
+        tiling = WgmmaTile(rows, columns, terms, groups, params["stages"], **more)
         return counter.cycles(tiling)
     if form == "patch":
-        return gpu_patches.cycles(program, patch_of(program), MACHINE)
+        return few_channels.cycles(program, patch_of(program), MACHINE)
     if form == "block":
         tile = block_of(program)
-        return None if tile is None else gpu_blocks.cycles(tile, MACHINE)
+        return None if tile is None else inverted_residual_schedules.cycles(tile, MACHINE)
     if form == "attention":
         shape = attention_of(program)
-        return None if isinstance(shape, Refusal) else gpu_attention.cycles(shape, program, MACHINE)
+        return None if isinstance(shape, Refusal) else attention_schedules.cycles(shape, program, MACHINE)
     return None
 
 
@@ -276,7 +316,7 @@ def _point(plain: Program, rng: random.Random) -> Program | None:
         if unroll[axis.name] > axis.extent:
             return None
     tile = math.prod(unroll.values())
-    if tile + tile * _terms(phase) / 2 > 3 * gpu_windows.REGISTERS:
+    if tile + tile * _terms(phase) / 2 > 3 * window_schedules.REGISTERS:
         return None
     reds = tuple(replace(r, unroll=r.extent, chains=1) for r in phase.reds)
     ordered = tuple(replace(a, unroll=unroll[a.name]) for a in axes)
@@ -293,25 +333,25 @@ def _point(plain: Program, rng: random.Random) -> Program | None:
 
 def _walk(plain: Program, rng: random.Random) -> Program | None:
     """Threads that walk along one of the axes that the window slides along."""
-    program = gpu_windows.whole(plain)
+    program = window_schedules.fully_unrolled(plain)
     phase = program.phases[0]
     lane = phase.axes[-1]
-    slid = gpu_windows._slid(phase, lane.name)
+    slid = window_schedules._reuse_axes(phase, lane.name)
     if not slid:
         return None
     unroll = {lane.name: rng.choice((1, 2, 4, 4, 4, 8))}
     for axis in slid:
         unroll[axis.name] = rng.choice((1, 1, 2, 2, 3, 4, 5, 7, 8))
-        if axis.extent % unroll[axis.name] or unroll[axis.name] % period(phase, axis.name):
+        if axis.extent % unroll[axis.name] or unroll[axis.name] % unroll_period(phase, axis.name):
             return None
     along = rng.choice((slid[0], slid[0], slid[0], slid[-1]))
     count = along.extent // unroll[along.name]
     if lane.extent % unroll[lane.name] or count < 2:
         return None
-    tile, values = math.prod(unroll.values()), gpu_windows.window_values(phase, unroll)
-    if tile + values > 2 * gpu_windows.REGISTERS or tile * _terms(phase) > 500:
+    tile, values = math.prod(unroll.values()), window_schedules.window_values(phase, unroll)
+    if tile + values > 2 * window_schedules.REGISTERS or tile * _terms(phase) > 500:
         return None
-    made = gpu_windows.unrolled(program, unroll)
+    made = window_schedules.unrolled(program, unroll)
     tiles = -(-count // rng.choice((1, 1, 2, 2, 3, 4, 5, 7, 8)))
     if tiles < 2:
         return None
@@ -322,7 +362,7 @@ def _walk(plain: Program, rng: random.Random) -> Program | None:
 def _transposed(plain: Program, rng: random.Random) -> Program | None:
     phase = plain.phases[0]
     lane = phase.axes[-1]
-    crossed = crossed_axis(phase, lane.name)
+    crossed = transposed_axis(phase, lane.name)
     if crossed is None:
         return None
     rows, columns = (rng.choice((8, 16, 32, 64, 128)) for _ in range(2))
@@ -333,9 +373,9 @@ def _transposed(plain: Program, rng: random.Random) -> Program | None:
 
 # -- rows and columns -------------------------------------------------------------------------------------------------
 def _team(program: Program, rng: random.Random) -> Program | None:
-    _, length = gpu._row_shape(program)
-    vector, team, chunks = rng.choice([1, 2, 4, 8]), rng.choice(gpu.TEAMS), rng.randint(1, 16)
-    if length % vector or vector * chunks > 2 * gpu.RESIDENT:
+    _, length = gpu_candidates._row_shape(program)
+    vector, team, chunks = rng.choice([1, 2, 4, 8]), rng.choice(gpu_candidates.TEAMS), rng.randint(1, 16)
+    if length % vector or vector * chunks > 2 * gpu_candidates.RESIDENT:
         return None
     threads = team if team > 32 else team * rng.choice([k for k in (1, 2, 4, 8, 16, 32) if team * k % 32 == 0])
     phase = program.phases[0]
@@ -350,14 +390,14 @@ def _team(program: Program, rng: random.Random) -> Program | None:
 
 def _columns(plain: Program) -> Draw:
     """Long sums whose terms lie far apart: blocks of columns, walks of gradients, single threads."""
-    from jcuts.region import gpu_gradients
-    from jcuts.region.gpu_columns import _column_tiles, innermost
+    from jcuts.schedule.gpu.reduction.column import _column_tiles, innermost
+    from jcuts.schedule.gpu.window import filter_gradient
 
     phase = plain.phases[0]
     phase = replace(phase, reds=tuple(sorted(phase.reds, key=lambda r: innermost(phase, r.name))))
     program = replace(plain, phases=(phase,))
     lane = phase.axes[-1]
-    taps = gpu_gradients.taps_of(phase)
+    taps = filter_gradient.taps_of(phase)
     tiles = _column_tiles(phase)
 
     def drawn(rng: random.Random) -> Program | None:
@@ -370,7 +410,7 @@ def _columns(plain: Program) -> Draw:
             return None
         more: list[tuple[str, object]] = [("across", across)]
         if taps and rng.random() < 0.5:
-            last, others = gpu_gradients.slid(phase, taps)
+            last, others = filter_gradient.inner_reduction(phase, taps)
             wide, rows = rng.choice((2, 4, 7, 8)), rng.choice((1, 2, 4))
             pieces = rng.choice((1, 2, 4, 7))
             if not others or last.extent % wide or others[-1].extent % (pieces * rows):
@@ -410,7 +450,7 @@ def _column_rows(plain: Program) -> Draw:
     phase = next(p for p in plain.phases if p.reds)
     lane = phase.axes[-1]
     length = math.prod(r.extent for r in phase.reds)
-    known = statistics.recognise(plain) is not None
+    known = welford.match_welford(plain) is not None
 
     def drawn(rng: random.Random) -> Program | None:
         vector, across = rng.choice((1, 2, 2, 4, 4, 8)), rng.choice((2, 4, 8, 12, 16, 24, 32, 48, 64))
@@ -442,7 +482,7 @@ def record(program: Program) -> dict[str, Any]:
 def rebuilt(program: Program, found: dict[str, Any]) -> Program | None:
     """The schedule of an unscheduled program that a record tells of; None where it comes out differently."""
     params = tuple((str(name), _tuples(value)) for name, value in found["params"])
-    for base in (as_product, as_patches, collapsed, lambda p: p):
+    for base in (as_gemm, as_few_channel_conv, collapse_program, lambda p: p):
         plain = base(program)
         if plain is None or len(plain.phases) != len(found["phases"]):
             continue
@@ -451,10 +491,13 @@ def rebuilt(program: Program, found: dict[str, Any]) -> Program | None:
             known = {x.name: x for x in (*phase.axes, *phase.reds)}
             if {x[0] for x in (*axes, *reds)} != set(known):
                 break
-            phases.append(replace(
-                phase, axes=tuple(replace(known[n], unroll=u) for n, u in axes),
-                reds=tuple(replace(known[n], unroll=u, chains=c) for n, u, c in reds),
-            ))  # fmt: skip
+            phases.append(
+                replace(
+                    phase,
+                    axes=tuple(replace(known[n], unroll=u) for n, u in axes),
+                    reds=tuple(replace(known[n], unroll=u, chains=c) for n, u, c in reds),
+                )
+            )
         else:
             for grid in (plain.grid, ()):
                 made = replace(plain, phases=tuple(phases), grid=grid, lanes=1, params=params)
@@ -472,7 +515,9 @@ def proposed(program: Program) -> list[str]:
     from jcuts.base import knobs
 
     here = knobs.current()
-    return [p.digest[:16] for p, _ in gpu.candidates(program, MACHINE, here.max_candidates, here.top_percent)]
+    return [
+        p.digest[:16] for p, _ in gpu_candidates.candidates(program, MACHINE, here.max_candidates, here.top_percent)
+    ]
 
 
 def pool(program: Program, count: int, seed: str) -> tuple[list[Program], list[str], dict[str, float]]:
@@ -483,8 +528,8 @@ def pool(program: Program, count: int, seed: str) -> tuple[list[Program], list[s
     from jcuts.base import knobs
 
     here = knobs.current()
-    ranked = gpu.candidates(program, MACHINE, 1 << 20)
-    kept = [p for p, _ in gpu.candidates(program, MACHINE, here.max_candidates, here.top_percent)]
+    ranked = gpu_candidates.candidates(program, MACHINE, 1 << 20)
+    kept = [p for p, _ in gpu_candidates.candidates(program, MACHINE, here.max_candidates, here.top_percent)]
     rng = random.Random(seed)
     found = {p.digest: p for p in kept}
     rest = [p for p, _ in ranked if p.digest not in found]

@@ -18,13 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jcuts.base import knobs
-from jcuts.dfg.program import Axis, Phase, Program, Red
-from jcuts.region import choose, pack, plans, schedule
-from jcuts.region.bound import host_arch, machine_of
-from jcuts.region.build import build
-from jcuts.region.graph import build_graph
+from jcuts.kernel_ir import loop_transforms
+from jcuts.kernel_ir.program import Axis, Phase, Program, Red
+from jcuts.lower.region import lower_region
+from jcuts.lower.tensor_graph import build_graph
+from jcuts.rewrite.simplify import simplify
+from jcuts.schedule.cpu import candidates as cpu_candidates
+from jcuts.schedule.cpu import loop_candidates, loop_schedule, packing
+from jcuts.schedule.cpu.bound import host_arch, machine_of
 from jcuts.trace.inline import inline
-from jcuts.trace.simplify import simplify
 
 Shape = tuple[int, ...]
 Operation = tuple[Callable[..., Any], tuple[Shape, ...]]
@@ -101,7 +103,7 @@ class Candidate:
     kept: int
 
 
-def machine() -> choose.Machine:
+def machine() -> loop_candidates.Machine:
     """This CPU on one core."""
     arch = host_arch()
     return machine_of(arch, arch.simd_bits // 8, arch.vector_registers, 1)
@@ -115,7 +117,7 @@ def unscheduled(operation: Operation) -> tuple[Program, list[np.ndarray], Callab
     flat = simplify(inline(jax.make_jaxpr(fn)(*args)))
     graph = build_graph(flat.jaxpr)
     everything = frozenset(n.number for n in graph.nodes)
-    program = build(graph, everything)
+    program = lower_region(graph, everything)
     if not isinstance(program, Program):
         raise SystemExit(f"not one kernel: {program}")
     if len(program.phases) != 1:
@@ -127,33 +129,33 @@ def unscheduled(operation: Operation) -> tuple[Program, list[np.ndarray], Callab
         given = dict(zip(order, operands, strict=True))
         return jax.jit(fn)(*(given[k] for k in range(len(args))))
 
-    return schedule.collapsed(program), [args[k] for k in order], reference
+    return loop_transforms.collapse_program(program), [args[k] for k in order], reference
 
 
-def candidates(plain: Program, machine: choose.Machine, count: int, seed: str) -> list[Candidate]:
+def candidates(plain: Program, machine: loop_candidates.Machine, count: int, seed: str) -> list[Candidate]:
     """The pool: what the product would measure, a fifth of ``count`` from what it enumerates, the rest draws.
 
     Only the first depends on the model.
     """
     here = knobs.current()
-    kept = [p for p, _ in plans.candidates(plain, machine, here.max_candidates, here.top_percent)]
+    kept = [p for p, _ in cpu_candidates.candidates(plain, machine, here.max_candidates, here.top_percent)]
     place = {p.digest: k for k, p in enumerate(p for p in kept if not _is_winograd(p))}
-    listed = {p.digest: p for p, _ in plans.candidates(plain, machine, EVERYTHING) if not _is_winograd(p)}
+    listed = {p.digest: p for p, _ in cpu_candidates.candidates(plain, machine, EVERYTHING) if not _is_winograd(p)}
     rng = random.Random(seed)
     picked = set(rng.sample(sorted(listed), min(len(listed), count // 5)))
     found: dict[str, Candidate] = {}
     for digest, program in listed.items():
         if digest in place or digest in picked:
-            worth = choose.score(program, machine)
+            worth = loop_candidates.score(program, machine)
             found[digest] = Candidate(program, "enumerated", worth, place.get(digest, -1))
-    lanes = choose.lanes_of(plain, machine)
+    lanes = loop_candidates.lanes_of(plain, machine)
     for _ in range(60 * count):
         if len(found) >= count:
             break
         program = draw(plain, rng, lanes, machine.registers)
         if program is not None and program.digest not in found:
             source = "enumerated" if program.digest in listed else "drawn"
-            found[program.digest] = Candidate(program, source, choose.score(program, machine), -1)
+            found[program.digest] = Candidate(program, source, loop_candidates.score(program, machine), -1)
     return list(found.values())
 
 
@@ -166,9 +168,9 @@ def draw(plain: Program, rng: random.Random, lanes: int, registers: int) -> Prog
     """A schedule drawn without the model; None where the draw is no legal one."""
     phase = plain.phases[0]
     if rng.random() < 0.2:
-        options = list(pack.packings(plain, lanes, registers))
+        options = list(packing.packings(plain, lanes, registers))
         if options:
-            return pack.apply(plain, rng.choice(options), 1)
+            return packing.apply(plain, rng.choice(options), 1)
     lane: Axis | Red = rng.choice([*phase.axes, *phase.reds])
     if rng.random() < 0.9:  # most draws run lanes along the results' innermost axis, as any compiler would
         lane = phase.axes[-1] if phase.axes else lane
@@ -181,11 +183,15 @@ def draw(plain: Program, rng: random.Random, lanes: int, registers: int) -> Prog
     if rng.random() < 0.6:
         rng.shuffle(order)
     chains = {r.name: n for r in phase.reds if (n := rng.choice([1, 1, 1, 2, 4, 8])) > 1 and unroll[r.name] % n == 0}
-    drawn = schedule.Schedule(
-        width, lane.name, tuple(sorted(tile.items())), tuple(order), tuple(sorted(unroll.items())),
+    drawn = loop_schedule.Schedule(
+        width,
+        lane.name,
+        tuple(sorted(tile.items())),
+        tuple(order),
+        tuple(sorted(unroll.items())),
         tuple(sorted(chains.items())),
-    )  # fmt: skip
-    program = schedule.apply(plain, drawn)
+    )
+    program = loop_schedule.apply(plain, drawn)
     return program if _is_fair(program.phases[0], registers) else None
 
 

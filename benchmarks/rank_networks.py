@@ -28,24 +28,31 @@ def ranked(network: str, arch: str, limit: int) -> dict[str, Any]:
     """Counts of one network on one GPU."""
     import workloads
 
-    from jcuts import ranking
     from jcuts.arch.load import load_gpu
+    from jcuts.pipeline import offline_ranking
 
     fn, args = workloads.network(network, 1, closed=True)
     start = time.perf_counter()
-    found = ranking.rank(fn, *args, arch=load_gpu(arch), limit=limit)
+    found = offline_ranking.rank(fn, *args, arch=load_gpu(arch), limit=limit)
     usable = [o for o in found.operations if any(not c.rejected for c in o.candidates)]
     kernels = [c for o in found.operations for c in o.candidates]
     with tempfile.TemporaryDirectory() as folder:
-        files = len(ranking.write_ptx(found, Path(folder))) if found.why is None else 0
+        files = len(offline_ranking.write_ptx(found, Path(folder))) if found.why is None else 0
     return {
-        "network": network, "arch": arch, "target": found.target, "not_assembled": found.why and found.why.message,
-        "operations": len(found.operations), "with_kernels": len(usable),
-        "occurrences": sum(o.count for o in found.operations), "occurrences_with": sum(o.count for o in usable),
-        "kernels": sum(not c.rejected for c in kernels), "rejected": sum(bool(c.rejected) for c in kernels),
+        "network": network,
+        "arch": arch,
+        "target": found.target,
+        "not_assembled": found.why and found.why.message,
+        "operations": len(found.operations),
+        "with_kernels": len(usable),
+        "occurrences": sum(o.count for o in found.operations),
+        "occurrences_with": sum(o.count for o in usable),
+        "kernels": sum(not c.rejected for c in kernels),
+        "rejected": sum(bool(c.rejected) for c in kernels),
         "refusals": sorted({str(o.refused) for o in found.operations if o.refused is not None}),
-        "ptx_files": files, "seconds": round(time.perf_counter() - start, 1),
-    }  # fmt: skip
+        "ptx_files": files,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,8 +12,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from jcuts.plan import cost_thesis as thesis
-from jcuts.plan.tables import read_csv, shipped
+from jcuts.plan.calibrate.tables import read_csv, shipped
+from jcuts.plan.cost import thesis
 
 TRANSPOSED = (((8, 1, 4), (4, 2, 4)), "Turing-NLG", "A", "AR")
 """The two cells of the table that stand in each other's place."""

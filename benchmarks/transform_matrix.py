@@ -1,6 +1,6 @@
 """Print the transformation matrix: every way of using ``jcuts.optimize`` against ``jax.jit``, pass or fail.
 
-    python benchmarks/transform_matrix.py
+python benchmarks/transform_matrix.py
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ def main() -> int:
     from rich.table import Table
 
     import jcuts
-    from tests.transform_cases import CASES, assert_same
+    from tests.primitive.transform_cases import CASES, assert_same
 
     modes = ("off", "auto")
-    table = Table("case", *(f"tune={mode}" for mode in modes), title=f"jax {jax.__version__}, {jax.device_count()} "
-                  f"{jax.default_backend()} devices: equal to jax.jit")
+    table = Table(
+        "case",
+        *(f"tune={mode}" for mode in modes),
+        title=f"jax {jax.__version__}, {jax.device_count()} {jax.default_backend()} devices: equal to jax.jit",
+    )
     failures = 0
     for name, case in CASES.items():
         want = case(jax.jit)

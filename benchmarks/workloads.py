@@ -27,9 +27,7 @@ def array(*shape: int, seed: int = 0, scale: float = 1.0, dtype: Any = jnp.float
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape) * scale, dtype)
 
 
-def network(
-    name: str, batch: int, *, closed: bool = True, dtype: str = "float32", size: int | None = None
-) -> Workload:
+def network(name: str, batch: int, *, closed: bool = True, dtype: str = "float32", size: int | None = None) -> Workload:
     """A ``keras.applications`` network's inference. Batch-norm statistics are made non-trivial.
 
     ``size`` is the height and width of its images, where not the network's own.
@@ -92,9 +90,15 @@ def encoder(
 
 
 def bert(
-    batch: int = 1, length: int = 384, layers: int = 12, width: int = 768, heads: int = 12, vocabulary: int = 30522,
-    *, closed: bool = False,
-) -> Workload:  # fmt: skip
+    batch: int = 1,
+    length: int = 384,
+    layers: int = 12,
+    width: int = 768,
+    heads: int = 12,
+    vocabulary: int = 30522,
+    *,
+    closed: bool = False,
+) -> Workload:
     """BERT's encoder (post-norm, exact GELU) with its embeddings; the defaults are BERT-base."""
     hidden, depth = 4 * width, width // heads
     names = dict.fromkeys("qkvo", (width, width)) | {"up": (width, hidden), "down": (hidden, width)}
@@ -150,9 +154,14 @@ def doubled(x: jax.Array) -> jax.Array:
 
 
 def octave(
-    batch: int = 1, size: int = 56, channels: int = 128, share: float = 0.5, *, closed: bool = True,
+    batch: int = 1,
+    size: int = 56,
+    channels: int = 128,
+    share: float = 0.5,
+    *,
+    closed: bool = True,
     dtype: Any = jnp.float32,
-) -> Workload:  # fmt: skip
+) -> Workload:
     """One Octave convolution (3x3, with bias and ReLU) between maps of two resolutions.
 
         high' = relu(conv(high) + double(conv(low)) + b)      low' = relu(conv(low) + conv(halve(high)) + b)
@@ -162,11 +171,14 @@ def octave(
     low = int(channels * share)
     high = channels - low
     sizes = {"hh": (high, high), "hl": (high, low), "lh": (low, high), "ll": (low, low)}
-    weights = {k: array(3, 3, *s, seed=i, scale=(9 * channels) ** -0.5, dtype=dtype)
-               for i, (k, s) in enumerate(sizes.items())}  # fmt: skip
+    weights = {
+        k: array(3, 3, *s, seed=i, scale=(9 * channels) ** -0.5, dtype=dtype) for i, (k, s) in enumerate(sizes.items())
+    }
     weights |= {"bh": array(high, seed=9, dtype=dtype), "bl": array(low, seed=10, dtype=dtype)}
-    maps = (array(batch, size, size, high, seed=11, dtype=dtype),
-            array(batch, size // 2, size // 2, low, seed=12, dtype=dtype))  # fmt: skip
+    maps = (
+        array(batch, size, size, high, seed=11, dtype=dtype),
+        array(batch, size // 2, size // 2, low, seed=12, dtype=dtype),
+    )
 
     def apply(w: dict[str, jax.Array], high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
         up, down = doubled(conv(low, w["lh"])), conv(halved(high), w["hl"])
@@ -187,16 +199,25 @@ def shifted(x: jax.Array) -> jax.Array:
 
 
 def shift_conv(
-    batch: int = 1, size: int = 28, channels: int = 288, expansion: int = 2, *, closed: bool = True,
+    batch: int = 1,
+    size: int = 28,
+    channels: int = 288,
+    expansion: int = 2,
+    *,
+    closed: bool = True,
     dtype: Any = jnp.float32,
-) -> Workload:  # fmt: skip
+) -> Workload:
     """A Shift-Conv-Shift-Conv module: shifts and 1x1 convolutions in turns, each normalised, with a residual."""
     hidden = channels * expansion
     sizes = ((channels, hidden), (hidden, channels))
     weights = [
-        (array(1, 1, *s, seed=i, scale=s[0] ** -0.5, dtype=dtype), 1 + array(s[1], seed=i + 4, scale=0.1, dtype=dtype),
-         array(s[1], seed=i + 8, scale=0.1, dtype=dtype)) for i, s in enumerate(sizes)
-    ]  # fmt: skip
+        (
+            array(1, 1, *s, seed=i, scale=s[0] ** -0.5, dtype=dtype),
+            1 + array(s[1], seed=i + 4, scale=0.1, dtype=dtype),
+            array(s[1], seed=i + 8, scale=0.1, dtype=dtype),
+        )
+        for i, s in enumerate(sizes)
+    ]
 
     def apply(weights: Any, x: jax.Array) -> jax.Array:
         y = x

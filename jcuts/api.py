@@ -11,12 +11,12 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jcuts import deciding
 from jcuts.base import knobs
 from jcuts.base.errors import NotJaxError
 from jcuts.base.settings import Settings
-from jcuts.deciding import set_default_store
-from jcuts.optimized import BoundOptimized, Optimized
+from jcuts.jit import variant_selection
+from jcuts.jit.optimized import BoundOptimized, Optimized
+from jcuts.jit.variant_selection import set_default_store
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import function_name
 
@@ -35,13 +35,20 @@ class _NotGiven:
 _NOT_GIVEN: Any = _NotGiven()
 
 
-def optimize(fn: Callable[..., Any] = _NOT_GIVEN, *, mode: str = "mixed",
-             static_argnums: int | Sequence[int] | None = None,
-             static_argnames: str | Iterable[str] | None = None,
-             donate_argnums: int | Sequence[int] | None = None,
-             workspace_limit: int | None = None, total_workspace: int | None = None,
-             convolution_accuracy: str = "exact",
-             tune: str = "auto", tolerance: float = 2.0, strict: bool = False) -> Any:
+def optimize(
+    fn: Callable[..., Any] = _NOT_GIVEN,
+    *,
+    mode: str = "mixed",
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    workspace_limit: int | None = None,
+    total_workspace: int | None = None,
+    convolution_accuracy: str = "exact",
+    tune: str = "auto",
+    tolerance: float = 2.0,
+    strict: bool = False,
+) -> Any:
     """Make a JAX function faster; use it like ``jax.jit``, as a decorator with or without arguments.
 
     Args:
@@ -67,16 +74,22 @@ def optimize(fn: Callable[..., Any] = _NOT_GIVEN, *, mode: str = "mixed",
     Raises: UsageError for impossible options, NotJaxError if ``fn`` cannot be a JAX function.
     """
     _warn_of_misspelt_variables()
-    settings = Settings(mode=mode, tune=tune, tolerance=tolerance, workspace_limit=workspace_limit,
-                        total_workspace=total_workspace, convolution_accuracy=convolution_accuracy, strict=strict)
+    settings = Settings(
+        mode=mode,
+        tune=tune,
+        tolerance=tolerance,
+        workspace_limit=workspace_limit,
+        total_workspace=total_workspace,
+        convolution_accuracy=convolution_accuracy,
+        strict=strict,
+    )
     if static_argnames is not None and not isinstance(static_argnames, str):
         static_argnames = tuple(static_argnames)
-    options = {"static_argnums": static_argnums, "static_argnames": static_argnames,
-               "donate_argnums": donate_argnums}
+    options = {"static_argnums": static_argnums, "static_argnames": static_argnames, "donate_argnums": donate_argnums}
 
     def wrap(target: Callable[..., Any]) -> Optimized:
         _check_function(target)
-        return _made_before(target, settings, options)
+        return _cached_optimized(target, settings, options)
 
     return wrap if fn is _NOT_GIVEN else wrap(fn)
 
@@ -85,7 +98,7 @@ _MADE = "__jcuts_optimized__"
 _making = threading.Lock()
 
 
-class _Made:
+class _OptimizedRegistry:
     """The ``Optimized`` objects of one function, kept in its ``__dict__``: they live exactly as long as it does.
 
     They refer to the function and it to them, a cycle that Python's collector frees; a table of weak references could
@@ -97,21 +110,21 @@ class _Made:
         self.by_options: dict[Any, Optimized] = {}
 
     def __reduce__(self) -> Any:
-        return _Made, ()  # a function that is pickled by value leaves its programs behind
+        return _OptimizedRegistry, ()  # a function that is pickled by value leaves its programs behind
 
 
-def _made_before(fn: Callable[..., Any], settings: Settings, options: dict[str, Any]) -> Optimized:
+def _cached_optimized(fn: Callable[..., Any], settings: Settings, options: dict[str, Any]) -> Optimized:
     """The ``Optimized`` of this very function with these options, made now if there is none."""
     # Callable objects decide themselves what is equal, and a bound method is a new object each time it is looked up.
     if not isinstance(fn, types.FunctionType):
         return Optimized(fn, settings, options)
     # A wrapper made under other knobs or with another store decides anew.
-    surroundings = knobs.current(), deciding.default_stores(), jaxapi.jit_disabled(), jaxapi.x64_enabled()
+    surroundings = knobs.current(), variant_selection.default_stores(), jaxapi.jit_disabled(), jaxapi.x64_enabled()
     key = (settings, tuple(repr(v) for v in options.values()), surroundings)
     with _making:
         made = fn.__dict__.get(_MADE)
-        if not isinstance(made, _Made) or made.owner is None or made.owner() is not fn:
-            made = fn.__dict__[_MADE] = _Made(fn)
+        if not isinstance(made, _OptimizedRegistry) or made.owner is None or made.owner() is not fn:
+            made = fn.__dict__[_MADE] = _OptimizedRegistry(fn)
         if key not in made.by_options:
             made.by_options[key] = Optimized(fn, settings, options)
         return made.by_options[key]
@@ -131,11 +144,20 @@ _told: set[str] = set()
 
 def _check_function(fn: Any) -> None:
     if not callable(fn):
-        raise NotJaxError(f"optimize needs a function, not an object of type {type(fn).__name__}: decorate a function, "
-                          "or call optimize(mode=...) with keywords only", value=fn)
+        raise NotJaxError(
+            f"optimize needs a function, not an object of type {type(fn).__name__}: decorate a function, "
+            "or call optimize(mode=...) with keywords only",
+            value=fn,
+        )
     call = fn if inspect.isroutine(fn) else getattr(fn, "__call__", fn)  # noqa: B004
-    for kind, test in (("coroutine", inspect.iscoroutinefunction), ("generator", inspect.isgeneratorfunction),
-                       ("asynchronous generator", inspect.isasyncgenfunction)):
+    for kind, test in (
+        ("coroutine", inspect.iscoroutinefunction),
+        ("generator", inspect.isgeneratorfunction),
+        ("asynchronous generator", inspect.isasyncgenfunction),
+    ):
         if test(fn) or test(call):
-            raise NotJaxError(f"{function_name(fn)} is a {kind} function: JAX traces functions that return arrays",
-                              function=function_name(fn), kind=kind)
+            raise NotJaxError(
+                f"{function_name(fn)} is a {kind} function: JAX traces functions that return arrays",
+                function=function_name(fn),
+                kind=kind,
+            )

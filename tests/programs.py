@@ -10,20 +10,23 @@ import jax
 import numpy as np
 
 from jcuts.base.errors import Refusal
-from jcuts.dfg.program import Program
-from jcuts.region import choose, find, rows, schedule
-from jcuts.region.absorb import CHEAP
-from jcuts.region.attend import attended
-from jcuts.region.build import build
-from jcuts.region.graph import TensorGraph, build_graph
-from jcuts.region.products import as_product, sides
+from jcuts.fusion import greedy
+from jcuts.fusion.match_attention import fuse_attention
+from jcuts.fusion.move_epilogue import CHEAP
+from jcuts.kernel_ir import loop_transforms
+from jcuts.kernel_ir.program import Program
+from jcuts.lower.patterns.gemm import as_gemm, gemm_operands
+from jcuts.lower.region import lower_region
+from jcuts.lower.tensor_graph import TensorGraph, build_graph
+from jcuts.rewrite.simplify import simplify
+from jcuts.schedule.cpu import loop_candidates, loop_schedule
+from jcuts.schedule.cpu.candidates import multi_phase_schedules
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
-from jcuts.trace.simplify import simplify
-from jcuts.xla.call import call_kernel
-from jcuts.xla.kernels import kernel_for
+from jcuts.xla.ffi_call import call_kernel
+from jcuts.xla.kernel_cache import kernel_for
 
-MACHINE = choose.Machine(vector_bytes=64, registers=32, threads=2)
+MACHINE = loop_candidates.Machine(vector_bytes=64, registers=32, threads=2)
 """A fixed machine, so that schedules and golden files are the same everywhere."""
 
 
@@ -42,19 +45,19 @@ class Traced:
 
     def build(self, members: Sequence[int] | None = None) -> Program | Refusal:
         """The unscheduled program of some equations (all of them by default)."""
-        return build(self.graph, self.everything if members is None else frozenset(members))
+        return lower_region(self.graph, self.everything if members is None else frozenset(members))
 
     def rounded(self) -> Program:
         """The program of a product, with what stands before it, whose weights are known to be rounded to TF32."""
-        built = build(self.graph, self.everything, cheap=CHEAP)
-        made = as_product(built) if isinstance(built, Program) else None
+        built = lower_region(self.graph, self.everything, cheap=CHEAP)
+        made = as_gemm(built) if isinstance(built, Program) else None
         assert isinstance(built, Program) and made is not None, str(built)
-        right = sides(made)[1].buffer
+        right = gemm_operands(made)[1].buffer
         return replace(built, buffers=tuple(replace(b, tf32=b.name == right) for b in built.buffers))
 
     def product(self) -> Program:
         """The same as a product."""
-        made = as_product(self.rounded())
+        made = as_gemm(self.rounded())
         assert made is not None
         return made
 
@@ -66,7 +69,7 @@ class Traced:
 
     def attention(self) -> tuple[frozenset[int], Program]:
         """The one subset that is an attention, and its program."""
-        cover = attended(self.graph, find.group(self.graph).subsets)
+        cover = fuse_attention(self.graph, greedy.group(self.graph).subsets)
         ((members, program),) = [found for found in cover if found[1].template == "attention"]
         return members, program
 
@@ -97,12 +100,12 @@ def trace(fn: Callable[..., Any], *arguments: Any) -> Traced:
     return Traced(closed, build_graph(closed.jaxpr), tuple(np.asarray(a) for a in arguments))
 
 
-def schedules(program: Program, limit: int = 16, machine: choose.Machine = MACHINE) -> list[Program]:
+def schedules(program: Program, limit: int = 16, machine: loop_candidates.Machine = MACHINE) -> list[Program]:
     """The scheduled candidates, best first."""
-    plain = schedule.collapsed(program)
+    plain = loop_transforms.collapse_program(program)
     if len(plain.phases) > 1:
-        return [p for p, _ in rows.schedules(program, machine, limit)]
-    return [schedule.apply(plain, s) for s, _ in choose.candidates(plain, machine, limit)]
+        return [p for p, _ in multi_phase_schedules(program, machine, limit)]
+    return [loop_schedule.apply(plain, s) for s, _ in loop_candidates.candidates(plain, machine, limit)]
 
 
 def run_compiled(program: Program, operands: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -19,8 +19,17 @@ FLOATS = ("float32", "bfloat16", "float16", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 NUMBERS = (*FLOATS, *INTEGERS)
 NARROW = (
-    *("float32",) * 4, "bfloat16", "float16", "int32", "int8", "uint8", "int16", "uint16", "uint32", "bool",
-)  # fmt: skip
+    *("float32",) * 4,
+    "bfloat16",
+    "float16",
+    "int32",
+    "int8",
+    "uint8",
+    "int16",
+    "uint16",
+    "uint32",
+    "bool",
+)
 WIDE = (*NARROW, "float64", "float64", "float64", "int64", "int64", "uint64")
 EXTENTS = (1, 2, 3, 4, 5, 7, 8, 11, 13, 16, 17, 19, 24, 31, 33)
 MAX_SIZE = 3_000
@@ -195,9 +204,19 @@ class Draw:
 
 
 WEIGHTS = {
-    "elementwise": 7.0, "layout": 4.0, "reduction": 3.0, "pattern": 2.0, "window": 1.2, "contraction": 1.6,
-    "convolution": 1.2, "gather": 1.8, "special": 0.8, "call": 0.8, "unsupported": 0.3, "control": 0.5,
-}  # fmt: skip
+    "elementwise": 7.0,
+    "layout": 4.0,
+    "reduction": 3.0,
+    "pattern": 2.0,
+    "window": 1.2,
+    "contraction": 1.6,
+    "convolution": 1.2,
+    "gather": 1.8,
+    "special": 0.8,
+    "call": 0.8,
+    "unsupported": 0.3,
+    "control": 0.5,
+}
 NOT_SMOOTH = ("unsupported", "special")
 MORE_FROM = 100_000_000
 MORE = {"network": 1.6, "library": 0.5}

@@ -166,10 +166,23 @@ def special_operand(d: Draw) -> None:
     if name in ("div", "sub", "rem") and d.chance(0.4):
         x, y = y, x
     function = {
-        "add": lax.add, "sub": lax.sub, "mul": lax.mul, "div": lax.div, "rem": lax.rem, "max": lax.max, "min": lax.min,
-        "and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor, "shl": lax.shift_left,
-        "shr": lax.shift_right_logical, "sar": lax.shift_right_arithmetic, "eq": lax.eq, "lt": lax.lt, "ge": lax.ge,
-    }[name]  # fmt: skip
+        "add": lax.add,
+        "sub": lax.sub,
+        "mul": lax.mul,
+        "div": lax.div,
+        "rem": lax.rem,
+        "max": lax.max,
+        "min": lax.min,
+        "and": lax.bitwise_and,
+        "or": lax.bitwise_or,
+        "xor": lax.bitwise_xor,
+        "shl": lax.shift_left,
+        "shr": lax.shift_right_logical,
+        "sar": lax.shift_right_arithmetic,
+        "eq": lax.eq,
+        "lt": lax.lt,
+        "ge": lax.ge,
+    }[name]
     d.add(function(x, y))
 
 
@@ -184,11 +197,20 @@ def special_elements(d: Draw) -> None:
     y = lax.select(jnp.asarray(mask), jnp.asarray(values[d.rng.integers(0, len(values), size=x.shape)]), x)
     axis = (d.number(0, x.ndim - 1),)
     d.add(
-        d.one((
-            lambda v: v, lambda v: lax.reduce_max(v, axis), lambda v: lax.reduce_min(v, axis), lax.sign, lax.tanh,
-            lax.is_finite, lambda v: jnp.nan_to_num(v, posinf=1.0, neginf=-1.0), lax.abs, lax.neg,
-        ))(y)
-    )  # fmt: skip
+        d.one(
+            (
+                lambda v: v,
+                lambda v: lax.reduce_max(v, axis),
+                lambda v: lax.reduce_min(v, axis),
+                lax.sign,
+                lax.tanh,
+                lax.is_finite,
+                lambda v: jnp.nan_to_num(v, posinf=1.0, neginf=-1.0),
+                lax.abs,
+                lax.neg,
+            )
+        )(y)
+    )
 
 
 # -- what is left to XLA ----------------------------------------------------------------------------------------------

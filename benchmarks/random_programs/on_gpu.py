@@ -20,19 +20,21 @@ from unittest import mock
 import jax
 import numpy as np
 
-from jcuts import levels, pipeline, search
 from jcuts.base import knobs
 from jcuts.base.errors import AccuracyRejected, CompileRejected, NativeError
 from jcuts.codegen.artifact import CompiledKernel
-from jcuts.dfg.program import Program
-from jcuts.tune import driver, gpu
-from jcuts.tune.values import flushed, make_inputs
-from jcuts.xla import cuda, gpus
-from jcuts.xla.kernels import kernel_for
+from jcuts.kernel_ir.program import Program
+from jcuts.pipeline import computation, kernel_selection
+from jcuts.pipeline import passes as pipeline_passes
+from jcuts.tune.measure import cuda_driver, gpu_launch
+from jcuts.tune.verify.inputs import flushed, make_inputs
+from jcuts.xla import cuda_launcher
+from jcuts.xla import devices as xla_devices
+from jcuts.xla.kernel_cache import kernel_for
 from random_programs import plans, runner
 
 CANDIDATES = 64
-PRETENDED = gpus.Gpu("pretended H200", (9, 0), 132)
+PRETENDED = xla_devices.Gpu("pretended H200", (9, 0), 132)
 """The GPU that kernels are compiled for where they are interpreted."""
 
 refused: Counter[str] = Counter()
@@ -57,39 +59,39 @@ def alive() -> bool:
 
 # -- which kernels run ------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def every_kernel(seed: int) -> Iterator[tuple[list[pipeline.Level], Any]]:
+def every_kernel(seed: int) -> Iterator[tuple[list[pipeline_passes.Computation], Any]]:
     """Every subset that has a form on the GPU runs a kernel with a random one of its schedules."""
     rng = np.random.default_rng([seed, 4])
-    planned: list[pipeline.Level] = []
+    planned: list[pipeline_passes.Computation] = []
 
-    def select(top: pipeline.Level, *_: Any, **__: Any) -> search.Summary:
+    def select(top: pipeline_passes.Computation, *_: Any, **__: Any) -> kernel_selection.Summary:
         planned.append(top)
-        everywhere = top.everywhere()
+        everywhere = top.walk()
         for level in everywhere:
             plans.other_cover(level, rng)
-        levels.add_candidates((s for level in everywhere for s in level.subsets), "cuda")
+        computation.add_candidates((s for level in everywhere for s in level.subsets), "cuda")
         chosen: dict[str, Program | None] = {}
         for level in everywhere:
-            level.leave(lambda subset: "" if subset.ranked else "no kernel form on cuda")
+            level.leave_to_xla(lambda subset: "" if subset.ranked else "no kernel form on cuda")
             for subset in level.subsets:
                 if subset.identity not in chosen:
                     chosen[subset.identity] = _schedule([p for p, _ in subset.ranked], rng)
                 subset.chosen, subset.origin = chosen[subset.identity], "estimated"
-            level.leave(lambda subset: "" if subset.chosen is not None else "every schedule was refused")
-        return search.Summary("greedy")
+            level.leave_to_xla(lambda subset: "" if subset.chosen is not None else "every schedule was refused")
+        return kernel_selection.Summary("greedy")
 
     watch = plans.Watch()
     logger = logging.getLogger("jcuts")
     logger.addHandler(watch)
     try:
         with (
-            mock.patch.object(pipeline, "_select", select),
+            mock.patch.object(pipeline_passes, "_select", select),
             knobs.scope(max_candidates=CANDIDATES, top_percent=100.0),
         ):
             yield planned, watch
     finally:
         logger.removeHandler(watch)
-        pipeline.forget()
+        pipeline_passes.forget()
 
 
 def _schedule(ranked: Sequence[Program], rng: np.random.Generator) -> Program | None:
@@ -110,14 +112,14 @@ def _schedule(ranked: Sequence[Program], rng: np.random.Generator) -> Program | 
 
 
 # -- each kernel between fences ---------------------------------------------------------------------------------------
-def fenced(planned: Sequence[pipeline.Level]) -> None:
+def fenced(planned: Sequence[pipeline_passes.Computation]) -> None:
     """Runs every kernel twice on fenced memory with different poison: equal bits, nothing written outside a result.
 
     Raises: AccuracyRejected; ContextLost where the kernel killed the context.
     """
     for kernel, subset in _kernels(planned):
         inputs = make_inputs(runner._problem(subset.closed, subset.identity), "normal", 5)
-        launcher = gpu.GpuLauncher(kernel, driver.device())
+        launcher = gpu_launch.GpuLauncher(kernel, cuda_driver.device())
         try:
             one, other = launcher.run(inputs, 0xAB), launcher.run(inputs, 0xFF)
         except NativeError as error:
@@ -127,14 +129,14 @@ def fenced(planned: Sequence[pipeline.Level]) -> None:
                 raise AccuracyRejected(f"result {k} differs from run to run, or is not written in full")
 
 
-def _kernels(planned: Sequence[pipeline.Level]) -> Iterator[tuple[CompiledKernel, Any]]:
+def _kernels(planned: Sequence[pipeline_passes.Computation]) -> Iterator[tuple[CompiledKernel, Any]]:
     for top in planned:
-        for subset in (s for level in top.everywhere() for s in level.subsets):
+        for subset in (s for level in top.walk() for s in level.subsets):
             if subset.chosen is not None:
                 yield kernel_for(subset.chosen), subset
 
 
-def _interpreted_only(planned: Sequence[pipeline.Level]) -> None:
+def _interpreted_only(planned: Sequence[pipeline_passes.Computation]) -> None:
     """The PTX machine has its own fences and finds what is never written."""
 
 
@@ -143,14 +145,14 @@ def _interpreted_only(planned: Sequence[pipeline.Level]) -> None:
 def _ptx(digest: str) -> str:
     from jcuts.codegen.cuda.compile import ptx_of
 
-    return ptx_of(_programs[digest], gpus.target())
+    return ptx_of(_programs[digest], xla_devices.target())
 
 
 def interpret(kernel: CompiledKernel, *operands: Any, place: tuple[int, int] | None = None) -> tuple[Any, ...]:
     """What `cuda.call_kernel` does, by the PTX machine; code of libdevice is evaluated as a data-flow graph."""
     assert place is None  # no update in place is taken over (`_pretended`)
-    from jcuts.dfg.interpret import interpret as evaluate
-    from tests import ptx_machine
+    from jcuts.kernel_ir.interpret import interpret as evaluate
+    from tests.ptx import machine as ptx_machine
 
     def run(*values: Any) -> list[np.ndarray]:
         arrays = [np.ascontiguousarray(v).view(d).reshape(s) for v, (s, d) in zip(values, given, strict=True)]
@@ -186,17 +188,17 @@ def _words(x: Any) -> Any:
 
 @contextlib.contextmanager
 def _pretended() -> Iterator[None]:
-    plan = pipeline.optimize_jaxpr
+    plan = pipeline_passes.optimize_jaxpr
 
     def for_cuda(closed: Any, settings: Any, *, platform: str, **more: Any) -> Any:
         return plan(closed, settings, platform="cuda", **more)
 
     with (
-        mock.patch.object(gpus, "this", lambda: PRETENDED),
-        mock.patch.object(pipeline, "_unusable", lambda platform: ""),
-        mock.patch.object(pipeline, "optimize_jaxpr", for_cuda),
-        mock.patch.object(cuda, "call_kernel", interpret),
-        mock.patch.object(pipeline.updates, "update_of", lambda level, subset: None),
+        mock.patch.object(xla_devices, "this", lambda: PRETENDED),
+        mock.patch.object(pipeline_passes, "_unusable", lambda platform: ""),
+        mock.patch.object(pipeline_passes, "optimize_jaxpr", for_cuda),
+        mock.patch.object(cuda_launcher, "call_kernel", interpret),
+        mock.patch.object(pipeline_passes.inplace_update, "find_inplace_update", lambda level, subset: None),
     ):
         yield
 

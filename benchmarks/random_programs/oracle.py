@@ -2,7 +2,8 @@
 
 jaxlib 0.10 and 0.11 on a CPU: a maximum or minimum over large arrays is found with instructions that return their
 second operand where one is NaN.  `jax.lax` documents that a NaN wins.  Where a kernel of jcuts keeps it, the acceptance
-rule compares it with float64 (`jcuts.tune.widen`, which looks for NaNs apart); this is the proof that XLA is wrong.
+rule compares it with float64 (`jcuts.tune.verify.float64_eval`, which looks for NaNs apart); this is the proof that XLA
+is wrong.
 """
 
 from __future__ import annotations

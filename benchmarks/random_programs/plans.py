@@ -10,10 +10,11 @@ from unittest import mock
 
 import numpy as np
 
-from jcuts import levels, pipeline, search
 from jcuts.base import knobs
-from jcuts.region import choose
-from jcuts.region.explore import explore
+from jcuts.fusion.partition_space import explore
+from jcuts.pipeline import computation, kernel_selection
+from jcuts.pipeline import passes as pipeline_passes
+from jcuts.schedule.cpu import loop_candidates
 
 
 class Watch(logging.Handler):
@@ -24,53 +25,57 @@ class Watch(logging.Handler):
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name != "jcuts.region.cover":  # a cover that is not the best one is still a cover
+        if record.name != "jcuts.fusion.exact_cover":  # a cover that is not the best one is still a cover
             self.messages.append(record.getMessage())
 
 
-def other_cover(level: levels.Level, rng: np.random.Generator) -> None:
+def other_cover(level: computation.Computation, rng: np.random.Generator) -> None:
     """Half of the levels get a random cover out of the partition search's, as if other subsets had been faster."""
     if rng.random() < 0.5 or not level.graph.nodes:
         return
     space = explore(level.graph, level.grouping)
     times = {subset: float(rng.uniform(1e-6, 1e-4)) for subset in space.estimates}
-    level.use((members, space.programs[members]) for members in space.settle(times) if members in space.programs)
+    level.set_partition(
+        (members, space.programs[members])
+        for members in space.best_measured_partition(times)
+        if members in space.programs
+    )
 
 
 @contextlib.contextmanager
-def every_kernel(seed: int) -> Iterator[tuple[list[pipeline.Level], Watch]]:
+def every_kernel(seed: int) -> Iterator[tuple[list[pipeline_passes.Computation], Watch]]:
     """Every subset runs a jcuts kernel with a random one of its candidate schedules; gives the plans made."""
     rng = np.random.default_rng([seed, 4])
-    planned: list[pipeline.Level] = []
+    planned: list[pipeline_passes.Computation] = []
 
-    def select(top: pipeline.Level, *_: Any, **__: Any) -> search.Summary:
+    def select(top: pipeline_passes.Computation, *_: Any, **__: Any) -> kernel_selection.Summary:
         planned.append(top)
-        for level in top.everywhere():
+        for level in top.walk():
             other_cover(level, rng)
-        levels.add_candidates(subset for level in top.everywhere() for subset in level.subsets)
+        computation.add_candidates(subset for level in top.walk() for subset in level.subsets)
         chosen: dict[str, Any] = {}
-        for level in top.everywhere():
+        for level in top.walk():
             for subset in level.subsets:
                 place = 0 if rng.random() < 0.4 else int(rng.integers(len(subset.ranked)))
                 subset.chosen = chosen.setdefault(subset.identity, subset.ranked[place][0])
                 subset.origin = "estimated"
-        return search.Summary("greedy")
+        return kernel_selection.Summary("greedy")
 
     watch = Watch()
     logger = logging.getLogger("jcuts")
     logger.addHandler(watch)
-    small = 200 if rng.random() < 0.5 else choose.SMALL_TASK  # several tasks although the shapes are small
+    small = 200 if rng.random() < 0.5 else loop_candidates.SMALL_TASK  # several tasks although the shapes are small
     threads = int(rng.integers(2, 5))
-    here = levels.machine()
-    machine = choose.Machine(here.vector_bytes, here.registers, threads, here.l1, here.l2)
+    here = computation.machine()
+    machine = loop_candidates.Machine(here.vector_bytes, here.registers, threads, here.l1, here.l2)
     try:
         with (
-            mock.patch.object(pipeline, "_select", select),
-            mock.patch.object(levels, "machine", lambda: machine),
-            mock.patch.object(choose, "SMALL_TASK", small),
+            mock.patch.object(pipeline_passes, "_select", select),
+            mock.patch.object(computation, "machine", lambda: machine),
+            mock.patch.object(loop_candidates, "SMALL_TASK", small),
             knobs.scope(chunk=int(rng.integers(1, 4)) if rng.random() < 0.25 else 0),
         ):
             yield planned, watch
     finally:
         logger.removeHandler(watch)
-        pipeline.forget()
+        pipeline_passes.forget()

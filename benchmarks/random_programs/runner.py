@@ -14,21 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 
 import jcuts
-from jcuts import pipeline
 from jcuts.base.errors import AccuracyRejected
+from jcuts.pipeline import passes as pipeline_passes
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
-from jcuts.tune import sums
-from jcuts.tune.check import check_output
-from jcuts.tune.expected import NOISE_ULP, Expected
-from jcuts.tune.launch import Launcher, Schedule
+from jcuts.tune.measure.cpu_launch import Launcher, Schedule
 from jcuts.tune.problem import Input, Output, Problem
-from jcuts.tune.reference import TRUST_ULP, distance, value_range, widen
 from jcuts.tune.session import degree
-from jcuts.tune.values import flushed, make_inputs, seed_kinds
-from jcuts.tune.widen import evaluate, is_wide
-from jcuts.xla.call import call_kernel
-from jcuts.xla.kernels import kernel_for
+from jcuts.tune.verify import sum_rounding
+from jcuts.tune.verify.acceptance import check_output
+from jcuts.tune.verify.expected import OutputReference
+from jcuts.tune.verify.float64_eval import evaluate, is_wide
+from jcuts.tune.verify.inputs import flushed, make_inputs, seed_kinds
+from jcuts.tune.verify.reference import TRUST_ULP, distance, value_range, widen
+from jcuts.tune.verify.tolerances import NOISE_ULP
+from jcuts.xla.ffi_call import call_kernel
+from jcuts.xla.kernel_cache import kernel_for
 from random_programs import oracle
 from random_programs.generator import FLOATS, Program, program, signature
 from random_programs.plans import every_kernel
@@ -123,7 +124,7 @@ def _lengths(closed: Any, start: Sequence[int]) -> list[int]:
             inner = max(inner, *_lengths(body, [1] * len(body.jaxpr.invars)), 1)
         if eqn.primitive.name == "scan":
             inner *= max(1, int(eqn.params["length"]))
-        here = min(2**20, before * inner * sums.terms(eqn))
+        here = min(2**20, before * inner * sum_rounding.terms(eqn))
         known.update((v, here) for v in eqn.outvars)
     return [1 if jaxapi.is_literal(v) else known.get(v, 1) for v in closed.jaxpr.outvars]
 
@@ -264,10 +265,10 @@ def alone(seed: int, transform: str = "plain") -> None:
                 judge(closed, problem, inputs, wanted, wanted, noisy=noisy)
 
 
-def _count(planned: Sequence[pipeline.Level], verdict: Verdict) -> None:
+def _count(planned: Sequence[pipeline_passes.Computation], verdict: Verdict) -> None:
     equations: dict[str, None] = {}
     primitives: dict[str, None] = {}
-    for subset in (s for top in planned for level in top.everywhere() for s in level.subsets):
+    for subset in (s for top in planned for level in top.walk() for s in level.subsets):
         if subset.chosen is None:
             continue
         verdict.kernels += 1
@@ -297,7 +298,8 @@ def judge(
     *,
     noisy: bool = False,
 ) -> None:
-    """Applies the rule of `jcuts.tune.check`. Simulated rounding takes long: it is asked where the rule fails without.
+    """Applies the rule of `jcuts.tune.verify.acceptance`. Simulated rounding takes long: it is asked where the rule
+    fails without.
 
     Raises: AccuracyRejected.
     """
@@ -308,7 +310,9 @@ def judge(
         for kind, values, results in zip(seed_kinds(problem), inputs, wanted, strict=True):
             wide = [widen(np.asarray(x)) for x in values]
             if not noisy:
-                expected.append([Expected(kind, x, r) for x, r in zip(results, _leaves(run_wide(*wide)), strict=True)])
+                expected.append(
+                    [OutputReference(kind, x, r) for x, r in zip(results, _leaves(run_wide(*wide)), strict=True)]
+                )
                 continue
 
             both = (wide, [widen(flushed(np.asarray(x))) for x in values])  # every other run without denormals
@@ -325,18 +329,18 @@ def judge(
                 moved = runs(0.0, TRUST_ULP, both=(wide,))
                 trust = [distance(r, [run[i] for run in moved]) for i, r in enumerate(exact)]
             seen = zip(results, exact, ranges, trust, strict=True)
-            expected.append([Expected(kind, x, r, *b, t) for x, r, b, t in seen])
+            expected.append([OutputReference(kind, x, r, *b, t) for x, r, b, t in seen])
     for i, spec in enumerate(problem.outputs):
         check_output(i, spec, [e[i] for e in expected], [g[i] for g in got], problem.tolerance)
 
 
-def fenced(planned: Sequence[pipeline.Level]) -> None:
+def fenced(planned: Sequence[pipeline_passes.Computation]) -> None:
     """Runs every kernel on buffers with fences, its tiles in two orders: nothing may be written outside a result.
 
     Raises: AccuracyRejected.
     """
     for top in planned:
-        for subset in (s for level in top.everywhere() for s in level.subsets):
+        for subset in (s for level in top.walk() for s in level.subsets):
             if subset.chosen is None:
                 continue
             launcher = Launcher(kernel_for(subset.chosen))
@@ -348,13 +352,13 @@ def fenced(planned: Sequence[pipeline.Level]) -> None:
                     raise AccuracyRejected(f"result {k} depends on the order of tiles, or is not written in full")
 
 
-def each_kernel(planned: Sequence[pipeline.Level], closed: Any, inputs: Sequence[Any]) -> None:
+def each_kernel(planned: Sequence[pipeline_passes.Computation], closed: Any, inputs: Sequence[Any]) -> None:
     """The rule for every kernel alone: on what XLA computes for it; inside loops and transforms on inputs of its own.
 
     Raises: AccuracyRejected.
     """
     for top in planned:
-        for level in top.everywhere():
+        for level in top.walk():
             for subset in level.subsets:
                 if subset.chosen is None:
                     continue
@@ -364,9 +368,13 @@ def each_kernel(planned: Sequence[pipeline.Level], closed: Any, inputs: Sequence
                 here = [v.aval.str_short() for v in level.closed.jaxpr.invars]
                 if level is top and here == [v.aval.str_short() for v in closed.jaxpr.invars]:
                     part = jaxapi.make_closed(
-                        level.closed.jaxpr.constvars, level.closed.jaxpr.invars, subset.inputs, level.closed.jaxpr.eqns,
-                        level.closed.consts, like=level.closed,
-                    )  # fmt: skip
+                        level.closed.jaxpr.constvars,
+                        level.closed.jaxpr.invars,
+                        subset.inputs,
+                        level.closed.jaxpr.eqns,
+                        level.closed.consts,
+                        like=level.closed,
+                    )
                     feed = jax.jit(lambda *xs, part=part: jaxapi.eval_closed(part, *xs))
                     for k in range(min(len(kinds), len(inputs))):  # from the end: special and huge inputs too
                         own[-1 - k] = _leaves(feed(*inputs[-1 - k]))

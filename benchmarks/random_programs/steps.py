@@ -11,10 +11,29 @@ from jax import lax
 
 from random_programs.generator import FLOATS, INTEGERS, NUMBERS, Draw, Unsuitable, step
 
-FREE = {"floor": lax.floor, "ceil": lax.ceil, "sin": lax.sin, "cos": lax.cos, "tanh": lax.tanh, "erf": lax.erf,
-        "logistic": lax.logistic, "atan": lax.atan, "asinh": lax.asinh, "cbrt": lax.cbrt, "sign": lax.sign}  # fmt: skip
-TAMED = {"exp": lax.exp, "exp2": lax.exp2, "expm1": lax.expm1, "sinh": lax.sinh, "cosh": lax.cosh, "erfc": lax.erfc,
-         "tan": lax.tan, "square": lax.square}  # fmt: skip
+FREE = {
+    "floor": lax.floor,
+    "ceil": lax.ceil,
+    "sin": lax.sin,
+    "cos": lax.cos,
+    "tanh": lax.tanh,
+    "erf": lax.erf,
+    "logistic": lax.logistic,
+    "atan": lax.atan,
+    "asinh": lax.asinh,
+    "cbrt": lax.cbrt,
+    "sign": lax.sign,
+}
+TAMED = {
+    "exp": lax.exp,
+    "exp2": lax.exp2,
+    "expm1": lax.expm1,
+    "sinh": lax.sinh,
+    "cosh": lax.cosh,
+    "erfc": lax.erfc,
+    "tan": lax.tan,
+    "square": lax.square,
+}
 POSITIVE = {"log": lax.log, "log1p": lax.log1p, "sqrt": lax.sqrt, "rsqrt": lax.rsqrt, "cbrt": lax.cbrt}
 UNIT = {"asin": lax.asin, "acos": lax.acos, "atanh": lax.atanh, "erf_inv": lax.erf_inv}
 
@@ -54,8 +73,10 @@ def unary_any(d: Draw) -> None:
     else:
         options += [lambda v: lax.is_finite(v) if not d.kind.smooth else lax.neg(v)]
         if not d.kind.smooth:
-            options += [lambda v: lax.round(v, lax.RoundingMethod.TO_NEAREST_EVEN),
-                        lambda v: lax.round(v, lax.RoundingMethod.AWAY_FROM_ZERO)]  # fmt: skip
+            options += [
+                lambda v: lax.round(v, lax.RoundingMethod.TO_NEAREST_EVEN),
+                lambda v: lax.round(v, lax.RoundingMethod.AWAY_FROM_ZERO),
+            ]
     d.add(d.one(options)(x))
 
 
@@ -91,11 +112,22 @@ def binary(d: Draw) -> None:
     if name == "nextafter" and dtype not in ("float32", "float64"):
         raise Unsuitable
     function = {
-        "add": lax.add, "sub": lax.sub, "mul": lax.mul, "max": lax.max, "min": lax.min, "div": lax.div, "rem": lax.rem,
-        "atan2": lax.atan2, "nextafter": lax.nextafter, "and": lax.bitwise_and, "or": lax.bitwise_or,
-        "xor": lax.bitwise_xor, "shl": lax.shift_left, "shr": lax.shift_right_logical,
+        "add": lax.add,
+        "sub": lax.sub,
+        "mul": lax.mul,
+        "max": lax.max,
+        "min": lax.min,
+        "div": lax.div,
+        "rem": lax.rem,
+        "atan2": lax.atan2,
+        "nextafter": lax.nextafter,
+        "and": lax.bitwise_and,
+        "or": lax.bitwise_or,
+        "xor": lax.bitwise_xor,
+        "shl": lax.shift_left,
+        "shr": lax.shift_right_logical,
         "sar": lax.shift_right_arithmetic,
-    }[name]  # fmt: skip
+    }[name]
     d.add(function(x, y))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jcuts.arch import measure
 from jcuts.arch.cpu import CpuArch
-from jcuts.base.told import unusable_cache
+from jcuts.base.warn_once import unusable_cache
 
 log = logging.getLogger(__name__)
 
@@ -147,9 +147,12 @@ def _store(path: Path, found: dict[str, dict[str, float]]) -> None:
             raise
     except OSError as error:
         unusable_cache(
-            log, "nothing can be kept in %s (%s): every process measures and compiles again", path.parent, error,
+            log,
+            "nothing can be kept in %s (%s): every process measures and compiles again",
+            path.parent,
+            error,
             folder=path.parent,
-        )  # fmt: skip
+        )
 
 
 def _read(path: Path) -> str:

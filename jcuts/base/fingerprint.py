@@ -160,5 +160,5 @@ def code_fingerprint() -> str:
     known = versions()
     compilers = {name: known[name] for name in ("python", "numba", "llvmlite")}
     return digest(
-        "object code 1", compilers, source_hash("arch", "dfg", "codegen"), platform.machine(), model, features
+        "object code 1", compilers, source_hash("arch", "kernel_ir", "codegen"), platform.machine(), model, features
     )

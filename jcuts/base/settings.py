@@ -14,15 +14,15 @@ PLAIN, SINGLE = "plain", "single"
 
 
 @dataclass(frozen=True)
-class Form:
+class Variant:
     """One way to plan a whole function, of which the last guard chooses by measurement.
 
     Attributes:
-        rewrites: rules of `trace.rewrite` that are applied first.
+        rewrites: rules of `rewrite.registry` that are applied first.
         regions: which subsets may become kernels: ``all``; ``anchored``, those with a reduction, window or convolution
             (element-wise operations stay with XLA, which fuses them into what surrounds them); ``absorbing``, the same
-            without dense products, whose tails the kernels that read them take over (`region.absorb`); ``none``; or
-            ``every`` (CPUs), those too whose kernels lost to XLA by little, or have little work.
+            without dense products, whose tails the kernels that read them take over (`fusion.move_epilogue`); ``none``;
+            or ``every`` (CPUs), those too whose kernels lost to XLA by little, or have little work.
         chained: whether kernels that can follow each other are one call (`xla.chains`); changes nothing else.
     """
 
@@ -42,7 +42,7 @@ class Form:
         return f"{rewrites or PLAIN}/{self.regions}" + ("" if self.chained else f"/{SINGLE}")
 
     @classmethod
-    def parse(cls, text: str) -> Form:
+    def parse(cls, text: str) -> Variant:
         """The form of a text.
 
         Raises: UsageError: no such regions, or more behind them than whether kernels are single calls.
@@ -54,12 +54,12 @@ class Form:
         return cls(() if rewrites in ("", PLAIN) else tuple(rewrites.split("+")), regions or "all", calls != SINGLE)
 
     @classmethod
-    def single(cls, form: Form | None) -> Form:
+    def single(cls, form: Variant | None) -> Variant:
         """A form with every kernel as a call of its own."""
         return replace(form or cls(), chained=False)
 
     @classmethod
-    def tuned(cls, form: Form | None) -> Form | None:
+    def tuned(cls, form: Variant | None) -> Variant | None:
         """The form that has the same kernels in chains, None for the plain one."""
         return None if form in (None, cls.single(None)) else replace(form, chained=True)
 
@@ -89,7 +89,7 @@ class Settings:
     total_workspace: int | None = None
     convolution_accuracy: str = "exact"
     strict: bool = False
-    form: Form | None = None
+    form: Variant | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

@@ -1,0 +1,1 @@
+"""The `jcuts` command: one module per subcommand, listed in `main.py`."""

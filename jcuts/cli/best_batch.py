@@ -7,14 +7,14 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from jcuts.base.csvfile import read_csv
+from jcuts.base.csv_file import read_csv
 from jcuts.base.errors import UsageError
 from jcuts.cli.microbatch import open_database, parse_bytes
-from jcuts.cli.tables import console, duration, table
+from jcuts.cli.printing import console, duration, table
 from jcuts.microbatch import deepbench
 from jcuts.microbatch.analysis import network_times
 from jcuts.microbatch.best_batch import DeviceTimes, Split, best_batch_size
-from jcuts.microbatch.table import POLICIES
+from jcuts.microbatch.timings import POLICIES
 
 HELP = "split a batch over unequal devices"
 
@@ -56,8 +56,14 @@ def run(arguments: argparse.Namespace) -> int:
         )
         for name, size, seconds in zip(split.names, split.sizes, split.each, strict=True)
     ]
-    out.print(table(f"{arguments.batch} samples over {len(times)} devices", ("device", "samples", "time", ""), rows,
-                    right=(1, 2)))  # fmt: skip
+    out.print(
+        table(
+            f"{arguments.batch} samples over {len(times)} devices",
+            ("device", "samples", "time", ""),
+            rows,
+            right=(1, 2),
+        )
+    )
     out.print(_summary(split), markup=False)
     out.print(f"times: {where}", markup=False)
     return 0

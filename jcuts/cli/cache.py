@@ -13,15 +13,15 @@ from typing import Any
 
 from jcuts.base import knobs
 from jcuts.base.errors import CacheError
-from jcuts.cli.tables import console, duration, size, table
-from jcuts.tune.store import Row, Store
+from jcuts.cli.printing import console, duration, size, table
+from jcuts.tune.database import Row, Store
 
 HELP = "list, export, import, merge or clear tuning results"
 
 
 def open_store() -> Store:
     """The tuning database of this user, for this machine and these versions."""
-    from jcuts.tune.runner import default_store  # brings in JAX: not for `jcuts --help`
+    from jcuts.tune.parent.tuner import default_store  # brings in JAX: not for `jcuts --help`
 
     return default_store()
 
@@ -65,14 +65,14 @@ def _is_no_error(record: logging.LogRecord) -> bool:
 
 
 def _ls(store: Store, arguments: argparse.Namespace) -> int:
-    from jcuts.xla import objects
+    from jcuts.xla import object_cache
 
     rows = store.ls(all_devices=not arguments.here)
     out = console()
     columns = ("kind", "key", "winner", "time", "machine", "versions", "when")
     out.print(table(str(store.path), columns, [_line(store, row) for row in rows], right=(3,)))
-    count, total = objects.usage()
-    out.print(f"{len(rows)} entries; {count} kernels of {size(total)} in {objects.root()}")
+    count, total = object_cache.usage()
+    out.print(f"{len(rows)} entries; {count} kernels of {size(total)} in {object_cache.root()}")
     return 0
 
 
@@ -129,9 +129,9 @@ def _check_written(store: Store) -> None:
 
 
 def _clear(store: Store, arguments: argparse.Namespace) -> int:
-    from jcuts.xla import objects
+    from jcuts.xla import object_cache
 
-    count, total = objects.usage()
+    count, total = object_cache.usage()
     if not arguments.yes:
         what = f"{len(store.ls())} entries and {count} kernels ({size(total)})"
         try:
@@ -143,7 +143,7 @@ def _clear(store: Store, arguments: argparse.Namespace) -> int:
             return 1
     removed = store.clear()
     _check_written(store)
-    kernels = objects.clean(limit_bytes=0) if count else 0
+    kernels = object_cache.clean(limit_bytes=0) if count else 0
     console().print(f"{removed} entries and {kernels} kernels removed")
     return 0
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn
 
-from jcuts.cli import tables
-from jcuts.plan import cluster as clusters
-from jcuts.plan import fit
-from jcuts.plan import model as models
+from jcuts.cli import printing
+from jcuts.plan.calibrate import fit
+from jcuts.plan.spec import cluster as clusters
+from jcuts.plan.spec import model as models
 
 HELP = "measure this machine as a cluster file; list presets"
 
@@ -33,17 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs ``jcuts cluster``."""
     if arguments.action == "list":
-        console = tables.console()
+        console = printing.console()
         rows = []
         for name in clusters.presets():
             found = clusters.load(name)
             rows.append((name, str(found.gpus), found.gpu.name, f"{found.gpu.memory / 2**30:.0f}"))
-        console.print(tables.table("clusters", ("name", "GPUs", "GPU", "GiB"), rows, right=(1, 3)))
+        console.print(printing.table("clusters", ("name", "GPUs", "GPU", "GiB"), rows, right=(1, 3)))
         console.print("models: " + ", ".join(models.presets()))
         return 0
     if arguments.action == "refit":
         return _write(fit.refit(arguments.files), arguments)
-    from jcuts.plan import measure
+    from jcuts.plan.calibrate import measure
 
     with Progress(TextColumn("{task.description}"), BarColumn(), transient=True) as progress:
         task = progress.add_task("starting", total=1)

@@ -13,7 +13,7 @@ import numpy as np
 from jcuts.base import knobs
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import MODES, TUNE, Settings
-from jcuts.cli.tables import console, duration, table
+from jcuts.cli.printing import console, duration, table
 
 HELP = "jcuts against jax.jit on a real network"
 
@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     import jax
 
     import jcuts
+    from jcuts.report.rich_tables import report_tables
 
     out.print(f"{network.name}, batch {arguments.batch}, float32, random weights, on {jax.devices()[0].device_kind}")
     images = jax.numpy.asarray(network.images)
@@ -88,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     columns = ("", "median", "10% .. 90%", "speed", "largest error", "first call")
     out.print(table(f"{network.name}, {len(times['jax.jit'])} interleaved calls", columns, rows, right=(1, 2, 3, 4, 5)))
     out.print(f"errors are against float64; outputs are at most {np.abs(reference).max():.2e}")
-    out.print(report)
+    out.print(report_tables(report))
     if knobs.current().disable:
         out.print("JCUTS_DISABLE is set: jcuts left everything to XLA")
     return 0

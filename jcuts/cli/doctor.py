@@ -12,8 +12,8 @@ from rich.markup import escape
 
 from jcuts.base import fingerprint, knobs
 from jcuts.base.errors import CacheError, JcutsError
-from jcuts.base.sqlitefile import why_read_only
-from jcuts.cli.tables import console, size, table
+from jcuts.base.sqlite_file import why_read_only
+from jcuts.cli.printing import console, size, table
 
 HELP = "check versions, native library, caches and CPU, and run one kernel"
 GOOD, WARNING, BAD = "ok", "warning", "PROBLEM"
@@ -143,44 +143,44 @@ def _cpu() -> Iterator[Check]:
 
 
 def _native() -> Iterator[Check]:
-    from jcuts.xla import native
+    from jcuts.xla import native_library
 
-    good, text = native.native_available()
+    good, text = native_library.native_available()
     if not good:
         yield Check("native library", BAD, text, "until then every function is left to XLA")
         return
-    built = divmod(int(native.load().jcuts_ffi_api_version()), 1000)
-    running = native.runtime_ffi_version()
+    built = divmod(int(native_library.load().jcuts_ffi_api_version()), 1000)
+    running = native_library.runtime_ffi_version()
     speaks = f"{running[0]}.{running[1]}" if running else "of unknown version"
     yield Check("native library", GOOD, f"{text}, XLA FFI {built[0]}.{built[1]}; this jaxlib speaks {speaks}")
 
 
 def _launcher() -> Iterator[Check]:
-    from jcuts.xla import register
+    from jcuts.xla import cpu_launcher
 
-    register.ensure_registered()
-    yield Check("launcher", GOOD, f"XLA accepts {register.TARGET!r}")
+    cpu_launcher.ensure_registered()
+    yield Check("launcher", GOOD, f"XLA accepts {cpu_launcher.TARGET!r}")
 
 
 def _gpu() -> Iterator[Check]:
     """Driver, devices, compilers, launcher; nothing is started on a GPU that JAX does not use anyway."""
-    from jcuts.cli import gpu_state
+    from jcuts.cli import doctor_gpu
 
-    for name, good, found, advice in gpu_state.examine():
+    for name, good, found, advice in doctor_gpu.examine():
         yield Check(name, GOOD if good else WARNING, found, advice)
 
 
 def _object_cache() -> Iterator[Check]:
-    from jcuts.xla import objects
+    from jcuts.xla import object_cache
 
     base = knobs.current().cache_dir
     try:
-        objects.secure_directory(base)
-        objects.secure_directory(objects.root())
+        object_cache.secure_directory(base)
+        object_cache.secure_directory(object_cache.root())
     except CacheError as error:
         yield Check("object cache", BAD, error.message, "until then kernels are compiled again in every process")
         return
-    probe = objects.root() / ".doctor"
+    probe = object_cache.root() / ".doctor"
     try:
         probe.write_bytes(b"x")
         probe.unlink()
@@ -188,12 +188,12 @@ def _object_cache() -> Iterator[Check]:
         yield Check(
             "object cache",
             BAD,
-            f"{objects.root()} cannot be written: {error}",
+            f"{object_cache.root()} cannot be written: {error}",
             "free some space or set JCUTS_CACHE_DIR; until then kernels are compiled again in every process",
         )
         return
-    count, total = objects.usage()
-    yield Check("object cache", GOOD, f"{objects.root()}: {count} kernels, {size(total)}")
+    count, total = object_cache.usage()
+    yield Check("object cache", GOOD, f"{object_cache.root()}: {count} kernels, {size(total)}")
 
 
 def _database() -> Iterator[Check]:
@@ -219,12 +219,12 @@ def _database() -> Iterator[Check]:
 
 
 def _kernel() -> Iterator[Check]:
-    from jcuts.cli import smoke
+    from jcuts.cli import doctor_trials
 
-    yield Check("kernel", GOOD, smoke.run_kernel())
+    yield Check("kernel", GOOD, doctor_trials.run_kernel())
 
 
 def _function() -> Iterator[Check]:
-    from jcuts.cli import smoke
+    from jcuts.cli import doctor_trials
 
-    yield Check("function", GOOD, smoke.run_function())
+    yield Check("function", GOOD, doctor_trials.run_function())

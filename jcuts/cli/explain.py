@@ -14,8 +14,8 @@ from typing import Any
 
 from jcuts.base.errors import JcutsError, UsageError
 from jcuts.base.settings import MODES, TUNE, Settings
-from jcuts.cli import rank
-from jcuts.cli.tables import console
+from jcuts.cli import explain_arch
+from jcuts.cli.printing import console
 
 HELP = "what jcuts does to a function, and why"
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tune", choices=TUNE, default="cached", help="auto measures first; default: %(default)s")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as one HTML file")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    rank.add_arguments(parser)
+    explain_arch.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     positional, keywords = example_arguments(arguments.args)
     if arguments.arch is not None:
         _check_arguments(fn, positional, keywords, arguments)
-        return rank.run(fn, positional, keywords, arguments)
+        return explain_arch.run(fn, positional, keywords, arguments)
     if not isinstance(fn, jcuts.Optimized):
         fn = jcuts.optimize(fn, mode=arguments.mode or Settings().mode, tune=arguments.tune)
     else:
@@ -55,9 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     except Exception as error:
         raise _of_the_user(arguments.function, error) from error
-    from jcuts.report import NOT_CHECKED, NOT_MEASURED
+    from jcuts.report.function_report import NOT_CHECKED, NOT_MEASURED
+    from jcuts.report.rich_tables import report_tables
 
-    console().print(report)
+    console().print(report_tables(report))
     if arguments.tune == "cached" and any(s.why in (NOT_MEASURED, NOT_CHECKED) for s in report.subsets):
         console().print("What is not measured yet is measured by --tune auto, or when the function is first called.")
     for path, write in ((arguments.html, report.to_html), (arguments.json, lambda p: _write_json(p, report.to_dict()))):

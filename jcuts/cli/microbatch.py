@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from jcuts.base.errors import CacheError, UsageError
-from jcuts.cli.tables import console, duration, size, table
-from jcuts.microbatch import html
+from jcuts.cli.printing import console, duration, size, table
+from jcuts.microbatch import html_report
 from jcuts.microbatch.analysis import Analysis, Row, analyse
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database
-from jcuts.microbatch.table import POLICIES, Division
-from jcuts.microbatch.wd import CONSTRAINTS
+from jcuts.microbatch.timings import POLICIES, Division
+from jcuts.microbatch.workspace_division import CONSTRAINTS
 
 HELP = "divide convolutions under a workspace limit, offline"
 COLUMNS = ("kernel", "division", "time", "undivided", "gain", "workspace", "unlimited", "set")
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     shown = _kernel(analysis, arguments.front) if arguments.front else None
     if arguments.html:
-        write(arguments.html, html.page(analysis))
+        write(arguments.html, html_report.page(analysis))
     if arguments.json:
         text = json.dumps(document(analysis), indent=1)
         if arguments.json == "-":
@@ -217,11 +217,18 @@ def _show_front(row: Row) -> None:
 def _ls(database: Database) -> int:
     out = console()
     entries = database.entries()
-    out.print(table(f"{database.path}: devices", ("device", "entries"), [
-        (str(device), str(sum(entry.device == device for entry in entries))) for device in database.devices()
-    ], right=(1,)))  # fmt: skip
-    networks = [(n.name, str(len(n.uses)), ", ".join(str(b) for b in sorted({u.batch for u in n.uses})))
-                for n in database.networks()]  # fmt: skip
+    out.print(
+        table(
+            f"{database.path}: devices",
+            ("device", "entries"),
+            [(str(device), str(sum(entry.device == device for entry in entries))) for device in database.devices()],
+            right=(1,),
+        )
+    )
+    networks = [
+        (n.name, str(len(n.uses)), ", ".join(str(b) for b in sorted({u.batch for u in n.uses})))
+        for n in database.networks()
+    ]
     out.print(table("networks", ("network", "kernels", "batch"), networks, right=(1,)))
     sizes: dict[Convolution, list[int]] = {}
     for entry in entries:

@@ -13,16 +13,18 @@ from typing import Any
 from rich.text import Text
 
 from jcuts.base.errors import UsageError
-from jcuts.cli import tables
-from jcuts.plan import cluster as clusters
-from jcuts.plan import html, inference, placement
-from jcuts.plan import model as models
-from jcuts.plan.blocks import Model
-from jcuts.plan.cluster import Cluster
-from jcuts.plan.plans import RECOMPUTE, SCHEDULES
-from jcuts.plan.search import Ranked, Result, search
-from jcuts.plan.space import Space
-from jcuts.plan.workload import SOFTWARE, Training
+from jcuts.cli import printing
+from jcuts.plan import html_report
+from jcuts.plan.cost import inference
+from jcuts.plan.search import tier_placement
+from jcuts.plan.search.exhaustive import Ranked, Result, search
+from jcuts.plan.search.plan import RECOMPUTE, SCHEDULES
+from jcuts.plan.search.plan_space import Space
+from jcuts.plan.spec import cluster as clusters
+from jcuts.plan.spec import model as models
+from jcuts.plan.spec.cluster import Cluster
+from jcuts.plan.spec.layers import Model
+from jcuts.plan.spec.workload import SOFTWARE, Training
 
 HELP = "choose mesh, schedule and memory tiers for a model on a cluster"
 BAR = {
@@ -108,9 +110,9 @@ def run(arguments: argparse.Namespace) -> int:
     result = search(
         model, cluster, work, gpus=arguments.gpus, space=space, top=max(arguments.top, 1), explain=arguments.explain
     )
-    placed = placement.refine(model, cluster, result.best.plan, work) if arguments.place else None
+    placed = tier_placement.refine(model, cluster, result.best.plan, work) if arguments.place else None
     if arguments.html:
-        Path(arguments.html).write_text(html.page(model, cluster, work, result), encoding="utf-8")
+        Path(arguments.html).write_text(html_report.page(model, cluster, work, result), encoding="utf-8")
     if arguments.json:
         write(arguments.json, _document(model, cluster, work, result, placed))
     if arguments.json != "-":
@@ -122,7 +124,7 @@ def _model(arguments: argparse.Namespace) -> Model:
     name = arguments.model
     if ":" not in name:
         return models.load(name, sequence=arguments.sequence, flash=arguments.flash)
-    from jcuts.plan import from_jaxpr
+    from jcuts.plan.cost import jaxpr
 
     if arguments.sequence:
         raise UsageError("--sequence is for presets and TOML files: a function's example inputs have their own")
@@ -146,7 +148,7 @@ def _model(arguments: argparse.Namespace) -> Model:
         raise UsageError(
             f"--model {name} must return (function, parameters, *inputs), where inputs begin with the batch axis"
         )
-    return from_jaxpr.model(*example, name=function)
+    return jaxpr.model(*example, name=function)
 
 
 def _document(model: Model, cluster: Cluster, work: Training, result: Result, placed: Any) -> dict[str, Any]:
@@ -192,14 +194,14 @@ def bar(ranked: Ranked, width: int = 24) -> Text:
 def _show(
     model: Model, cluster: Cluster, work: Training, result: Result, placed: Any, arguments: argparse.Namespace
 ) -> None:
-    console = tables.console()
+    console = printing.console()
     rows: list[Any] = []
     for ranked in result.ranked[: arguments.top]:
         below = "/".join(f"{ranked.memory[k] / 2**30:.0f}" for k in ("host", "storage"))
         rows.append(
             [
                 ranked.plan.short(),
-                tables.duration(ranked.seconds),
+                printing.duration(ranked.seconds),
                 f"{ranked.memory['gpu'] / 2**30:.1f}",
                 below,
                 bar(ranked),
@@ -208,13 +210,13 @@ def _show(
     title = f"{model.name} ({model.total_parameters:.3g} parameters), batch {work.batch}, "
     title += f"{result.best.plan.gpus} GPUs of {cluster.name}"
     console.print(
-        tables.table(title, ("plan", "step", "GPU", "host/disk", "where the time goes"), rows, right=(1, 2, 3))
+        printing.table(title, ("plan", "step", "GPU", "host/disk", "where the time goes"), rows, right=(1, 2, 3))
     )
     legend = Text("best plan: ")
     for name, value in result.best.parts.items():
         if value > 0.002 * result.best.seconds:
             legend.append("█ ", style=BAR[name]).append(
-                f"{name} {tables.duration(value)} ({value / result.best.seconds:.1%})  "
+                f"{name} {printing.duration(value)} ({value / result.best.seconds:.1%})  "
             )
     console.print(legend)
     console.print(
@@ -231,7 +233,7 @@ def _show(
         console.print(f"batch split over groups of nodes: {', '.join(map(str, result.best.split))} samples")
     if arguments.explain and result.rejected:
         console.print(
-            tables.table(
+            printing.table(
                 "why the neighbours lost",
                 ("change", "reason"),
                 [(r.changed, r.reason) for r in result.rejected[: arguments.explain]],
@@ -243,8 +245,8 @@ def _show(
             for name, where in placed.fractions.items()
         ]
         console.print(
-            tables.table(
-                f"placement (waits {tables.duration(placed.exposed)} per step)" if placed.exposed else "placement",
+            printing.table(
+                f"placement (waits {printing.duration(placed.exposed)} per step)" if placed.exposed else "placement",
                 ("tensors", "gpu", "host", "storage"),
                 shown,
                 right=(1, 2, 3),
@@ -269,14 +271,14 @@ def _serve(arguments: argparse.Namespace, model: Model, cluster: Cluster) -> int
                 c.plan.cache,
                 f"{c.plan.micro} x {c.plan.count}",
                 f"{c.tokens_per_second:.2f}",
-                tables.duration(c.prefill),
-                tables.duration(c.decode),
+                printing.duration(c.prefill),
+                printing.duration(c.decode),
                 f"{c.memory['gpu'] / 2**30:.1f}",
             )
             for c in found
         ]
-        tables.console().print(
-            tables.table(
+        printing.console().print(
+            printing.table(
                 f"{model.name}: {prompt} tokens in, {generate} out, on one GPU of {cluster.name}",
                 ("weights on GPU", "rest", "cache", "batch", "tokens/s", "prefill", "decode", "GiB/GPU"),
                 rows,

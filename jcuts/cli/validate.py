@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from jcuts.base.errors import UsageError
-from jcuts.cli import tables
+from jcuts.cli import printing
 from jcuts.cli.plan import write
-from jcuts.plan import cluster as clusters
-from jcuts.plan import validate
-from jcuts.plan.tables import shipped
+from jcuts.plan.calibrate import validate
+from jcuts.plan.calibrate.tables import shipped
+from jcuts.plan.spec import cluster as clusters
 
 HELP = "check the planner against measured tables"
 
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show_scores(documents: list[dict[str, Any]]) -> None:
-    console = tables.console()
+    console = printing.console()
 
     def number(value: float) -> str:
         return "-" if value != value else f"{value:.3f}"
@@ -122,7 +122,7 @@ def _show_scores(documents: list[dict[str, Any]]) -> None:
                 )
             )
     console.print(
-        tables.table(
+        printing.table(
             "predicted against measured step time",
             ("table", "", "rows", "MAPE", "max", "Spearman", "regret"),
             rows,
@@ -141,7 +141,7 @@ def _show_scores(documents: list[dict[str, Any]]) -> None:
             console.print(f"{d['table']}: {d['groups']} groups of equal model, GPUs and batch with at least 5 rows")
         if d["ablation"]:
             console.print(
-                tables.table(
+                printing.table(
                     f"{d['table']}: MAPE with one constant's effect switched off",
                     ("constant", "MAPE"),
                     [(k, f"{v:.2%}") for k, v in d["ablation"].items()],

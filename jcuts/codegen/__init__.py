@@ -1,0 +1,4 @@
+"""Code generation: scheduled kernel program -> machine code (`artifact.CompiledKernel`).
+
+`cpu/` and `cuda/` are the back ends, `llvm/` what both share, `vecmath/` vector functions with error bounds.
+"""

@@ -1,0 +1,3 @@
+"""Performance models without a device: lower bounds of CPU and GPU kernels, launch records (`gpu_kernel.py`),
+`thesis/`.
+"""

@@ -1,4 +1,4 @@
-"""From a database to divisions, without a device: every kernel of a network under WR or WD, beside single calls."""
+"""Offline analysis: from a benchmark database to divisions of a network's kernels under WR or WD."""
 
 from __future__ import annotations
 
@@ -8,22 +8,26 @@ from dataclasses import dataclass
 import numpy as np
 
 from jcuts.base.errors import UsageError
-from jcuts.microbatch import wr
+from jcuts.microbatch import workspace_reuse
 from jcuts.microbatch.best_batch import DeviceTimes
 from jcuts.microbatch.database import Database, Device
-from jcuts.microbatch.desirable import desirable
 from jcuts.microbatch.errors import MissingTimesError
 from jcuts.microbatch.network import Network, Use, peak
-from jcuts.microbatch.table import TICK, Division, Table, check_bytes
-from jcuts.microbatch.wd import Shares, divide_network
+from jcuts.microbatch.pareto import desirable
+from jcuts.microbatch.timings import TICK, Division, Table, check_bytes
+from jcuts.microbatch.workspace_division import NetworkDivision, divide_network
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel: its division, what one call would be under the same limit (None: nothing fits), and its set.
+    """One kernel of an analysis.
 
-    Attributes: share: the limit that ``undivided`` obeys [B], None for no limit; unlimited: the fastest single call;
-    desirable: the Pareto front that the division was chosen from (under WR the one within the limit).
+    Attributes:
+        division: its micro-batches.
+        undivided: what one call would be under the same limit; None: nothing fits.
+        share: the limit that ``undivided`` obeys [B], None for no limit.
+        unlimited: the fastest single call.
+        desirable: the Pareto front that the division was chosen from (under WR the one within the limit).
     """
 
     use: Use
@@ -38,8 +42,11 @@ class Row:
 class Analysis:
     """A network's divisions on one device.
 
-    Attributes: method: "WR" or "WD"; limit: bytes per kernel (WR) or per network (WD), or None; constraint: of WD;
-    proven: the choice is an optimum (WR: always).
+    Attributes:
+        method: "WR" or "WD".
+        limit: bytes per kernel (WR) or per network (WD), or None.
+        constraint: of WD.
+        proven: the choice is an optimum (WR: always).
     """
 
     network: Network
@@ -113,11 +120,15 @@ def analyse(
         chosen: Sequence[Division] = [found[-1] for found in sets]
         share = limit
     else:
-        shares: Shares = divide_network(sets, total, constraint=constraint, lives=network.lives, held=network.held)
+        shares: NetworkDivision = divide_network(
+            sets, total, constraint=constraint, lives=network.lives, held=network.held
+        )
         chosen, proven = shares.divisions, shares.proven
         share = total // len(network.uses) if constraint == "paper" and network.uses else total
-    plain = _once(network, lambda use, t: wr.undivided(t, use.batch, share, precision=use.precision), tables)
-    free = _once(network, lambda use, t: wr.undivided(t, use.batch, precision=use.precision), tables)
+    plain = _once(
+        network, lambda use, t: workspace_reuse.undivided(t, use.batch, share, precision=use.precision), tables
+    )
+    free = _once(network, lambda use, t: workspace_reuse.undivided(t, use.batch, precision=use.precision), tables)
     rows = tuple(
         Row(use, division, one, fast, share, found)
         for use, division, one, fast, found in zip(network.uses, chosen, plain, free, sets, strict=True)
@@ -155,7 +166,9 @@ def network_times(
     """
     tables = tables_of(network, database, device)
     resized = network.at_batch(batch)
-    each = _once(resized, lambda use, t: wr.times(t, batch, limit, policy=policy, precision=use.precision), tables)
+    each = _once(
+        resized, lambda use, t: workspace_reuse.times(t, batch, limit, policy=policy, precision=use.precision), tables
+    )
     sums = np.sum(each, axis=0) if each else np.zeros(batch + 1)
     seconds = {b: float(sums[b]) for b in range(1, batch + 1) if 0 < sums[b] < np.inf}
     if not seconds:

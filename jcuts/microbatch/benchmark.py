@@ -1,4 +1,4 @@
-"""Fills the database: what a policy asks for and nobody measured yet, on one device or on several equal ones."""
+"""Fills the benchmark database: measures the sizes that a policy asks for, on one device or on several equal ones."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from jcuts.base.errors import UsageError
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database, Device
 from jcuts.microbatch.errors import ForeignDeviceError
-from jcuts.microbatch.table import Micro, Table, policy_sizes, usable_sizes
+from jcuts.microbatch.timings import MicroConfig, Table, policy_sizes, usable_sizes
 
 
-class Found(tuple[Micro, ...]):
+class Found(tuple[MicroConfig, ...]):
     """What a measurer found, with remarks for the database (`Database.record`)."""
 
     remarks: Mapping[str, str]
 
-    def __new__(cls, micros: Iterable[Micro], remarks: Mapping[str, str] | None = None) -> Found:
+    def __new__(cls, micros: Iterable[MicroConfig], remarks: Mapping[str, str] | None = None) -> Found:
         """A tuple with an attribute."""
         made = super().__new__(cls, tuple(micros))
         made.remarks = dict(remarks or {})
@@ -38,7 +38,7 @@ class Measurer(Protocol):
         """What the times are valid for."""
         ...
 
-    def __call__(self, convolution: Convolution, batch: int) -> Sequence[Micro]: ...
+    def __call__(self, convolution: Convolution, batch: int) -> Sequence[MicroConfig]: ...
 
 
 def benchmark(

@@ -1,4 +1,4 @@
-"""How many samples of a batch each of several unequal devices should get, so that the last one finishes earliest.
+"""Load balancing over unequal devices: how many samples of a batch each gets, so that the last one finishes earliest.
 
     minimise  max over devices g of sum over sizes b of t_{g,b} x_{g,b}
     subject to  sum over g, b of b x_{g,b} = B,   sum over b of x_{g,b} <= 1,   x in {0, 1}          (paper III-E)
@@ -19,7 +19,7 @@ import numpy as np
 
 from jcuts.base.errors import UsageError
 from jcuts.microbatch.errors import NoSplitError
-from jcuts.microbatch.table import TICK, check_batch
+from jcuts.microbatch.timings import TICK, check_batch
 
 NEVER = 2**62
 
@@ -28,7 +28,9 @@ NEVER = 2**62
 class DeviceTimes:
     """Seconds that one device takes for a batch of each size (forward and backward pass, say).
 
-    Attributes: seconds: size to time; interpolated: sizes whose time was not measured but lies between two that were.
+    Attributes:
+        seconds: size -> time.
+        interpolated: sizes whose time was not measured but lies between two that were.
     """
 
     name: str
@@ -63,7 +65,8 @@ class Split:
 
     Attributes:
         sizes: samples of each device, 0 for those left out.
-        seconds: time of the slowest; each: time of every device (0 where left out).
+        seconds: time of the slowest.
+        each: time of every device (0 where left out).
         even: time of the even split over all devices, None where its sizes have no times.
         alone: the least time of one device with the whole batch, None where none has one.
         interpolated: devices whose time for their size was not measured.

@@ -1,4 +1,4 @@
-"""What is divided: one convolution kernel (forward, backward-data or backward-filter), and how exactly it computes."""
+"""The key of a measurement: one convolution kernel (forward, backward-data, backward-filter) and its precision."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ LAYOUTS = ("NCHW", "NHWC")
 MATHS: dict[str, dict[str, str]] = {
     "float64": {"float64": "float64"},
     "float32": {"float32": "float32", "tf32": "tf32"},
-    "float16": {
-        "float16": "float16", "float16+tensor": "float16", "float32": "float32", "float32+tensor": "float32"
-    },
+    "float16": {"float16": "float16", "float16+tensor": "float16", "float32": "float32", "float32+tensor": "float32"},
     "bfloat16": {"float32": "float32", "float32+tensor": "float32"},
-}  # fmt: skip
+}
 """Storage dtype to the ways of computing with it, each with the precision of its arithmetic.
 
 ``+tensor``: on tensor cores; 16-bit products are exact there, so with ``float32`` sums this is as exact as without.
@@ -70,8 +68,10 @@ class Convolution:
         kind: which of the three kernels of a layer.
         channels, outputs: C and K, over all groups.
         spatial: extents of the layer's input (of the image, whatever the kernel's own operands are).
-        window, strides, dilation: per spatial dimension; padding: (low, high) per spatial dimension.
-        dtype: of the tensors in memory; layout: of images (filters accordingly).
+        window, strides, dilation: per spatial dimension.
+        padding: (low, high) per spatial dimension.
+        dtype: of the tensors in memory.
+        layout: of images (filters accordingly).
     Raises: UsageError for values that no convolution has.
     """
 

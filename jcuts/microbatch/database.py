@@ -1,6 +1,6 @@
 """The benchmark database: times of convolution kernels that outlive the process, shared by people and machines.
 
-One SQLite file (`base/sqlitefile.py`).  Its keys are honest: device name, driver and library versions, everything of
+One SQLite file (`base/sqlite_file.py`).  Its keys are honest: device name, driver and library versions, everything of
 the convolution (dtype and layout included), batch size, algorithm, math.  All times of one (device, convolution, batch)
 are written in one transaction, so what is there is complete.
 
@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from jcuts.base.errors import CacheError, UsageError
-from jcuts.base.sqlitefile import DamagedFile, ForeignFile, SqliteFile, is_damaged
-from jcuts.microbatch import rows
+from jcuts.base.sqlite_file import DamagedFile, ForeignFile, SqliteFile, is_damaged
+from jcuts.microbatch import schema
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.errors import ForeignDeviceError, MissingTimesError
 from jcuts.microbatch.network import Network
-from jcuts.microbatch.rows import Device, Entry
-from jcuts.microbatch.table import Micro, Table
+from jcuts.microbatch.schema import BenchmarkRecord, Device
+from jcuts.microbatch.timings import MicroConfig, Table
 
 SCHEMA = 1
 APPLICATION_ID = 0x6A636D62  # 'jcmb', shown by file(1)
@@ -48,8 +48,10 @@ class Database:
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self.path = None if path is None else Path(path)
-        self._file = self.path and SqliteFile(self.path, tables=rows.TABLES, application=APPLICATION_ID, schema=SCHEMA)
-        self._memory: dict[tuple[Device, str, int], Entry] = {}
+        self._file = self.path and SqliteFile(
+            self.path, tables=schema.TABLES, application=APPLICATION_ID, schema=SCHEMA
+        )
+        self._memory: dict[tuple[Device, str, int], BenchmarkRecord] = {}
         self._networks: dict[str, Network] = {}
         self._fresh: set[tuple[Device, str, int]] = set()
         self._lock = threading.RLock()
@@ -58,9 +60,14 @@ class Database:
     # Writing ---------------------------------------------------------------------------------------------------------
 
     def record(
-        self, device: Device, convolution: Convolution, batch: int, micros: Sequence[Micro], *,
+        self,
+        device: Device,
+        convolution: Convolution,
+        batch: int,
+        micros: Sequence[MicroConfig],
+        *,
         remarks: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Stores what was measured of one convolution at one batch size, replacing what was known.
 
         ``micros`` may be empty: no algorithm runs this convolution, and nobody needs to try again.  Remarks: see above.
@@ -70,13 +77,13 @@ class Database:
         entry = _entry(device, convolution, batch, micros, time.time(), remarks or {})
         with self._lock:
             self._fresh.add((device, convolution.key, batch))
-            if not self._write(lambda db: rows.insert(db, entry)):
+            if not self._write(lambda db: schema.insert(db, entry)):
                 self._memory[device, convolution.key, batch] = entry
 
     def record_network(self, network: Network) -> None:
         """Stores a network under its name, replacing an earlier one.  Raises: as `record`."""
         with self._lock:
-            if not self._write(lambda db: rows.insert_network(db, network, time.time())):
+            if not self._write(lambda db: schema.insert_network(db, network, time.time())):
                 self._networks[network.name] = network
 
     def merge(self, paths: Iterable[str | os.PathLike[str]]) -> int:
@@ -86,7 +93,7 @@ class Database:
         Raises: CacheError if a file is missing, damaged, or not such a database, or if this one cannot be written.
         """
         others = [Database(path) for path in paths]
-        fresh: dict[tuple[Device, str, int], Entry] = {}
+        fresh: dict[tuple[Device, str, int], BenchmarkRecord] = {}
         networks: dict[str, tuple[Network, float]] = {}
         for other in others:
             if other.path is not None and not other.path.exists():
@@ -104,10 +111,10 @@ class Database:
 
         def work(db: sqlite3.Connection) -> None:
             for entry in taken:
-                rows.insert(db, entry)
+                schema.insert(db, entry)
             for network, created in networks.values():
                 if created > known_networks.get(network.name, -1.0):
-                    rows.insert_network(db, network, created)
+                    schema.insert_network(db, network, created)
 
         if not self._write(work):
             raise self.errors[-1] if self.errors else CacheError("a database in memory cannot take over others")
@@ -193,7 +200,7 @@ class Database:
             raise MissingTimesError(f"{self._where}: {problem} it has: {names}", network=name, known=tuple(known))
         return known[name]
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[BenchmarkRecord]:
         """Everything, oldest first."""
         found = {
             (entry.device, entry.convolution.key, entry.batch): entry for entry in self._load("", ())
@@ -206,22 +213,22 @@ class Database:
     def _where(self) -> str:
         return str(self.path) if self.path else "benchmark database"
 
-    def _entries(self, device: Device, convolution: Convolution) -> list[Entry]:
+    def _entries(self, device: Device, convolution: Convolution) -> list[BenchmarkRecord]:
         condition = "AND d.name = ? AND d.driver = ? AND d.library = ? AND c.key = ?"
         key = convolution.key
         found = {e.batch: e for e in self._load(condition, (device.name, device.driver, device.library, key))}
         found |= {e.batch: e for (d, k, _), e in list(self._memory.items()) if (d, k) == (device, key)}
         return [found[batch] for batch in sorted(found)]
 
-    def _load(self, condition: str, values: tuple[object, ...]) -> list[Entry]:
+    def _load(self, condition: str, values: tuple[object, ...]) -> list[BenchmarkRecord]:
         try:
-            return rows.entries(self._read, condition, values)
+            return schema.entries(self._read, condition, values)
         except (UsageError, ValueError, TypeError) as error:  # somebody edited a row
             raise CacheError(f"{self._where}: an entry cannot be understood: {error}", path=self._where) from None
 
     def _stored_networks(self) -> list[tuple[Network, float]]:
         try:
-            found = rows.networks(self._read)
+            found = schema.networks(self._read)
         except (UsageError, ValueError) as error:
             raise CacheError(f"{self._where}: a network cannot be understood: {error}", path=self._where) from None
         return found + [(network, time.time()) for network in list(self._networks.values())]
@@ -234,8 +241,9 @@ class Database:
                 with self._file.open(write=False) as db:
                     return [] if db is None else db.execute(query, values).fetchall()
             except (sqlite3.Error, OSError) as error:
-                raise CacheError(f"{self._where}: cannot be read as a benchmark database: {error}", path=self._where) \
-                    from None  # fmt: skip
+                raise CacheError(
+                    f"{self._where}: cannot be read as a benchmark database: {error}", path=self._where
+                ) from None
 
     def _write(self, work: Callable[[sqlite3.Connection], None]) -> bool:
         """Runs one transaction; False when nothing reached the disk."""
@@ -282,17 +290,21 @@ def _is_foreign(error: Exception) -> bool:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_NOTADB
 
 
-def _lacks(entry: Entry, limit: int | None) -> bool:
+def _lacks(entry: BenchmarkRecord, limit: int | None) -> bool:
     """Whether there was no memory for workspaces within a limit."""
     least = entry.remarks.get(MEMORY, "")
     return least.isdigit() and (limit is None or int(least) <= limit)
 
 
 def _entry(
-    device: Device, convolution: Convolution, batch: int, micros: Sequence[Micro], created: float,
+    device: Device,
+    convolution: Convolution,
+    batch: int,
+    micros: Sequence[MicroConfig],
+    created: float,
     remarks: Mapping[str, str],
-) -> Entry:  # fmt: skip
+) -> BenchmarkRecord:
     if any(micro.batch != batch for micro in micros):
         raise UsageError(f"times of other batch sizes among those of {batch}", batch=batch)
     Table(convolution, tuple(micros))  # checks maths and doubles
-    return Entry(device, convolution, batch, tuple(micros), created, dict(remarks))
+    return BenchmarkRecord(device, convolution, batch, tuple(micros), created, dict(remarks))

@@ -1,4 +1,4 @@
-"""DeepBench: 94 convolution shapes, and their published times on four GPUs."""
+"""The DeepBench data set: 94 convolution shapes, and their published times on four GPUs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from jcuts.base.csvfile import read_csv
+from jcuts.base.csv_file import read_csv
 from jcuts.base.errors import UsageError
 from jcuts.microbatch.best_batch import DeviceTimes
 from jcuts.microbatch.convolution import Convolution
@@ -38,9 +38,16 @@ def layers(kind: str = "forward", dtype: str = "float32", layout: str = "NCHW") 
         n = {name: int(row[name]) for name in row if name != "application"}
         high, wide = n["pad_h"], n["pad_w"]
         convolution = Convolution(
-            kind, n["C"], n["K"], (n["H"], n["W"]), (n["R"], n["S"]), strides=(n["hstride"], n["wstride"]),
-            padding=((high, high), (wide, wide)), dtype=dtype, layout=layout,
-        )  # fmt: skip
+            kind,
+            n["C"],
+            n["K"],
+            (n["H"], n["W"]),
+            (n["R"], n["S"]),
+            strides=(n["hstride"], n["wstride"]),
+            padding=((high, high), (wide, wide)),
+            dtype=dtype,
+            layout=layout,
+        )
         made.append(Layer(n["idx"], row["application"], convolution, n["N"]))
     return tuple(made)
 

@@ -1,4 +1,4 @@
-"""What can go wrong when batches are divided."""
+"""Errors of micro-batching: no division, no split, foreign device, missing times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from jcuts.base.errors import CacheError, JcutsError
 class NoDivisionError(JcutsError):
     """Nothing that was measured adds up to the batch within the limit.
 
-    Attributes: ``limit`` [B] and, if some limit is large enough, ``least``, the smallest one [B] (else None).
+    Attributes:
+        limit: [B].
+        least: if some limit is large enough, the smallest one [B]; else None.
     """
 
 
@@ -19,7 +21,9 @@ class NoSplitError(JcutsError):
 class ForeignDeviceError(CacheError):
     """The database knows other devices only: their times say nothing about this one.
 
-    Attributes: ``device`` (what was asked for) and ``known`` (what there is).
+    Attributes:
+        device: what was asked for.
+        known: what there is.
     """
 
 

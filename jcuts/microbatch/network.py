@@ -1,4 +1,4 @@
-"""A network as its convolution kernels in program order, and when the workspace of each is live."""
+"""A network's convolution kernels in program order, and the live ranges of their workspaces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from jcuts.base.errors import UsageError
 from jcuts.microbatch.convolution import Convolution, admitted
-from jcuts.microbatch.table import check_batch
+from jcuts.microbatch.timings import check_batch
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class Use:
     Attributes:
         name: unique in the network, e.g. ``conv2 forward``.
         precision: least exactness that the program asks for; None: the dtype's own.
-        begin, end: first and last step of the program at which the workspace is live; None: its own step only.
+        begin: first step of the program at which the workspace is live; None: its own step only.
+        end: last step; None: its own step only.
     """
 
     name: str
@@ -77,11 +78,15 @@ class Network:
         """Plain data; `from_json` makes an equal object of it."""
         uses = [
             {
-                "name": use.name, "convolution": use.convolution.to_json(), "batch": use.batch,
-                "precision": use.precision, "begin": use.begin, "end": use.end,
+                "name": use.name,
+                "convolution": use.convolution.to_json(),
+                "batch": use.batch,
+                "precision": use.precision,
+                "begin": use.begin,
+                "end": use.end,
             }
             for use in self.uses
-        ]  # fmt: skip
+        ]
         return {"name": self.name, "uses": uses, "held": list(self.held)}
 
     @classmethod

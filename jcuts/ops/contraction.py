@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jcuts.base.errors import Refusal
-from jcuts.dfg.index import Index
+from jcuts.kernel_ir.index import Index
 from jcuts.ops.precision import asked
 from jcuts.ops.reduction import accumulator_type, to_accumulator
 from jcuts.ops.registry import FLOATS, AccSpec, Context, Equation, IndexTuple, Op, ReduceSpec, op_rule
@@ -45,8 +45,15 @@ def dot_general(eqn: Equation) -> Op | Refusal:
     for extent in contract:
         depth *= extent
 
-    def place(rank: int, batched: tuple[int, ...], free: list[int], contracted: tuple[int, ...],
-              out_index: IndexTuple, first: int, red: IndexTuple) -> IndexTuple:  # fmt: skip
+    def place(
+        rank: int,
+        batched: tuple[int, ...],
+        free: list[int],
+        contracted: tuple[int, ...],
+        out_index: IndexTuple,
+        first: int,
+        red: IndexTuple,
+    ) -> IndexTuple:
         index: list[Index] = [Index()] * rank
         for k, d in enumerate(batched):
             index[d] = out_index[k]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from jcuts.base.errors import Refusal
-from jcuts.dfg.index import Index
-from jcuts.dfg.node import Guard
+from jcuts.kernel_ir.index import Index
+from jcuts.kernel_ir.node import Guard
 from jcuts.ops.precision import asked
 from jcuts.ops.reduction import accumulator_type, to_accumulator
 from jcuts.ops.registry import FLOATS, AccSpec, Context, Equation, IndexTuple, Op, ReduceSpec, op_rule

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from jcuts.base.errors import Refusal
-from jcuts.dfg.index import Index
+from jcuts.kernel_ir.index import Index
 from jcuts.ops.registry import (
     FLOATS,
     SIGNED,
@@ -22,24 +22,59 @@ INTEGERS = SIGNED | UNSIGNED
 
 # primitive -> (types it is supported for, cost in element operations)
 UNARY = {
-    "neg": (FLOATS | INTEGERS, 1), "abs": (FLOATS | SIGNED, 1), "sign": (FLOATS | INTEGERS, 2),
-    "floor": (FLOATS, 1), "ceil": (FLOATS, 1), "is_finite": (FLOATS, 2), "not": (INTEGERS | {"bool"}, 1),
-    "exp": (FLOATS, 12), "exp2": (FLOATS, 12), "expm1": (FLOATS, 20), "log": (FLOATS, 20), "log1p": (FLOATS, 24),
-    "tanh": (FLOATS, 20), "logistic": (FLOATS, 18), "erf": (FLOATS, 20), "erfc": (FLOATS, 30), "erf_inv": (FLOATS, 40),
-    "sin": (FLOATS, 30), "cos": (FLOATS, 30), "tan": (FLOATS, 50), "asin": (FLOATS, 30), "acos": (FLOATS, 30),
-    "atan": (FLOATS, 30), "sinh": (FLOATS, 30), "cosh": (FLOATS, 30), "asinh": (FLOATS, 40), "acosh": (FLOATS, 40),
-    "atanh": (FLOATS, 40), "sqrt": (FLOATS, 8), "rsqrt": (FLOATS, 12), "cbrt": (FLOATS, 30),
+    "neg": (FLOATS | INTEGERS, 1),
+    "abs": (FLOATS | SIGNED, 1),
+    "sign": (FLOATS | INTEGERS, 2),
+    "floor": (FLOATS, 1),
+    "ceil": (FLOATS, 1),
+    "is_finite": (FLOATS, 2),
+    "not": (INTEGERS | {"bool"}, 1),
+    "exp": (FLOATS, 12),
+    "exp2": (FLOATS, 12),
+    "expm1": (FLOATS, 20),
+    "log": (FLOATS, 20),
+    "log1p": (FLOATS, 24),
+    "tanh": (FLOATS, 20),
+    "logistic": (FLOATS, 18),
+    "erf": (FLOATS, 20),
+    "erfc": (FLOATS, 30),
+    "erf_inv": (FLOATS, 40),
+    "sin": (FLOATS, 30),
+    "cos": (FLOATS, 30),
+    "tan": (FLOATS, 50),
+    "asin": (FLOATS, 30),
+    "acos": (FLOATS, 30),
+    "atan": (FLOATS, 30),
+    "sinh": (FLOATS, 30),
+    "cosh": (FLOATS, 30),
+    "asinh": (FLOATS, 40),
+    "acosh": (FLOATS, 40),
+    "atanh": (FLOATS, 40),
+    "sqrt": (FLOATS, 8),
+    "rsqrt": (FLOATS, 12),
+    "cbrt": (FLOATS, 30),
     "square": (FLOATS | INTEGERS, 1),
-    "population_count": (INTEGERS, 4), "clz": (INTEGERS, 4),
-}  # fmt: skip
+    "population_count": (INTEGERS, 4),
+    "clz": (INTEGERS, 4),
+}
 BINARY = {
-    "add": (FLOATS | INTEGERS, 1), "sub": (FLOATS | INTEGERS, 1), "mul": (FLOATS | INTEGERS, 1),
+    "add": (FLOATS | INTEGERS, 1),
+    "sub": (FLOATS | INTEGERS, 1),
+    "mul": (FLOATS | INTEGERS, 1),
     "div": (FLOATS | INTEGERS, 8),
-    "rem": (FLOATS | INTEGERS, 20), "max": (FLOATS | INTEGERS | {"bool"}, 2), "min": (FLOATS | INTEGERS | {"bool"}, 2),
-    "pow": (FLOATS, 60), "atan2": (FLOATS, 40), "nextafter": (FLOATS - {"bfloat16", "float16"}, 6),
-    "and": (INTEGERS | {"bool"}, 1), "or": (INTEGERS | {"bool"}, 1), "xor": (INTEGERS | {"bool"}, 1),
-    "shift_left": (INTEGERS, 2), "shift_right_logical": (INTEGERS, 2), "shift_right_arithmetic": (INTEGERS, 2),
-}  # fmt: skip
+    "rem": (FLOATS | INTEGERS, 20),
+    "max": (FLOATS | INTEGERS | {"bool"}, 2),
+    "min": (FLOATS | INTEGERS | {"bool"}, 2),
+    "pow": (FLOATS, 60),
+    "atan2": (FLOATS, 40),
+    "nextafter": (FLOATS - {"bfloat16", "float16"}, 6),
+    "and": (INTEGERS | {"bool"}, 1),
+    "or": (INTEGERS | {"bool"}, 1),
+    "xor": (INTEGERS | {"bool"}, 1),
+    "shift_left": (INTEGERS, 2),
+    "shift_right_logical": (INTEGERS, 2),
+    "shift_right_arithmetic": (INTEGERS, 2),
+}
 COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from jcuts.base.errors import Refusal
-from jcuts.dfg.index import Index
-from jcuts.dfg.node import Guard
+from jcuts.kernel_ir.index import Index
+from jcuts.kernel_ir.node import Guard
 from jcuts.ops.registry import Context, Equation, IndexTuple, Op, op_rule
 
 INDEX = "int64"

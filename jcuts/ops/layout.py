@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jcuts.base.errors import Refusal
-from jcuts.dfg.index import Index, flatten, unflatten
-from jcuts.dfg.node import Guard
+from jcuts.kernel_ir.index import Index, flatten, unflatten
+from jcuts.kernel_ir.node import Guard
 from jcuts.ops.registry import Context, Equation, IndexTuple, Op, PushRule, op_rule
 
 

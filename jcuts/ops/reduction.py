@@ -17,9 +17,14 @@ from jcuts.ops.registry import (
 )
 
 COMBINE = {
-    "reduce_sum": "add", "reduce_prod": "mul", "reduce_max": "max", "reduce_min": "min",
-    "reduce_and": "and", "reduce_or": "or", "reduce_xor": "xor",
-}  # fmt: skip
+    "reduce_sum": "add",
+    "reduce_prod": "mul",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_and": "and",
+    "reduce_or": "or",
+    "reduce_xor": "xor",
+}
 
 
 def accumulator_type(dtype: str) -> str:

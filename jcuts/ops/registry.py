@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from jcuts.base.errors import IRError, Refusal
-from jcuts.dfg.index import Index
-from jcuts.dfg.node import Guard, Scalar
+from jcuts.kernel_ir.index import Index
+from jcuts.kernel_ir.node import Guard, Scalar
 
 IndexTuple = tuple[Index, ...]
 
@@ -40,7 +40,7 @@ class TensorType:
 
 
 class Context(Protocol):
-    """What an op may ask for while it describes one output point (implemented by ``region.build``)."""
+    """What an op may ask for while it describes one output point (implemented by ``lower.builder``)."""
 
     @property
     def ranges(self) -> dict[str, int]:

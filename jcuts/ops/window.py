@@ -6,8 +6,8 @@ import itertools
 import math
 
 from jcuts.base.errors import Refusal
-from jcuts.dfg.index import Index
-from jcuts.dfg.node import Guard, Scalar
+from jcuts.kernel_ir.index import Index
+from jcuts.kernel_ir.node import Guard, Scalar
 from jcuts.ops.reduction import accumulator_type, to_accumulator
 from jcuts.ops.registry import FLOATS, AccSpec, Context, Equation, IndexTuple, Op, ReduceSpec, op_rule
 

@@ -1,5 +1,7 @@
 """The planner: which mesh, schedule and memory tiers a model should use on a cluster, and what a step then costs.
 
-``from_jaxpr``, ``liveness``, ``step``, ``apply`` and, when called, ``measure`` import jax; everything else is NumPy
-(and cvxpy in ``placement``, SciPy in fits).
+`spec/` holds the inputs, `cost/` the cost models, `search/` the plan search, `calibrate/` measures clusters;
+`jax_mesh.py` turns a plan into a JAX mesh and shardings.  ``cost.jaxpr``, ``cost.jaxpr_liveness``, ``cost.spmd_step``,
+``jax_mesh`` and, when called, ``calibrate.measure`` import jax; everything else is NumPy (and cvxpy in
+``search.tier_placement``, SciPy in fits).
 """

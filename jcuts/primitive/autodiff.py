@@ -24,8 +24,9 @@ def _with_zeros(values: Sequence[Any], nonzero: Sequence[bool], avals: Sequence[
     return [next(it) if nz else jaxapi.Zero(aval.to_tangent_aval()) for nz, aval in zip(nonzero, avals, strict=False)]
 
 
-def jvp(primitive: jaxapi.Primitive, primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: jaxapi.Closed,
-        **params: Any) -> tuple[list[Any], list[Any]]:
+def jvp(
+    primitive: jaxapi.Primitive, primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: jaxapi.Closed, **params: Any
+) -> tuple[list[Any], list[Any]]:
     """Forward mode: one call of the JVP jaxpr, whose arguments are the primals and the non-zero tangents."""
     nonzero = [not isinstance(t, jaxapi.Zero) for t in tangents]
     derived, nonzero_out = jaxapi.jvp_of(jaxpr, nonzero)
@@ -35,14 +36,20 @@ def jvp(primitive: jaxapi.Primitive, primals: Sequence[Any], tangents: Sequence[
     return list(outs[:count]), _with_zeros(outs[count:], nonzero_out, jaxpr.out_avals)
 
 
-def linearize(primitive: jaxapi.Primitive, is_vjp: bool, nonzero: Sequence[bool], *primals: Any,
-              jaxpr: jaxapi.Closed, **params: Any) -> tuple[Any, ...]:
+def linearize(
+    primitive: jaxapi.Primitive,
+    is_vjp: bool,
+    nonzero: Sequence[bool],
+    *primals: Any,
+    jaxpr: jaxapi.Closed,
+    **params: Any,
+) -> tuple[Any, ...]:
     """Reverse mode: a call of the forward part now, and a linear call of the tangent part that JAX transposes."""
     split = jaxapi.linearize_of(jaxpr, nonzero, is_vjp)
     forward, keep = jaxapi.without_forwarded_outputs(split.forward)
     outs = keep.restore(primitive.bind(*primals, jaxpr=forward, **_outside(params)), primals)
-    primal_outs, rest = outs[:split.primal_outs], outs[split.primal_outs:]
-    plain, structured_flat = iter(rest[:split.plain_residuals]), rest[split.plain_residuals:]
+    primal_outs, rest = outs[: split.primal_outs], outs[split.primal_outs :]
+    plain, structured_flat = iter(rest[: split.plain_residuals]), rest[split.plain_residuals :]
     pool = [*jaxpr.consts, *primals]
     residuals = [next(plain) if f is None else pool[f] for f in split.res_forward]
     structured = None if split.structured is None else split.structured.update(structured_flat).unflatten()
@@ -56,8 +63,9 @@ def linearize(primitive: jaxapi.Primitive, is_vjp: bool, nonzero: Sequence[bool]
     return jaxapi.linearization((primal_outs, split.nonzero_out, residuals, structured, tangent))
 
 
-def transpose(primitive: jaxapi.Primitive, cotangents: Sequence[Any], *args: Any, jaxpr: jaxapi.Closed,
-              **params: Any) -> Any:
+def transpose(
+    primitive: jaxapi.Primitive, cotangents: Sequence[Any], *args: Any, jaxpr: jaxapi.Closed, **params: Any
+) -> Any:
     """The linear call backwards: one call of the transposed jaxpr; cotangents are accumulated by JAX."""
 
     def bind(*flat: Any, jaxpr: jaxapi.Closed) -> Sequence[Any]:

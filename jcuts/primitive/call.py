@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jcuts.base.settings import Settings
-from jcuts.primitive import autodiff, batching, experimental, lowering
+from jcuts.primitive import autodiff, batching, jet_sparse, lowering
 from jcuts.trace import jaxapi
 
 NAME = "jcuts_call"
-
 
 
 def _derived_call(*args: Any, **params: Any) -> list[Any]:
@@ -34,16 +33,17 @@ jcuts_call_p = jaxapi.new_call_primitive(
     derive=_derived_call,
     lower=lowering.lower,
 )
-experimental.register_jet(jcuts_call_p, _derived_call)
+jet_sparse.register_jet(jcuts_call_p, _derived_call)
 
 
 def register_late_rules() -> None:
     """Install rules of transformations that the user imported by now; cheap enough for every call inside a trace."""
-    experimental.register_sparsify(jcuts_call_p, _derived_call)
+    jet_sparse.register_sparsify(jcuts_call_p, _derived_call)
 
 
-def jcuts_call(closed: jaxapi.Closed, args: Sequence[Any], settings: Settings, *, name: str,
-               placement: Any = None) -> list[Any]:
+def jcuts_call(
+    closed: jaxapi.Closed, args: Sequence[Any], settings: Settings, *, name: str, placement: Any = None
+) -> list[Any]:
     """Bind the primitive at ``args``.
 
     Args:

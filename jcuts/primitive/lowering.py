@@ -29,8 +29,9 @@ class Planned(NamedTuple):
     failed: bool = False
 
 
-def lower(ctx: Any, *args: Any, jaxpr: jaxapi.Closed, settings: Settings, name: str,
-          placement: Placement | None) -> Sequence[Any]:
+def lower(
+    ctx: Any, *args: Any, jaxpr: jaxapi.Closed, settings: Settings, name: str, placement: Placement | None
+) -> Sequence[Any]:
     """Plan the jaxpr for this platform and emit the result.  Never measures: a lowering rule may run anywhere."""
     if placement is not None and expected.placement != placement:
         raise OtherPlacement
@@ -43,8 +44,10 @@ def lower(ctx: Any, *args: Any, jaxpr: jaxapi.Closed, settings: Settings, name: 
         if not isinstance(found, str) and _any_kernel(found, settings, site.platforms[0]):
             # Each part is a call of this primitive again, planned when its own lowering finds local types.  (Its
             # planned equations are not evaluated here: they may hold types of the mesh they were traced under.)
-            planned = shard_local.assemble(found, lambda part, xs: ctx.primitive.bind(
-                *xs, jaxpr=part, settings=settings, name=name, placement=None))
+            planned = shard_local.assemble(
+                found,
+                lambda part, xs: ctx.primitive.bind(*xs, jaxpr=part, settings=settings, name=name, placement=None),
+            )
     return jaxapi.lower_closed(ctx, args, planned, name)
 
 
@@ -69,16 +72,24 @@ def left_to_xla(ctx: Any) -> str | None:
     return None
 
 
-def plan(closed: jaxapi.Closed, settings: Settings, platform: str, *, may_measure: bool,
-         examples: Sequence[Any] | None = None) -> Any:
+def plan(
+    closed: jaxapi.Closed,
+    settings: Settings,
+    platform: str,
+    *,
+    may_measure: bool,
+    examples: Sequence[Any] | None = None,
+) -> Any:
     """The pipeline's ``Outcome`` for a program (``Planned``, the program unchanged, where it cannot run)."""
     if jaxapi.has_references(closed):
         return Planned(closed, note="left to XLA: the function uses mutable references")
     try:
         # Imported when first needed: the pipeline brings numba with it.
-        from jcuts import pipeline
+        from jcuts.pipeline import passes as pipeline_passes
 
-        return pipeline.optimize_jaxpr(closed, settings, platform=platform, may_measure=may_measure, examples=examples)
+        return pipeline_passes.optimize_jaxpr(
+            closed, settings, platform=platform, may_measure=may_measure, examples=examples
+        )
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("numba", "llvmlite"):
             raise

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jcuts.primitive.sharding import Placement
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
-from jcuts.trace.ties import DimensionClasses, Ties, ties_of
+from jcuts.trace.shard_rules import DimensionClasses, ShardRule, shard_rule
 
 Axes = tuple[str, ...]
 
@@ -125,7 +125,7 @@ def _mesh(placement: Placement) -> Any:
     return mesh
 
 
-def _levels(flat: jaxapi.Closed, local: dict[int, Ties]) -> list[list[tuple[list[jaxapi.Eqn], bool]]]:
+def _levels(flat: jaxapi.Closed, local: dict[int, ShardRule]) -> list[list[tuple[list[jaxapi.Eqn], bool]]]:
     """Equations by level: the local ones of a level together, then the others; producers always come first."""
     level_of: dict[Any, tuple[int, bool]] = {}
     levels: list[list[tuple[list[jaxapi.Eqn], bool]]] = []
@@ -156,7 +156,7 @@ def _uses(flat: jaxapi.Closed) -> dict[Any, set[int]]:
 
 
 def _part(
-    group: list[jaxapi.Eqn], local: dict[int, Ties], classes: _Classes, mesh: Any, used: dict[Any, set[int]]
+    group: list[jaxapi.Eqn], local: dict[int, ShardRule], classes: _Classes, mesh: Any, used: dict[Any, set[int]]
 ) -> Part:
     inside = {id(e) for e in group}
     made = {v for e in group for v in e.outvars}
@@ -194,7 +194,7 @@ class _Classes:
     """Classes of dimensions, and the mesh axes of each."""
 
     def __init__(self, flat: jaxapi.Closed, placement: Placement) -> None:
-        self.ties = [ties_of(e) for e in flat.jaxpr.eqns]
+        self.ties = [shard_rule(e) for e in flat.jaxpr.eqns]
         self._classes = DimensionClasses(flat.jaxpr.eqns, self.ties)
         self._axes: dict[tuple[Any, int], Axes | None] = {}
         for var, sharding in zip(flat.jaxpr.invars, placement.shardings, strict=True):
@@ -221,7 +221,7 @@ class _Classes:
         """The value's partition."""
         return P(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in self.axes(atom)))
 
-    def is_local(self, eqn: jaxapi.Eqn, ties: Ties) -> bool:
+    def is_local(self, eqn: jaxapi.Eqn, ties: ShardRule) -> bool:
         """Whether each device can compute its part of the equation from its parts of the operands."""
         for dim in ties.whole:
             key = self._classes.key(eqn, dim)

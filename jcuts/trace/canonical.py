@@ -24,10 +24,23 @@ from jcuts.base.errors import UsageError
 _ADDRESS = re.compile(r"\s*(at )?0x[0-9a-fA-F]+")
 
 # Parameters that name things, or hold rules that lowering never looks at.
-_NOT_SEMANTIC = frozenset({
-    "name", "debug_info", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees", "ctx_mesh", "keep_unused",
-    "inline", "donated_invars", "num_consts", "symbolic_zeros", "mul_fun",
-})
+_NOT_SEMANTIC = frozenset(
+    {
+        "name",
+        "debug_info",
+        "jvp_jaxpr_fun",
+        "fwd_jaxpr_thunk",
+        "bwd",
+        "out_trees",
+        "ctx_mesh",
+        "keep_unused",
+        "inline",
+        "donated_invars",
+        "num_consts",
+        "symbolic_zeros",
+        "mul_fun",
+    }
+)
 _CALLS = frozenset({"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "jcuts_call", "closed_call", "core_call"})
 
 

@@ -40,8 +40,13 @@ def function_name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", None) or type(fn).__name__
 
 
-def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *,
-            is_data: Callable[[Any], bool] = jaxapi.is_tracer) -> Capture:
+def capture(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    is_data: Callable[[Any], bool] = jaxapi.is_tracer,
+) -> Capture:
     """Trace ``fn(*args, **kwargs)``.
 
     Args:
@@ -78,4 +83,7 @@ def _check_output(out: Any, fn: Callable[..., Any]) -> None:
     except TypeError as error:
         raise NotJaxError(
             f"{function_name(fn)} returned a value of type {type(out).__name__}, which JAX cannot trace: return "
-            "arrays, numbers, or pytrees of them", function=function_name(fn), type=type(out).__name__) from error
+            "arrays, numbers, or pytrees of them",
+            function=function_name(fn),
+            type=type(out).__name__,
+        ) from error

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from jcuts.base import json_fields
 from jcuts.base.errors import CacheError, CandidateRejected
 
 LIBRARY = "xla"
@@ -22,7 +23,7 @@ ORIGINS = ("measured", "estimated", "library")
 SCREENED = "screen"
 """Method of a time from the quick screening alone."""
 FAMILY = "family"
-"""Method of a time of XLA's side that follows from those of two other problems (`tune.family`)."""
+"""Method of a time of XLA's side that follows from those of two other problems (`tune.baseline.interpolate`)."""
 UNCHECKED = "unchecked"
 """Method of a time of a candidate that could not win, so that nobody looked whether it is right."""
 
@@ -168,17 +169,17 @@ class Choice:
             odd = sorted(data.keys() - {f.name for f in fields(cls)})
             if odd:
                 raise TypeError(f"unknown fields {odd}")
-            texts = {name: _texts(data.get(name, {})) for name in ("kernels", "digests", "programs")}
+            texts = {name: json_fields.texts(data.get(name, {})) for name in ("kernels", "digests", "programs")}
             choice = cls(
-                problem=_text(data["problem"]),
-                winner=_text(data["winner"]),
-                winner_digest=_text(data["winner_digest"]),
-                origin=_text(data["origin"]),
+                problem=json_fields.text(data["problem"]),
+                winner=json_fields.text(data["winner"]),
+                winner_digest=json_fields.text(data["winner_digest"]),
+                origin=json_fields.text(data["origin"]),
                 measurements=tuple(_measurement(m) for m in data.get("measurements", ())),
                 rejections=tuple(_rejection(r) for r in data.get("rejections", ())),
-                margin=_number(data.get("margin", 0.0)),
-                overhead_seconds=_number(data.get("overhead_seconds", 0.0)),
-                name=_text(data.get("name", "")),
+                margin=json_fields.non_negative(data.get("margin", 0.0)),
+                overhead_seconds=json_fields.non_negative(data.get("overhead_seconds", 0.0)),
+                name=json_fields.text(data.get("name", "")),
                 **texts,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -195,38 +196,28 @@ class Choice:
         return choice
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{repr(value)[:40]} is no text")
-    return value
-
-
-def _texts(value: Any) -> dict[str, str]:
-    return {_text(key): _text(item) for key, item in value.items()}
-
-
-def _number(value: Any) -> float:
-    """A finite number that is not negative."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ValueError(f"{repr(value)[:40]} is no finite number from 0 on")
-    return float(value)
-
-
 def _measurement(data: Any) -> Measurement:
     made = Measurement(**data)
-    numbers = {name: _number(getattr(made, name)) for name in ("seconds", "low", "high", "bound_seconds")}
+    numbers = {
+        name: json_fields.non_negative(getattr(made, name)) for name in ("seconds", "low", "high", "bound_seconds")
+    }
     if isinstance(made.pul, bool) or not isinstance(made.pul, (int, float)) or not math.isfinite(made.pul):
         raise ValueError(f"{repr(made.pul)[:40]} is no estimate")
     if type(made.runs) is not int or made.runs < 0:
         raise ValueError(f"{repr(made.runs)[:40]} runs")
-    return replace(made, label=_text(made.label), method=_text(made.method), **numbers)
+    return replace(made, label=json_fields.text(made.label), method=json_fields.text(made.method), **numbers)
 
 
 def _rejection(data: Any) -> Rejection:
     made = Rejection(**data)
     if not isinstance(made.values, dict):
         raise TypeError(f"values {repr(made.values)[:40]} of a rejection")
-    return replace(made, label=_text(made.label), error=_text(made.error), message=_text(made.message))
+    return replace(
+        made,
+        label=json_fields.text(made.label),
+        error=json_fields.text(made.error),
+        message=json_fields.text(made.message),
+    )
 
 
 def plain(values: Mapping[str, object]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jcuts.base.errors import UsageError
-from jcuts.dfg.program import Program
+from jcuts.kernel_ir.program import Program
 
 FORMAT = 1
 GPU_TIMING = 4
@@ -123,7 +123,7 @@ class Problem:
             digests stand for it.  With it the digest is known, and the database can be asked, before any candidate
             or export has been made.
         tolerance: allowed error as a multiple of XLA's own.
-        library: serialised `jax.export` of the subset, the library candidate (see `tune.library`).
+        library: serialised `jax.export` of the subset, the library candidate (see `tune.baseline.xla_export`).
         reference: serialised export of its float64 form; takes (noise seed, three amplitudes, *widened inputs).
         perturb: whether the reference must also be run with simulated rounding, because the subset turns floats into
             discrete values (comparisons, argmax, casts) or exponentiates sums.
@@ -136,8 +136,8 @@ class Problem:
         name: for people.
         device: the GPU that it is tuned for, '' for this CPU.
         expected: how many candidates there will be at most, where they are not made yet; for progress alone.
-        text: the subset's program as text, by which problems that differ in one size are told (`tune.family`); '' for
-            one that is measured on its own.
+        text: the subset's program as text, by which problems that differ in one size are told
+            (`tune.baseline.interpolate`); '' for one that is measured on its own.
         parts: digests of problems that are the same work in several programs, if there are any.
     """
 
@@ -190,14 +190,17 @@ class Problem:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Compute capability of the GPU (`xla.gpus.Gpu.identity` names it). Raises UsageError where it is not named."""
+        """Compute capability of the GPU (`xla.devices.Gpu.identity` names it). Raises UsageError where it is
+        not named.
+        """
         found = re.search(r" (\d+)\.(\d+) x", self.device)
         if found is None:
             raise UsageError(f"device {self.device!r} does not say its compute capability", device=self.device)
         return int(found[1]), int(found[2])
 
-    def with_exports(self, library: bytes, reference: bytes, perturb: bool, unsure: bool = False,
-                     rounds: bool = False) -> Problem:  # fmt: skip
+    def with_exports(
+        self, library: bytes, reference: bytes, perturb: bool, unsure: bool = False, rounds: bool = False
+    ) -> Problem:
         """The same problem with its library and reference artifacts; the digest does not change."""
         return replace(self, library=library, reference=reference, perturb=perturb, unsure=unsure, rounds=rounds)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import MODES
 from jcuts.tune.choice import LIBRARY, POSTPONED, Choice, Measurement, Rejection
-from jcuts.tune.noise import CONTENDER, margin, standard_error
+from jcuts.tune.measure.statistics import CONTENDER, margin, standard_error
 from jcuts.tune.problem import Problem
 
 
@@ -95,11 +95,11 @@ def estimate(problem: Problem, mode: str) -> Choice:
     return Choice(problem.digest, best.label, best.digest, "estimated", name=problem.name)
 
 
-def unknown(problem: Problem) -> Choice:
+def keep_xla(problem: Problem) -> Choice:
     """The choice of ``tune="cached"`` when the database has none: XLA's own code."""
     return Choice(problem.digest, LIBRARY, "", "library", name=problem.name)
 
 
-def postponed(problem: Problem, why: str) -> Choice:
+def keep_xla_for_now(problem: Problem, why: str) -> Choice:
     """The choice of a problem that could not be measured yet: XLA's own code for now; never stored."""
-    return replace(unknown(problem), rejections=(Rejection(LIBRARY, POSTPONED, f"{why}: tuned at a later call"),))
+    return replace(keep_xla(problem), rejections=(Rejection(LIBRARY, POSTPONED, f"{why}: tuned at a later call"),))

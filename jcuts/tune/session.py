@@ -17,20 +17,31 @@ from typing import Any
 from jcuts.base import fingerprint, knobs
 from jcuts.base.errors import IRError
 from jcuts.base.settings import Settings
-from jcuts.dfg.program import Program
-from jcuts.dfg.verify import read
-from jcuts.region.bound import bound
+from jcuts.kernel_ir.program import Program
+from jcuts.kernel_ir.verify import read
+from jcuts.schedule.bound import roofline_bound
 from jcuts.trace.canonical import canonical_text
+from jcuts.tune.baseline.xla_export import with_exports
 from jcuts.tune.choice import LIBRARY, Choice
-from jcuts.tune.library import with_exports
+from jcuts.tune.database import Store
+from jcuts.tune.parent.tuner import Progress, default_store, tune
+from jcuts.tune.parent.worker_session import shared_worker_session, workers_of
 from jcuts.tune.problem import Candidate, Input, Output, Problem
 from jcuts.tune.problem import label_of as _label
-from jcuts.tune.runner import Progress, default_store, tune
-from jcuts.tune.store import Store
-from jcuts.tune.workshop import workers_of, workshop
 
-__all__ = ["choose", "gathering", "generation", "is_gathering", "make_problem", "progress", "set_progress", "set_store",
-           "shares_of", "store", "workshop"]  # fmt: skip
+__all__ = [
+    "candidate_budget",
+    "collect_problems",
+    "generation",
+    "is_collecting",
+    "make_problem",
+    "progress",
+    "resolve_choices",
+    "set_progress",
+    "set_store",
+    "shared_worker_session",
+    "store",
+]
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 NEEDS_POSITIVE = frozenset({"sqrt", "rsqrt", "log", "log1p", "pow", "cbrt"})
@@ -89,7 +100,7 @@ _gathered = _Gathered()
 
 
 @contextlib.contextmanager
-def gathering(quiet: Callable[[bool], bool] | None = None) -> Iterator[None]:
+def collect_problems(quiet: Callable[[bool], bool] | None = None) -> Iterator[None]:
     """Calls of `choose` inside that may measure only note their problems, which one session tunes when the block ends.
 
     They give the choices that are known so far: whoever needs the others asks again after the block.
@@ -110,12 +121,19 @@ def gathering(quiet: Callable[[bool], bool] | None = None) -> Iterator[None]:
         start = time.monotonic()
         # Kernels of many operations take compilers longest: they begin first.
         order = sorted(noted.values(), key=lambda entry: -entry[2])
-        tune(by_turns([problem for problem, _, _ in order]), store(), settings=settings, progress=_progress,
-             prepare=lambda problem: noted[problem.digest][1](problem), quiet=quiet, further=further)  # fmt: skip
+        tune(
+            interleave_conv_problems([problem for problem, _, _ in order]),
+            store(),
+            settings=settings,
+            progress=_progress,
+            prepare=lambda problem: noted[problem.digest][1](problem),
+            quiet=quiet,
+            further=further,
+        )
         _log.info("%d problems of all forms: %.2f s", len(noted), time.monotonic() - start)
 
 
-def by_turns(problems: Sequence[Problem]) -> list[Problem]:
+def interleave_conv_problems(problems: Sequence[Problem]) -> list[Problem]:
     """Problems of convolutions spread evenly among the others, else in this order.
 
     XLA's convolutions wait for one library, which compiles for one at a time; its products wait for the GPU and for
@@ -128,12 +146,12 @@ def by_turns(problems: Sequence[Problem]) -> list[Problem]:
     return [problem for _, problem in sorted(places, key=lambda place: place[0])]
 
 
-def is_gathering() -> bool:
+def is_collecting() -> bool:
     """Whether choices are not the last word yet."""
     return _gathered.problems is not None
 
 
-def choose(
+def resolve_choices(
     subsets: Sequence[Any],
     settings: Settings,
     *,
@@ -159,7 +177,7 @@ def choose(
         return {}
     later = _gathered.problems is not None and may_measure and settings.tune == "auto"
     how = settings if (may_measure and not later) or settings.tune == "off" else replace(settings, tune="cached")
-    used = {**shares_of(subsets, bool(device)), **(shares or {})}
+    used = {**candidate_budget(subsets, bool(device)), **(shares or {})}
     problems: dict[str, Problem] = {}
     first_of: dict[str, Any] = {}
     for subset in subsets:
@@ -189,12 +207,10 @@ def choose(
                 needs = functools.partial(further, subset)
                 _gathered.further.setdefault(problems[subset.identity].digest, []).append(needs)
         if device and any(store().lookup(problem.digest) is None for problem in problems.values()):
-            with workshop() as shop:  # the one that is open: their imports go on while this thread plans
+            with shared_worker_session() as shop:  # the one that is open: their imports go on while this thread plans
                 shop.warm("cuda", workers_of())
     sources: dict[str, str] = {}
-    choices = tune(
-        list(problems.values()), store(), settings=how, progress=_progress, prepare=prepare, sources=sources
-    )
+    choices = tune(list(problems.values()), store(), settings=how, progress=_progress, prepare=prepare, sources=sources)
     for subset in subsets:
         problem = problems[subset.identity]
         choice = choices[problem.digest]
@@ -228,7 +244,7 @@ def with_candidates(problem: Problem, subset: Any, candidates: int) -> Problem:
     return replace(
         problem,
         candidates=tuple(
-            Candidate("program", p.to_text(), _label(p), score, bound(p).seconds)
+            Candidate("program", p.to_text(), _label(p), score, roofline_bound(p).seconds)
             for p, score in subset.ranked[:candidates]
         ),
     )
@@ -236,7 +252,7 @@ def with_candidates(problem: Problem, subset: Any, candidates: int) -> Problem:
 
 def make_problem(subset: Any, settings: Settings, candidates: int, device: str = "") -> Problem:
     """The tuning problem of a subset; its best ``candidates`` candidates are known by what determines them."""
-    reduction = _terms(subset.program)
+    reduction = _reduction_length(subset.program)
     outputs = tuple(
         Output(tuple(v.aval.shape), v.aval.dtype.name, reduction, v.aval.dtype.name not in FLOATS)
         for v in subset.outputs
@@ -244,7 +260,11 @@ def make_problem(subset: Any, settings: Settings, candidates: int, device: str =
     return Problem(
         identity=subset.identity,
         inputs=tuple(
-            Input(tuple(v.aval.shape), v.aval.dtype.name, _recipe(subset, v) + (" tf32" if k in subset.rounded else ""))
+            Input(
+                tuple(v.aval.shape),
+                v.aval.dtype.name,
+                _input_recipe(subset, v) + (" tf32" if k in subset.rounded else ""),
+            )
             for k, v in enumerate(subset.inputs)
         ),
         outputs=outputs,
@@ -258,7 +278,7 @@ def make_problem(subset: Any, settings: Settings, candidates: int, device: str =
     )
 
 
-def _terms(program: Any) -> int:
+def _reduction_length(program: Any) -> int:
     """Most terms that are summed into one value: along reductions, or along the dimension of a cumulative operation."""
     longest = 1
     for phase in program.phases:
@@ -272,7 +292,7 @@ def _name(subset: Any) -> str:
     return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]} ({len(names)})"
 
 
-def _recipe(subset: Any, var: Any) -> str:
+def _input_recipe(subset: Any, var: Any) -> str:
     dtype = var.aval.dtype.name
     if dtype == "bool":
         return "bool"
@@ -346,7 +366,7 @@ def degree(closed: Any) -> int:
     return highest
 
 
-def shares_of(subsets: Sequence[Any], on_gpu: bool = False) -> dict[str, int]:
+def candidate_budget(subsets: Sequence[Any], on_gpu: bool = False) -> dict[str, int]:
     """How many candidates each distinct subset may have: in proportion to its share of the whole work.
 
     On a GPU bytes count as well: most kernels wait for memory, and products have operations for next to nothing.
@@ -377,6 +397,6 @@ def _cores() -> float:
 
 
 def _work(program: Any) -> int:
-    from jcuts.region.choose import work
+    from jcuts.schedule.cpu.loop_candidates import work
 
     return sum(work(phase) for phase in program.phases)

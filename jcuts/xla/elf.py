@@ -1,4 +1,4 @@
-"""Reads just enough of a relocatable ELF file to know what it needs and what it defines.
+"""ELF reader: which symbols a relocatable object file needs and which it defines.
 
 The JIT linker aborts the whole process on a symbol that it cannot resolve, so object code is checked before linking.
 """

@@ -1,4 +1,4 @@
-"""Rebuilds a jaxpr with kernel calls in place of the subsets that won."""
+"""Rewrites a jaxpr with kernel calls in place of the regions that won."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from jcuts.base.errors import IRError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.trace import jaxapi
-from jcuts.xla.call import call_kernel
+from jcuts.xla.ffi_call import call_kernel
 
 
 def subset_closed(
@@ -20,9 +20,12 @@ def subset_closed(
 
 
 def kernel_eqns(
-    kernel: CompiledKernel, inputs: Sequence[Any], outputs: Sequence[Any], like: Any,
+    kernel: CompiledKernel,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    like: Any,
     place: tuple[int | None, int] | None = None,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Equations that call a kernel on variables of the surrounding jaxpr. Args: place: see `call_kernel`."""
     return traced_eqns(lambda *xs: call_kernel(kernel, *xs, place=place), inputs, outputs, like)
 

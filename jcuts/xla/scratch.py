@@ -1,4 +1,4 @@
-"""Scratch memory of custom calls: an extra result that nobody reads; XLA plans its memory with everything else."""
+"""Scratch memory of custom calls as an extra result that nobody reads, so that XLA plans it with everything else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 FEW = 16
+
 
 def least_bytes(needed: int, results: int) -> int:
     """Bytes of scratch memory that a call has: what it needs, and a few at least where it has several results.

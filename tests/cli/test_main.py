@@ -19,12 +19,13 @@ import pytest
 from jcuts import __version__
 from jcuts.base import fingerprint
 from jcuts.base.errors import JcutsError, NativeError, UsageError
-from jcuts.base.sqlitefile import SqliteFile, why_read_only
-from jcuts.cli import cache, demo, doctor, explain, gpu_state, smoke, tables
+from jcuts.base.sqlite_file import SqliteFile, why_read_only
+from jcuts.cli import cache, demo, doctor, doctor_gpu, doctor_trials, explain, printing
 from jcuts.cli.main import main
 from jcuts.codegen.cuda import compile as compiler
-from jcuts.tune.store import Store
-from jcuts.xla import cuda, gpus, native, objects
+from jcuts.tune.database import Store
+from jcuts.xla import cuda_launcher, native_library, object_cache
+from jcuts.xla import devices as xla_devices
 
 
 @pytest.fixture(autouse=True)
@@ -103,26 +104,26 @@ def test_a_wrong_path_of_the_native_library_is_told_once(monkeypatch, tmp_path, 
     monkeypatch.setenv("JCUTS_NATIVE", str(gone))
     with caplog.at_level(logging.WARNING, "jcuts"):
         for _ in range(2):
-            assert native.native_available()[0] is False
+            assert native_library.native_available()[0] is False
             with pytest.raises(NativeError, match=r"not there\.so is not a file"):
-                native.library_path()
+                native_library.library_path()
     (warning,) = [r.getMessage() for r in caplog.records if r.name == "jcuts.native"]
     assert f"JCUTS_NATIVE={gone}" in warning and "left to XLA" in warning
 
 
 def test_doctor_says_that_there_is_no_gpu(monkeypatch):
-    monkeypatch.setattr(cuda, "driver_version", lambda: None)
-    assert list(gpu_state.examine()) == [("GPU", True, "no NVIDIA driver: kernels for the CPU only", "")]
+    monkeypatch.setattr(cuda_launcher, "driver_version", lambda: None)
+    assert list(doctor_gpu.examine()) == [("GPU", True, "no NVIDIA driver: kernels for the CPU only", "")]
 
 
 def test_doctor_says_what_a_gpu_lacks(monkeypatch):
     device = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0", core_count=132)
-    monkeypatch.setattr(cuda, "driver_version", lambda: (12, 4))
+    monkeypatch.setattr(cuda_launcher, "driver_version", lambda: (12, 4))
     monkeypatch.setattr(jax, "local_devices", lambda backend: [device, device])
     monkeypatch.setattr(compiler, "available", lambda: "there is neither ptxas nor nvJitLink")
-    monkeypatch.setattr(cuda, "available", lambda: "the library is missing")
-    monkeypatch.setattr(gpus, "unusable", lambda: "the driver supports CUDA 12.4 only")
-    lines = {name: (good, found) for name, good, found, _ in gpu_state.examine()}
+    monkeypatch.setattr(cuda_launcher, "available", lambda: "the library is missing")
+    monkeypatch.setattr(xla_devices, "unusable", lambda: "the driver supports CUDA 12.4 only")
+    lines = {name: (good, found) for name, good, found, _ in doctor_gpu.examine()}
     assert lines["GPU driver"] == (True, "supports CUDA 12.4")
     assert lines["GPU"] == (True, "2 x NVIDIA H200, compute capability 9.0")
     assert lines["GPU compilers"] == (False, "there is neither ptxas nor nvJitLink")
@@ -134,9 +135,9 @@ def test_doctor_knows_a_driver_without_jax_for_it(monkeypatch):
     def none(backend):
         raise RuntimeError("Unknown backend cuda")
 
-    monkeypatch.setattr(cuda, "driver_version", lambda: (13, 0))
+    monkeypatch.setattr(cuda_launcher, "driver_version", lambda: (13, 0))
     monkeypatch.setattr(jax, "local_devices", none)
-    assert [(name, good) for name, good, _, _ in gpu_state.examine()] == [("GPU driver", True), ("GPU", False)]
+    assert [(name, good) for name, good, _, _ in doctor_gpu.examine()] == [("GPU driver", True), ("GPU", False)]
 
 
 def test_doctor_names_a_malformed_variable(monkeypatch):
@@ -197,7 +198,7 @@ def test_doctor_reports_a_check_that_dies(monkeypatch):
     def crash():
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(smoke, "run_kernel", crash)
+    monkeypatch.setattr(doctor_trials, "run_kernel", crash)
     assert any(c.status == doctor.BAD and "boom" in c.found for c in doctor.examine())
 
 
@@ -271,13 +272,13 @@ def test_cache_export_to_an_impossible_place(capsys):
 
 def test_cache_clear_asks(monkeypatch, capsys):
     fill(cache.open_store())
-    objects.store(smoke.smoke_kernel())
+    object_cache.store(doctor_trials.smoke_kernel())
     monkeypatch.setattr("builtins.input", lambda question: "n")
     assert main(["cache", "clear"]) == 1
-    assert objects.usage()[0] == 1
+    assert object_cache.usage()[0] == 1
     monkeypatch.setattr("builtins.input", lambda question: "y")
     assert main(["cache", "clear"]) == 0
-    assert (objects.usage()[0], cache.open_store().ls()) == (0, [])
+    assert (object_cache.usage()[0], cache.open_store().ls()) == (0, [])
     assert "2 entries and 1 kernels removed" in capsys.readouterr().out
 
 
@@ -315,7 +316,7 @@ def test_cache_ls_of_an_object_cache_that_nobody_may_read(monkeypatch, capsys):
         raise PermissionError(13, "Permission denied", str(self))
         yield
 
-    monkeypatch.setattr(type(objects.root()), "glob", refused)
+    monkeypatch.setattr(type(object_cache.root()), "glob", refused)
     assert main(["cache", "ls"]) == 0
     assert "0 kernels" in capsys.readouterr().out
 
@@ -491,11 +492,11 @@ def test_demo_lists_the_networks():
     [(12.3, "12.3 s"), (0.00123, "1.23 ms"), (45e-6, "45.0 us"), (250e-9, "250 ns"), (0.0, "0.00 ns"), (999, "999 s")],
 )
 def test_duration(seconds, text):
-    assert tables.duration(seconds) == text
+    assert printing.duration(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (3 * 2**20, "3.0 MiB"), (2**42, "4.0 TiB"), (2**31, "2.0 GiB")]
 )
 def test_size(count, text):
-    assert tables.size(count) == text
+    assert printing.size(count) == text

@@ -95,11 +95,11 @@ def test_a_seed_is_a_program():
 
 def test_a_wrong_kernel_is_found(monkeypatch, cache_dir):
     """The harness itself: a code generator that adds where it should multiply must not pass."""
-    from jcuts.codegen import elements
-    from jcuts.xla import kernels
+    from jcuts.codegen.llvm import elementwise as llvm_elementwise
+    from jcuts.xla import kernel_cache
 
-    monkeypatch.setitem(elements._FLOAT, "mul", "fadd")
-    monkeypatch.setattr(kernels, "_kernels", {})  # neither found here nor left behind
+    monkeypatch.setitem(llvm_elementwise._FLOAT, "mul", "fadd")
+    monkeypatch.setattr(kernel_cache, "_kernels", {})  # neither found here nor left behind
     found = []
     for seed in range(SEED + 3000, SEED + 3030):
         found.append(runner.run(seed, small=True))

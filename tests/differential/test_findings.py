@@ -27,7 +27,7 @@ def both(function, *args, x64=False):
         with every_kernel(1) as (planned, watch):
             got = jax.tree.leaves(jax.jit(jcuts.optimize(function, mode="fusion", tune="off"))(*args))
         assert not watch.messages
-        assert sum(s.chosen is not None for top in planned for level in top.everywhere() for s in level.subsets) > 0
+        assert sum(s.chosen is not None for top in planned for level in top.walk() for s in level.subsets) > 0
         return [np.asarray(x) for x in wanted], [np.asarray(x) for x in got]
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jcuts.codegen.cuda import compile as compiler
-from jcuts.region import gpu
-from jcuts.xla import gpus
+from jcuts.schedule.gpu import candidates as gpu_candidates
+from jcuts.xla import devices as xla_devices
 from tests import programs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -44,12 +44,12 @@ def test_a_callback_sees_no_numbers_of_64_bits(dtype, monkeypatch):
         return callback(function, results, *operands)
 
     monkeypatch.setattr(jax, "pure_callback", watched)
-    monkeypatch.setattr(gpus, "this", lambda: on_gpu.PRETENDED)
+    monkeypatch.setattr(xla_devices, "this", lambda: on_gpu.PRETENDED)
     x, wanted = np.arange(-12, 12).reshape(4, 6).astype(dtype), np.arange(12, -12, -1).reshape(4, 6)
     with jax.enable_x64(True):
         program = programs.trace(lambda v: (-v, v.astype(np.int32)), x).program()
-        ((candidate, _), *_) = gpu.candidates(program, gpu.GpuMachine(132), 1)
-        kernel = compiler.compile_program(candidate, gpus.target())
+        ((candidate, _), *_) = gpu_candidates.candidates(program, gpu_candidates.GpuMachine(132), 1)
+        kernel = compiler.compile_program(candidate, xla_devices.target())
         on_gpu._programs[kernel.digest] = candidate
         got, narrow = jax.jit(lambda v: on_gpu.interpret(kernel, v))(x)
     assert got.dtype == dtype and narrow.dtype == np.int32 and max(seen) == 4

@@ -20,15 +20,27 @@ from jcuts.estimate.cpu import (
     register_ratio,
     simd_ratio,
 )
-from jcuts.estimate.cpu_gemm import gemm_tiles, gemm_work
+from jcuts.estimate.thesis.cpu_gemm import gemm_tiles, gemm_work
 
 
 def make(**changes) -> CpuArch:
     values = {
-        "name": "test", "machine": "x86_64", "cores": 2, "frequency": 2e9, "simd_bits": 512, "fma_ports": 2,
-        "alu_ports": 2, "load_ports": 2, "store_ports": 1, "vector_registers": 32, "line": 64, "l1d": 32768,
-        "l2": 1 << 20, "l3": 16 << 20, "bandwidth": {"l2": 100e9, "l3": 60e9, "dram": 20e9},
-    }  # fmt: skip
+        "name": "test",
+        "machine": "x86_64",
+        "cores": 2,
+        "frequency": 2e9,
+        "simd_bits": 512,
+        "fma_ports": 2,
+        "alu_ports": 2,
+        "load_ports": 2,
+        "store_ports": 1,
+        "vector_registers": 32,
+        "line": 64,
+        "l1d": 32768,
+        "l2": 1 << 20,
+        "l3": 16 << 20,
+        "bandwidth": {"l2": 100e9, "l3": 60e9, "dram": 20e9},
+    }
     return CpuArch(**{**values, **changes})
 
 
@@ -138,10 +150,17 @@ def works(draw):
     return CpuWork(
         flop={kind: draw(amount) for kind in draw(st.sets(st.sampled_from(["float32", "float64", "int32"])))},
         vector_ops={kind: draw(amount) for kind in draw(st.sets(st.sampled_from(["fma", "alu", "load", "store"])))},
-        input_bytes=draw(amount), output_bytes=draw(amount), l2_bytes=draw(amount), l1_bytes=draw(amount),
-        panel_bytes=draw(amount), tiles=draw(st.integers(1, 100)), edge_share=draw(st.floats(0, 0.9)),
-        rows=draw(st.integers(0, 12)), vectors=draw(st.integers(0, 6)), vector_extent=draw(st.integers(0, 99)),
-    )  # fmt: skip
+        input_bytes=draw(amount),
+        output_bytes=draw(amount),
+        l2_bytes=draw(amount),
+        l1_bytes=draw(amount),
+        panel_bytes=draw(amount),
+        tiles=draw(st.integers(1, 100)),
+        edge_share=draw(st.floats(0, 0.9)),
+        rows=draw(st.integers(0, 12)),
+        vectors=draw(st.integers(0, 6)),
+        vector_extent=draw(st.integers(0, 99)),
+    )
 
 
 @given(works())
@@ -154,13 +173,15 @@ def test_pul_is_a_share_and_bound_is_the_largest_term(work):
 
 @given(works(), st.floats(1, 5))
 def test_more_work_takes_no_less_and_a_faster_machine_no_more(work, factor):
-    doubled = CpuWork(**{
-        **vars(work),
-        "flop": {kind: factor * value for kind, value in work.flop.items()},
-        "vector_ops": {kind: factor * value for kind, value in work.vector_ops.items()},
-        "input_bytes": factor * work.input_bytes,
-        "l2_bytes": factor * work.l2_bytes,
-    })  # fmt: skip
+    doubled = CpuWork(
+        **{
+            **vars(work),
+            "flop": {kind: factor * value for kind, value in work.flop.items()},
+            "vector_ops": {kind: factor * value for kind, value in work.vector_ops.items()},
+            "input_bytes": factor * work.input_bytes,
+            "l2_bytes": factor * work.l2_bytes,
+        }
+    )
     assert bound(doubled, ARCH).seconds >= bound(work, ARCH).seconds * (1 - 1e-12)
     faster = make(frequency=ARCH.frequency * factor, bandwidth={k: v * factor for k, v in ARCH.bandwidth.items()})
     assert bound(work, faster).seconds <= bound(work, ARCH).seconds * (1 + 1e-12)
@@ -176,9 +197,16 @@ def test_even_work_is_never_bounded_above_one_core(work):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"flop": {"float32": -1}}, {"input_bytes": math.inf}, {"tiles": 0}, {"edge_share": 1.0},
-     {"vector_ops": {"mul": 1}}, {"l2_bytes": math.nan}, {"rows": -1}],
-)  # fmt: skip
+    [
+        {"flop": {"float32": -1}},
+        {"input_bytes": math.inf},
+        {"tiles": 0},
+        {"edge_share": 1.0},
+        {"vector_ops": {"mul": 1}},
+        {"l2_bytes": math.nan},
+        {"rows": -1},
+    ],
+)
 def test_impossible_work(wrong):
     with pytest.raises(ModelError) as caught:
         CpuWork(**wrong)
@@ -217,9 +245,16 @@ def test_gemm_candidates_exist_for_every_shape(m, n, k, dtype_bytes):
     assert found and all(0 < t.pul <= 1 + 1e-12 for t in found)
     for tile in found[:3]:
         work = gemm_work(
-            m, n, k, ARCH, rows=tile.rows, vectors=tile.vectors, block_rows=tile.block_rows,
-            block_columns=tile.block_columns, dtype_bytes=dtype_bytes,
-        )  # fmt: skip
+            m,
+            n,
+            k,
+            ARCH,
+            rows=tile.rows,
+            vectors=tile.vectors,
+            block_rows=tile.block_rows,
+            block_columns=tile.block_columns,
+            dtype_bytes=dtype_bytes,
+        )
         assert bound(work, ARCH).seconds >= 2.0 * m * n * k / ARCH.peak(
             {2: "bfloat16", 4: "float32", 8: "float64"}[dtype_bytes]
         )

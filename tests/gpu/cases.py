@@ -211,8 +211,11 @@ MATRIX_TYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 WIDE = (
-    "product, bias, ReLU", "product, residual of many rows", "products of a batch", "product, convolution 3x3",
-)  # fmt: skip
+    "product, bias, ReLU",
+    "product, residual of many rows",
+    "products of a batch",
+    "product, convolution 3x3",
+)
 """Those that matrix units have for float64, too."""
 
 
@@ -252,7 +255,8 @@ def products(dtype: str) -> dict[str, Case]:
             return jax.nn.relu(made + b)
 
         found["product, highest"] = (
-            lambda x, w, b: jax.nn.relu(jnp.dot(x, w, precision=highest) + b), (left, right, bias),
+            lambda x, w, b: jax.nn.relu(jnp.dot(x, w, precision=highest) + b),
+            (left, right, bias),
         )
         found["product, highest, convolution 3x3"] = (exact, (image, taps, bias))
     if dtype == "float64":
@@ -265,7 +269,36 @@ def _first_layer(dtype: str) -> tuple[np.ndarray, ...]:
 
 
 ELEMENTARY = (
-    "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erfc", "erf_inv", "sin", "cos", "tan", "asin",
-    "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "sqrt", "rsqrt", "cbrt", "floor", "ceil", "round",
-    "sign", "abs", "neg", "square", "is_finite",
-)  # fmt: skip
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log1p",
+    "tanh",
+    "logistic",
+    "erf",
+    "erfc",
+    "erf_inv",
+    "sin",
+    "cos",
+    "tan",
+    "asin",
+    "acos",
+    "atan",
+    "sinh",
+    "cosh",
+    "asinh",
+    "acosh",
+    "atanh",
+    "sqrt",
+    "rsqrt",
+    "cbrt",
+    "floor",
+    "ceil",
+    "round",
+    "sign",
+    "abs",
+    "neg",
+    "square",
+    "is_finite",
+)

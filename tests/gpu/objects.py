@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from jcuts.codegen.cuda import assemble
-from jcuts.codegen.cuda.image import SYMBOL, Image, Launch
+from jcuts.codegen.cuda.toolchain import ptxas
+from jcuts.codegen.cuda.toolchain.image import SYMBOL, Image, Launch
 from jcuts.trace import jaxapi
-from jcuts.tune.library import with_exports
+from jcuts.tune.baseline.xla_export import with_exports
 from jcuts.tune.problem import Candidate, Input, Output, Problem, object_payload
-from jcuts.xla import cuda
+from jcuts.xla import cuda_launcher
 
 SIZE, THREADS = 4096, 128
 AVAL = ((SIZE,), "float32")
@@ -46,7 +46,7 @@ BODIES = {
 
 def image(name: str, arch: str) -> Image:
     """One of `BODIES`, assembled."""
-    cubin = assemble.assemble(_PTX.format(body=BODIES[name]), arch)
+    cubin = ptxas.assemble(_PTX.format(body=BODIES[name]), arch)
     launch = Launch("square", (SIZE // THREADS, 1, 1), (THREADS, 1, 1), ((0, 0), (1, 0)))
     return Image(arch, f"test {name}", (launch,), cubin)
 
@@ -55,17 +55,23 @@ def problem(names: list[str], device: str, arch: str) -> Problem:
     """x*x + 1 of 4096 numbers, with these candidates."""
     candidates = []
     for place, name in enumerate(names):
-        payload = object_payload(image(name, arch).pack(), SYMBOL, tiles=1, scratch_bytes=0, inputs=(AVAL,),
-                                 outputs=(AVAL,))  # fmt: skip
+        payload = object_payload(
+            image(name, arch).pack(), SYMBOL, tiles=1, scratch_bytes=0, inputs=(AVAL,), outputs=(AVAL,)
+        )
         candidates.append(Candidate("object", payload, name, 1.0 - place / 100))
     closed = jaxapi.closed_jaxpr_of(lambda x: x * x + 1, np.zeros(SIZE, np.float32))
     bare = Problem(
-        identity=f"square {' '.join(names)}", inputs=(Input((SIZE,), "float32"),),
-        outputs=(Output((SIZE,), "float32"),), candidates=tuple(candidates), degree=2, name="square", device=device,
-    )  # fmt: skip
+        identity=f"square {' '.join(names)}",
+        inputs=(Input((SIZE,), "float32"),),
+        outputs=(Output((SIZE,), "float32"),),
+        candidates=tuple(candidates),
+        degree=2,
+        name="square",
+        device=device,
+    )
     return with_exports(bare, closed, platform=bare.platform)
 
 
 def is_called(compiled):
     """Whether XLA's program calls kernels of jcuts', alone or several in one call."""
-    return any(f'"{target}"' in compiled.as_text() for target in (cuda.TARGET, cuda.CHAIN))
+    return any(f'"{target}"' in compiled.as_text() for target in (cuda_launcher.TARGET, cuda_launcher.CHAIN))

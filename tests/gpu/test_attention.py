@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from jcuts.base.errors import CompileRejected
-from jcuts.region import gpu
-from jcuts.xla import gpus
-from jcuts.xla.call import call_kernel
-from jcuts.xla.kernels import kernel_for
+from jcuts.schedule.gpu import candidates as gpu_candidates
+from jcuts.xla import devices as xla_devices
+from jcuts.xla.ffi_call import call_kernel
+from jcuts.xla.kernel_cache import kernel_for
 from tests import programs
 from tests.gpu.cases import attention
-from tests.ptx_tensor import round_tf32
+from tests.ptx.tensor_core import round_tf32
 
 pytestmark = pytest.mark.gpu
 LIMIT = {"float32": 2e-3, "bfloat16": 2e-2, "float16": 6e-3}
@@ -30,7 +30,7 @@ SHAPES = {
 
 @pytest.fixture(autouse=True, scope="module")
 def usable():
-    why = gpus.unusable()
+    why = xla_devices.unusable()
     if why:
         pytest.skip(why)
 
@@ -47,7 +47,7 @@ def test_every_candidate(name, dtype):
     limit = max(LIMIT[dtype], _error(np.asarray(jax.jit(attention())(*arrays)), want))
     traced = programs.trace(attention(), *arrays)
     members, program = traced.attention()
-    found, made = gpu.candidates(program, gpus.machine(), 12), 0
+    found, made = gpu_candidates.candidates(program, xla_devices.machine(), 12), 0
     for candidate, _ in found:
         try:
             kernel = kernel_for(candidate)
@@ -75,7 +75,7 @@ def test_rows_without_a_key_are_as_those_of_xla():
     assert np.isnan(want[1]).all() and np.isfinite(want[0]).all()
     traced = programs.trace(fn, q, k, v, m)
     members, program = traced.attention()
-    for candidate, _ in gpu.candidates(program, gpus.machine(), 4):
+    for candidate, _ in gpu_candidates.candidates(program, xla_devices.machine(), 4):
         kernel = kernel_for(candidate)
         (got,) = jax.jit(lambda *xs, k=kernel: call_kernel(k, *xs))(*traced.operands(members))
         np.testing.assert_allclose(np.asarray(got), want, rtol=0.02, atol=5e-3)

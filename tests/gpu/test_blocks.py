@@ -7,12 +7,19 @@ import numpy as np
 import pytest
 
 from jcuts.base.errors import CompileRejected
-from jcuts.region import gpu
-from jcuts.xla import gpus
-from jcuts.xla.call import call_kernel
-from jcuts.xla.kernels import kernel_for
-from tests.codegen import test_block_halves as halves
-from tests.codegen.test_block import BLOCKS, OTHER_WAY, Layers, program_of, traced_number, wanted
+from jcuts.schedule.gpu import candidates as gpu_candidates
+from jcuts.xla import devices as xla_devices
+from jcuts.xla.ffi_call import call_kernel
+from jcuts.xla.kernel_cache import kernel_for
+from tests.codegen.cuda.inverted_residual import test_bfloat16 as halves
+from tests.codegen.cuda.inverted_residual.test_kernel import (
+    BLOCKS,
+    OTHER_WAY,
+    Layers,
+    program_of,
+    traced_number,
+    wanted,
+)
 
 pytestmark = pytest.mark.gpu
 LARGE = {
@@ -35,7 +42,7 @@ HALVES = {
 
 @pytest.fixture(autouse=True, scope="module")
 def usable():
-    why = gpus.unusable()
+    why = xla_devices.unusable()
     if why:
         pytest.skip(why)
 
@@ -43,7 +50,7 @@ def usable():
 @pytest.mark.parametrize("name", [*BLOCKS, *LARGE])
 def test_every_candidate(name):
     layers = {**BLOCKS, **LARGE}[name]
-    check(layers, wanted(layers, layers.arguments(), even=gpus.this().capability >= (9, 0)), 1e-5, OTHER_WAY)
+    check(layers, wanted(layers, layers.arguments(), even=xla_devices.this().capability >= (9, 0)), 1e-5, OTHER_WAY)
 
 
 @pytest.mark.parametrize("name", [*halves.BLOCKS, *HALVES])
@@ -55,7 +62,7 @@ def test_every_candidate_of_bfloat16(name):
 def check(layers, want, median, most):
     """Every candidate, twice. Args: median, most: allowed errors over the root mean square."""
     program, traced = program_of(layers, layers.arguments())
-    found = gpu.candidates(program, gpus.machine(), 8)
+    found = gpu_candidates.candidates(program, xla_devices.machine(), 8)
     operands = [traced.arguments[traced_number(traced, t)] for t in traced.graph.subset_inputs(traced.everything)]
     made = 0
     for candidate, _ in found:

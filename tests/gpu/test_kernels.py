@@ -10,10 +10,11 @@ from jax import lax
 
 import jcuts
 from jcuts.base.errors import CompileRejected
-from jcuts.region import gpu
-from jcuts.xla import cuda, gpus
-from jcuts.xla.call import call_kernel
-from jcuts.xla.kernels import kernel_for
+from jcuts.schedule.gpu import candidates as gpu_candidates
+from jcuts.xla import cuda_launcher
+from jcuts.xla import devices as xla_devices
+from jcuts.xla.ffi_call import call_kernel
+from jcuts.xla.kernel_cache import kernel_for
 from tests import programs
 from tests.gpu import cases
 from tests.gpu.objects import is_called
@@ -24,7 +25,7 @@ SPECIAL = np.array([0.0, -0.0, 1.0, -1.0, 0.5, 1e-40, -1e-40, 3e38, -3e38, np.in
 
 @pytest.fixture(autouse=True, scope="module")
 def usable():
-    why = gpus.unusable()
+    why = xla_devices.unusable()
     if why:
         pytest.skip(why)
 
@@ -46,7 +47,7 @@ def check(fn, arguments, limit=6):
         operands = traced.operands()
         expected = reference(fn, arguments)
         plain = [np.asarray(x) for x in jax.tree.leaves(jax.jit(fn)(*arguments))]
-        found = gpu.candidates(program, gpus.machine(), limit)
+        found = gpu_candidates.candidates(program, xla_devices.machine(), limit)
         assert found
         ran = 0
         for candidate, _ in found:
@@ -110,8 +111,11 @@ def test_replays_with_allocations_between_give_equal_bits():
 
 def test_a_function_runs_on_kernels():
     def fn(x, w, g):
-        y = jax.nn.relu6(lax.conv_general_dilated(x, w, (1, 1), "SAME", feature_group_count=16,
-                                                  dimension_numbers=("NHWC", "HWIO", "NHWC")))  # fmt: skip
+        y = jax.nn.relu6(
+            lax.conv_general_dilated(
+                x, w, (1, 1), "SAME", feature_group_count=16, dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+        )
         return jax.nn.softmax(y.mean((1, 2)) * g)
 
     arguments = (cases.normal(4, 20, 20, 16), cases.normal(3, 3, 1, 16), cases.normal(16))
@@ -132,9 +136,9 @@ def test_calls_are_inside_the_command_buffer():
     assert is_called(compiled)
     for _ in range(5):
         out = jax.block_until_ready(compiled(x))
-    before = cuda.executions()
+    before = cuda_launcher.executions()
     for _ in range(50):
         out = jax.block_until_ready(compiled(x))
     assert before > 0
-    assert cuda.executions() - before < 25
+    assert cuda_launcher.executions() - before < 25
     np.testing.assert_allclose(out, jax.nn.softmax(jax.nn.softmax(x).T) + 1, rtol=1e-5)

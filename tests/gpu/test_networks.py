@@ -9,10 +9,11 @@ import pytest
 from jax import lax
 
 import jcuts
-from jcuts import forms
 from jcuts.base import knobs
+from jcuts.jit import variant_space
 from jcuts.trace import jaxapi
-from jcuts.xla import cuda, gpus
+from jcuts.xla import cuda_launcher
+from jcuts.xla import devices as xla_devices
 
 pytestmark = pytest.mark.gpu
 RNG = np.random.default_rng(11)
@@ -20,7 +21,7 @@ RNG = np.random.default_rng(11)
 
 @pytest.fixture(autouse=True, scope="module")
 def usable():
-    why = gpus.unusable()
+    why = xla_devices.unusable()
     if why:
         pytest.skip(why)
 
@@ -34,10 +35,15 @@ def weights(channels=(16, 96, 24)):
     first, wide, last = channels
 
     def block(c_in, c_out):
-        kernels = [values(1, 1, c_in, wide, scale=0.3), values(3, 3, 1, wide, scale=0.3),
-                   values(1, 1, wide, c_out, scale=0.2)]  # fmt: skip
-        norms = [(1 + values(c, scale=0.1), values(c, scale=0.1), values(c, scale=0.1), 0.5 + jnp.abs(values(c)))
-                 for c in (wide, wide, c_out)]  # fmt: skip
+        kernels = [
+            values(1, 1, c_in, wide, scale=0.3),
+            values(3, 3, 1, wide, scale=0.3),
+            values(1, 1, wide, c_out, scale=0.2),
+        ]
+        norms = [
+            (1 + values(c, scale=0.1), values(c, scale=0.1), values(c, scale=0.1), 0.5 + jnp.abs(values(c)))
+            for c in (wide, wide, c_out)
+        ]
         return kernels, norms
 
     return [block(first, last), block(last, last)]
@@ -48,9 +54,13 @@ def network(parameters, x):
         start = x
         for k, (kernel, (gain, bias, mean, variance)) in enumerate(zip(kernels, norms, strict=True)):
             x = lax.conv_general_dilated(
-                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                x,
+                kernel,
+                (1, 1),
+                "SAME",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
                 feature_group_count=x.shape[-1] if k == 1 else 1,
-            )  # fmt: skip
+            )
             inverse = lax.rsqrt(variance + 1e-3) * gain
             x = x * inverse + (bias - mean * inverse)
             x = jnp.clip(x, 0.0, 6.0) if k < 2 else x
@@ -68,7 +78,7 @@ def test_a_network_is_optimised_as_a_whole(tmp_path, closed):
         got = run(*args)
         decision = run.decision(*args)
         assert decision.measured and len(decision.speed) > 2, decision
-        judge = forms.Exact(jaxapi.closed_jaxpr_of(function, *args), jax.tree.leaves(args), 2.0, "gpu")
+        judge = variant_space.Float64Judge(jaxapi.closed_jaxpr_of(function, *args), jax.tree.leaves(args), 2.0, "gpu")
         exact, plain = judge.reference()[0], np.asarray(jax.jit(function)(*args))
         own = np.linalg.norm(plain - exact)
         assert np.linalg.norm(np.asarray(got) - exact) <= 2 * own + 1e-5 * np.linalg.norm(exact)
@@ -81,11 +91,11 @@ def test_a_network_is_optimised_as_a_whole(tmp_path, closed):
         again = jcuts.optimize(lambda *args: function(*args))
         np.testing.assert_allclose(again(*args), got, rtol=1e-5)
         assert again.decision(*args).chosen == decision.chosen
-        if report.kernels and not forms.is_xla(decision.chosen) and decision.chosen.endswith(":graphs"):
+        if report.kernels and not variant_space.is_xla(decision.chosen) and decision.chosen.endswith(":graphs"):
             # Replayed inside CUDA graphs: the launcher itself does not run any more.
             for _ in range(3):
                 jax.block_until_ready(run(*args))
-            before = cuda.load().jcuts_cuda_executions()
+            before = cuda_launcher.load().jcuts_cuda_executions()
             for _ in range(20):
                 jax.block_until_ready(run(*args))
-            assert cuda.load().jcuts_cuda_executions() - before <= 2
+            assert cuda_launcher.load().jcuts_cuda_executions() - before <= 2

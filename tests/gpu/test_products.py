@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from jcuts.base.errors import CompileRejected
-from jcuts.region import gpu, gpu_groups
-from jcuts.xla import gpus
-from jcuts.xla.call import call_kernel
-from jcuts.xla.kernels import kernel_for
+from jcuts.schedule.gpu import candidates as gpu_candidates
+from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+from jcuts.xla import devices as xla_devices
+from jcuts.xla.ffi_call import call_kernel
+from jcuts.xla.kernel_cache import kernel_for
 from tests import programs
 from tests.ops.cases import conv
-from tests.ptx_tensor import round_tf32
+from tests.ptx.tensor_core import round_tf32
 
 pytestmark = pytest.mark.gpu
 LIMIT = 5e-7
@@ -23,7 +24,7 @@ LIMIT = 5e-7
 
 @pytest.fixture(autouse=True, scope="module")
 def usable():
-    why = gpus.unusable()
+    why = xla_devices.unusable()
     if why:
         pytest.skip(why)
 
@@ -68,17 +69,21 @@ ROUNDED = {
     "activation": (lambda x, w: (jnp.clip(x, -0.5, 1.5) * x) @ w.T, ((700, 1024), (520, 1024))),
     "49 rows": (lambda x, w, b, r: jax.nn.relu(x @ w.T + b + r), ((49, 512), (2048, 512), (2048,), (49, 2048))),
     "residual": (lambda x, w, b, r: jax.nn.relu(x @ w.T + b + r), ((17000, 64), (136, 64), (136,), (17000, 136))),
-    "residual, more terms": (lambda x, w, b, r: jax.nn.relu(x @ w.T + b + r),
-                             ((17000, 264), (136, 264), (136,), (17000, 136))),
-    "residual by stages": (lambda x, w, b, r: jax.nn.relu(x @ w.T + b + r),
-                           ((12500, 256), (1000, 256), (1000,), (12500, 1000))),
-    "two residuals": (lambda x, w, r, q: (x @ w.T + r) * q,
-                      ((8192, 544), (512, 544), (8192, 512), (8192, 512))),
+    "residual, more terms": (
+        lambda x, w, b, r: jax.nn.relu(x @ w.T + b + r),
+        ((17000, 264), (136, 264), (136,), (17000, 136)),
+    ),
+    "residual by stages": (
+        lambda x, w, b, r: jax.nn.relu(x @ w.T + b + r),
+        ((12500, 256), (1000, 256), (1000,), (12500, 1000)),
+    ),
+    "two residuals": (lambda x, w, r, q: (x @ w.T + r) * q, ((8192, 544), (512, 544), (8192, 512), (8192, 512))),
     "1x1 stride 2": (lambda x, w: conv(x, w, layout=ALONG, strides=(2, 2)), ((64, 29, 28, 256), (264, 1, 1, 256))),
     "results alone": (lambda x, w, b: jax.nn.relu(x @ w.T + b), ((17000, 64), (136, 64), (136,))),
     "384 rows": (lambda x, w, b: jax.nn.gelu(x @ w.T + b, approximate=False), ((384, 768), (760, 768), (760,))),
     "large GELU": (
-        lambda x, w, b: jax.nn.gelu(x @ w.T + b, approximate=False), ((2000, 768), (2312, 768), (2312,)),
+        lambda x, w, b: jax.nn.gelu(x @ w.T + b, approximate=False),
+        ((2000, 768), (2312, 768), (2312,)),
     ),
     "fitted tiles": (lambda x, w, b, r: x @ w.T + b + r, ((3000, 776), (776, 776), (776,), (3000, 776))),
     "norm of few rows": (lambda x, w, s, t: jax.nn.relu(x * s + t) @ w.T, ((196, 768), (128, 768), (768,), (768,))),
@@ -90,13 +95,15 @@ ROUNDED = {
     "3x3 stride 2": (lambda x, w: conv(x, w, layout=ALONG, strides=(2, 2)), ((32, 57, 56, 64), (128, 3, 3, 64))),
     "3x3 deep": (lambda x, w: jax.nn.relu(conv(x, w, layout=ALONG)), ((64, 7, 7, 512), (512, 3, 3, 512))),
     "one image, 3x3": (
-        lambda x, w, b: jax.nn.relu(conv(x, w, layout=ALONG) + b), ((1, 7, 7, 512), (512, 3, 3, 512), (512,)),
+        lambda x, w, b: jax.nn.relu(conv(x, w, layout=ALONG) + b),
+        ((1, 7, 7, 512), (512, 3, 3, 512), (512,)),
     ),
     "one image, 5x5": (lambda x, w, b: conv(x, w, layout=ALONG) + b, ((1, 35, 35, 48), (64, 5, 5, 48), (64,))),
     "one image, 1x7": (
-        lambda x, w, r: conv(x, w, layout=ALONG) + r, ((1, 17, 17, 160), (160, 1, 7, 160), (1, 17, 17, 160)),
+        lambda x, w, r: conv(x, w, layout=ALONG) + r,
+        ((1, 17, 17, 160), (160, 1, 7, 160), (1, 17, 17, 160)),
     ),
-}  # fmt: skip
+}
 """Products whose weights are numbers of TF32."""
 STAGED = ("residual by stages", "two residuals")
 """Those of which at least one kernel gets what is added by the stages of its operands."""
@@ -114,7 +121,7 @@ def test_every_candidate_of_rounded_weights(name):
         wide = [jnp.asarray(np.asarray(a, np.float64)) for a in arguments]
         wanted, size = np.asarray(fn(*wide)), np.sqrt(np.prod(shapes[1][1:]))
     traced = programs.trace(fn, *arguments)
-    found = gpu.candidates(traced.rounded(), gpus.machine(), MOST)
+    found = gpu_candidates.candidates(traced.rounded(), xla_devices.machine(), MOST)
     assert found and any("rounded" in dict(p.params) for p, _ in found)
     made, staged = 0, False
     for program, _ in found:
@@ -155,7 +162,7 @@ def test_every_candidate_behind_a_norm_of_bfloat16(size):
     normed = np.maximum((x.astype(np.float32) * s + t).astype(jnp.bfloat16), 0).astype(np.float64)
     wanted = normed @ w.astype(np.float64)
     traced = programs.trace(behind_a_norm, *arguments)
-    found = [program for program, _ in gpu_groups.products(traced.product(), gpus.machine())]
+    found = [program for program, _ in gemm_wgmma.contraction_schedules(traced.product(), xla_devices.machine())]
     assert found
     for program in found:
         kernel = kernel_for(program)
@@ -178,7 +185,7 @@ def test_every_candidate(name, dtype):
         wanted = np.asarray(fn(*wide))
         plain = np.asarray(fn(*[jnp.asarray(np.asarray(a, np.float64)) for a in arguments]))
     traced = programs.trace(fn, *arguments)
-    found = gpu.candidates(traced.program(), gpus.machine(), 12)
+    found = gpu_candidates.candidates(traced.program(), xla_devices.machine(), 12)
     if dtype != "float32" and name in ("odd", "layer 7x7"):
         assert not found  # neighbours of two bytes cannot be copied alone
         return
@@ -216,7 +223,7 @@ def test_every_exact_candidate(name, dtype):
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
         wanted = np.asarray(fn(*[jnp.asarray(np.asarray(a, np.float64)) for a in arguments]))
         traced = programs.trace(fn, *arguments)
-        found = [p for p, _ in gpu.candidates(traced.program(), gpus.machine(), MOST)]
+        found = [p for p, _ in gpu_candidates.candidates(traced.program(), xla_devices.machine(), MOST)]
         assert found
         for program in found:
             kernel = kernel_for(program)
@@ -234,7 +241,7 @@ def test_zeros_around_an_image_of_float64_meet_infinite_weights():
         w[0, 0, 3, 5] = np.inf
         wanted = np.asarray(jax.jit(conv)(x, w))
         traced = programs.trace(conv, x, w)
-        for program, _ in gpu.candidates(traced.program(), gpus.machine(), 3):
+        for program, _ in gpu_candidates.candidates(traced.program(), xla_devices.machine(), 3):
             kernel = kernel_for(program)
             (got,) = jax.jit(lambda *xs, k=kernel: call_kernel(k, *xs))(*traced.operands())
             np.testing.assert_array_equal(np.isnan(np.asarray(got)), np.isnan(wanted))

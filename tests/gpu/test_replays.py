@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import jcuts
-from jcuts.codegen.cuda.image import Image
-from jcuts.region import gpu
-from jcuts.xla import cuda, gpus
-from jcuts.xla.call import call_kernel
-from jcuts.xla.kernels import kernel_for
+from jcuts.codegen.cuda.toolchain.image import Image
+from jcuts.schedule.gpu import candidates as gpu_candidates
+from jcuts.xla import cuda_launcher
+from jcuts.xla import devices as xla_devices
+from jcuts.xla.ffi_call import call_kernel
+from jcuts.xla.kernel_cache import kernel_for
 from tests import programs
 from tests.gpu import cases
 from tests.gpu.objects import is_called
@@ -33,7 +34,7 @@ FUNCTIONS = {
 
 @pytest.fixture(autouse=True, scope="module")
 def usable():
-    why = gpus.unusable()
+    why = xla_devices.unusable()
     if why:
         pytest.skip(why)
 
@@ -42,18 +43,18 @@ def check_replays(compiled, arguments):
     """Equal bits in 1,000 runs with junk of random sizes made and dropped between them, most of them replays."""
     rng = np.random.default_rng(0)
     arguments = [jax.device_put(x) for x in arguments]
-    start = cuda.executions()
+    start = cuda_launcher.executions()
     first = bits(compiled(*arguments))
-    calls = cuda.executions() - start
+    calls = cuda_launcher.executions() - start
     assert calls > 0
-    start, kept = cuda.executions(), []
+    start, kept = cuda_launcher.executions(), []
     for number in range(REPLAYS):
         if number % EACH == 0:
             kept.append(jnp.full((int(rng.integers(1, 300_000)),), np.nan))
             if len(kept) > 3:
                 del kept[int(rng.integers(0, 3))]
         assert bits(compiled(*arguments)) == first, number
-    assert cuda.executions() - start < calls * REPLAYS / 2  # replays do not come back to the launcher
+    assert cuda_launcher.executions() - start < calls * REPLAYS / 2  # replays do not come back to the launcher
 
 
 def bits(results):
@@ -72,7 +73,11 @@ def test_replays_give_equal_bits(name):
 def test_replays_of_kernels_with_scratch_memory_give_equal_bits():
     fn, arguments = cases.CASES["column sum"]
     program = programs.trace(fn, *arguments).program()
-    split = [p for p, _ in gpu.candidates(program, gpus.machine(), 64) if dict(p.params).get("split", 1) != 1]
+    split = [
+        p
+        for p, _ in gpu_candidates.candidates(program, xla_devices.machine(), 64)
+        if dict(p.params).get("split", 1) != 1
+    ]
     kernel = kernel_for(split[0])
     assert kernel.scratch_bytes and len(Image.unpack(kernel.object_code).launches) == 2
     call = jax.jit(lambda x: call_kernel(kernel, call_kernel_input(x)))

@@ -9,9 +9,9 @@ import pytest
 import jcuts
 from jcuts.base import knobs
 from jcuts.tune.choice import SCREENED, UNCHECKED
-from jcuts.tune.runner import Effort, tune
-from jcuts.tune.store import Store
-from jcuts.xla import gpus
+from jcuts.tune.database import Store
+from jcuts.tune.parent.tuner import TuningBudget, tune
+from jcuts.xla import devices as xla_devices
 from tests.gpu import cases, objects
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True, scope="module")
 def usable():
-    why = gpus.unusable()
+    why = xla_devices.unusable()
     if why:
         pytest.skip(why)
 
@@ -37,11 +37,13 @@ def test_a_function_is_tuned(tmp_path):
 
 def test_bad_candidates_cost_themselves_only(tmp_path):
     names = ["illegal", "hangs", "trap", "wrong", "beside", "clobbers", "right"]
-    gpu = gpus.this()
+    gpu = xla_devices.this()
     with knobs.scope(cache_dir=tmp_path):
         problem = objects.problem(names, gpu.identity(), f"sm_{gpu.capability[0]}{gpu.capability[1]}")
         store = Store(None, device="d", versions="v")
-        choice = tune([problem], store, effort=Effort(seconds=0.05, timeout=8.0, workers=2, seed=1))[problem.digest]
+        choice = tune([problem], store, effort=TuningBudget(seconds=0.05, timeout=8.0, workers=2, seed=1))[
+            problem.digest
+        ]
     rejected = {r.label: r.error for r in choice.rejections}
     assert rejected["illegal"] == rejected["hangs"] == rejected["trap"] == "WorkerFailed", choice
     # Those that are wrong are found out before they win; who would not win is not looked at.

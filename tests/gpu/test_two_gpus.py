@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jcuts.xla import gpus
+from jcuts.xla import devices as xla_devices
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +20,7 @@ NAMES = ("one_by_one", "on_a_mesh", "in_shard_map", "gradient_on_a_mesh", "from_
 
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory):
-    why = gpus.unusable()
+    why = xla_devices.unusable()
     if why:
         pytest.skip(why)
     if len(jax.local_devices(backend="cuda")) < 2:

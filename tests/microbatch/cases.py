@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jcuts.microbatch.convolution import Convolution
-from jcuts.microbatch.table import Micro, Table
+from jcuts.microbatch.timings import MicroConfig, Table
 
 ALGORITHMS = ("IMPLICIT_GEMM", "GEMM", "FFT", "WINOGRAD")
 UNIT = 4096
@@ -31,9 +31,9 @@ def random_table(
                     continue
                 ns = int(1000 * (start + speed * size * rng.uniform(0.5, 1.5))) + 1
                 used = UNIT * int(space * size * rng.choice((0, 0.5, 1, 1, 2)))
-                micros.append(Micro(size, algorithm, math, ns * 1e-9, used))
+                micros.append(MicroConfig(size, algorithm, math, ns * 1e-9, used))
     if not micros:
-        micros.append(Micro(1, ALGORITHMS[0], maths[-1], 1e-6, 0))
+        micros.append(MicroConfig(1, ALGORITHMS[0], maths[-1], 1e-6, 0))
     return Table(convolution(dtype=dtype), tuple(micros))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jcuts.microbatch.network import Clique
-from jcuts.microbatch.table import Division, Micro, Table
+from jcuts.microbatch.timings import Division, MicroConfig, Table
 
 
 @functools.cache
@@ -33,7 +33,7 @@ def configurations(table: Table, batch: int, limit: int | None = None) -> list[D
     """Every multiset of micro-configurations that adds up to the batch (their order changes neither time nor space)."""
     micros = table.candidates(batch, limit=limit)
 
-    def extend(left: int, first: int) -> Iterator[tuple[Micro, ...]]:
+    def extend(left: int, first: int) -> Iterator[tuple[MicroConfig, ...]]:
         if left == 0:
             yield ()
         for i in range(first, len(micros)):

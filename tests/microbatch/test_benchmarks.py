@@ -23,16 +23,22 @@ from benchmarks.microbatch_run import BATCHES, Run
 from jcuts.base import knobs
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database, Device
-from jcuts.microbatch.table import Micro
-from jcuts.tune import convolutions
-from jcuts.xla.convolutions import LIBRARY
+from jcuts.microbatch.timings import MicroConfig
+from jcuts.tune.cudnn import measurer as cudnn_measurer
+from jcuts.xla.cudnn.match import LIBRARY
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("name, kernels", [
-    ("ResNet-18", 59), ("AlexNet", 14), ("ResNet-50", 158), ("DenseNet-40", 116),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, kernels",
+    [
+        ("ResNet-18", 59),
+        ("AlexNet", 14),
+        ("ResNet-50", 158),
+        ("DenseNet-40", 116),
+    ],
+)
 def test_the_listed_convolutions_are_those_of_the_step(name, kernels):
     # Times are measured by list and read by what is found in the step.
     listed = [use.convolution for use in training_step(name, BATCHES[name]).uses]
@@ -85,8 +91,12 @@ def test_steps_go_on_where_they_were_cut():
     run = SimpleNamespace(dry=False, options=SimpleNamespace(precisions=["float32", "tf32"], programs=None))
     every = microbatch_whole.bases(run, ["AlexNet"], {})
     assert len(every) == 16 and len({base["id"] for base in every}) == 16
-    found = {"AlexNet, batch 256, TF32": {"plain jax.jit": {"what": "plain", "seconds": 1.0},
-                                          "WR 64 MiB": {"what": "WR", "error": "the budget was spent"}}}  # fmt: skip
+    found = {
+        "AlexNet, batch 256, TF32": {
+            "plain jax.jit": {"what": "plain", "seconds": 1.0},
+            "WR 64 MiB": {"what": "WR", "error": "the budget was spent"},
+        }
+    }
     left = [(base["precision"], base["what"]) for base in microbatch_whole.bases(run, ["AlexNet"], found)]
     assert len(left) == 15 and ("tf32", "plain") not in left and {("tf32", "WR"), ("float32", "plain")} <= set(left)
 
@@ -142,7 +152,7 @@ def test_times_of_earlier_runs_do_not_replace_those_of_this_one(host_cudnn, tmp_
     options = SimpleNamespace(start=[], dry_run=True, out=tmp_path, budget=10.0)
     with knobs.scope(cache_dir=tmp_path):
         first = Run(options)
-        own, newer = Micro(4, LIBRARY, "tf32", 1.0, 64), Micro(4, "cudnn/FFT", "tf32", 2.0, 8)
+        own, newer = MicroConfig(4, LIBRARY, "tf32", 1.0, 64), MicroConfig(4, "cudnn/FFT", "tf32", 2.0, 8)
         first.database.record(first.device, c, 4, [own, newer], remarks={"lacking": "9"})
         files = []
         for k, names in enumerate((("FFT", "GEMM"), ("GEMM", "WINOGRAD"))):
@@ -166,7 +176,7 @@ def test_only_what_must_be_timed_takes_of_the_budget(monkeypatch, tmp_path):
     name, driver, library = re.fullmatch(
         r"(.*?) \(driver (.*?), (.*)\)", json.loads(file.read_text())["device"]
     ).groups()
-    monkeypatch.setattr(convolutions, "this_device", lambda _: Device(name, driver, library))
+    monkeypatch.setattr(cudnn_measurer, "this_device", lambda _: Device(name, driver, library))
     options = SimpleNamespace(start=[file], dry_run=False, out=tmp_path, budget=0.0, seconds=0.1, slices=0)
     with knobs.scope(cache_dir=tmp_path):
         run = Run(options)
@@ -188,15 +198,23 @@ def test_sizes_between_are_looked_for_once_also_where_micro_batches_are_of_whole
     def measured(convolution, size, database, measurer, **_):
         asked.append(size)
         if size not in micros:
-            micros[size] = [Micro(size, "cudnn/A", "float32", 0.1 * size, 100 * size),
-                            Micro(size, "cudnn/B", "float32", 1.0 * size, 0)]  # fmt: skip
+            micros[size] = [
+                MicroConfig(size, "cudnn/A", "float32", 0.1 * size, 100 * size),
+                MicroConfig(size, "cudnn/B", "float32", 1.0 * size, 0),
+            ]
             database.record(device, convolution, size, micros[size])
         return database.table(device, convolution)
 
-    monkeypatch.setattr(convolutions, "measured", measured)
-    monkeypatch.setattr(convolutions, "measured_in_slices", lambda *_, **__: kept.table(device, c))
-    run = SimpleNamespace(database=kept, device=device, kernels={}, options=SimpleNamespace(slices=0),
-                          never=lambda _: frozenset(), note=lambda _: None)  # fmt: skip
+    monkeypatch.setattr(cudnn_measurer, "measured", measured)
+    monkeypatch.setattr(cudnn_measurer, "measured_in_slices", lambda *_, **__: kept.table(device, c))
+    run = SimpleNamespace(
+        database=kept,
+        device=device,
+        kernels={},
+        options=SimpleNamespace(slices=0),
+        never=lambda _: frozenset(),
+        note=lambda _: None,
+    )
     for sizes in ([20, 8, 16], [20, 8]):
         asked.clear()
         Run.fill(run, SimpleNamespace(), c, 20, (1700,), ("float32",))

@@ -11,13 +11,13 @@ import pytest
 
 from jcuts.cli.main import main
 from jcuts.cli.microbatch import parse_bytes
-from jcuts.microbatch import wr
+from jcuts.microbatch import workspace_reuse
 from jcuts.microbatch.analysis import analyse, network_times
 from jcuts.microbatch.database import Database
-from jcuts.microbatch.desirable import desirable
 from jcuts.microbatch.errors import MissingTimesError
 from jcuts.microbatch.network import Network
-from jcuts.microbatch.table import policy_sizes
+from jcuts.microbatch.pareto import desirable
+from jcuts.microbatch.timings import policy_sizes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -88,8 +88,9 @@ def test_front_and_page(made, tmp_path, capsys):
     text = page.read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>") and text.count("<figure>") >= 5
     assert "conv2 forward" in text and "http" not in text
-    assert text.count("<circle") == sum(len(row.desirable) for row in analysis(made, limit=64 * MIB).rows
-                                        if len(row.desirable) > 1)  # fmt: skip
+    assert text.count("<circle") == sum(
+        len(row.desirable) for row in analysis(made, limit=64 * MIB).rows if len(row.desirable) > 1
+    )
 
 
 def test_policies_and_limits_only_help_as_they_grow(made):
@@ -132,7 +133,9 @@ def test_network_times_are_sums_of_divisions(made):
     database = Database(made)
     device, network = database.device("slow"), database.network()
     found = network_times(network, database, device, 12, limit=MIB)
-    expected = sum(wr.divide(database.table(device, use.convolution), 12, MIB).seconds for use in network.uses)
+    expected = sum(
+        workspace_reuse.divide(database.table(device, use.convolution), 12, MIB).seconds for use in network.uses
+    )
     assert found.seconds[12] == pytest.approx(expected) and sorted(found.seconds) == list(range(1, 13))
     with pytest.raises(MissingTimesError, match="no times of"):
         network_times(training_step("ResNet-18", 8), database, device, 8)
@@ -200,5 +203,5 @@ def test_modelled_sets_hold_the_fastest(made):
     for use in database.network().uses:
         table = database.table(device, use.convolution)
         found = desirable(table, use.batch)
-        assert found[-1].ticks == wr.divide(table, use.batch).ticks
+        assert found[-1].ticks == workspace_reuse.divide(table, use.batch).ticks
         assert np.all(np.diff([d.workspace for d in found]) > 0)

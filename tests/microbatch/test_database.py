@@ -18,7 +18,7 @@ from jcuts.microbatch.benchmark import benchmark
 from jcuts.microbatch.database import SCHEMA, Database, Device
 from jcuts.microbatch.errors import ForeignDeviceError, MissingTimesError
 from jcuts.microbatch.network import Network, Use
-from jcuts.microbatch.table import Micro
+from jcuts.microbatch.timings import MicroConfig
 from tests.microbatch.cases import convolution
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,13 +29,13 @@ WRITER = """
 import sys
 sys.path.insert(0, {root!r})
 from jcuts.microbatch.database import Database, Device
-from jcuts.microbatch.table import Micro
+from jcuts.microbatch.timings import MicroConfig
 from tests.microbatch.cases import convolution
 device = Device("NVIDIA H200", "580.1", "cuDNN 9.19.0")
 database = Database({path!r})
 for batch in range({first}, {first} + {count}):
     database.record(device, convolution(), batch, [
-        Micro(batch, f"A{{k}}", "float32", 1e-6 * (batch + k), 100 * k) for k in range(20)])
+        MicroConfig(batch, f"A{{k}}", "float32", 1e-6 * (batch + k), 100 * k) for k in range(20)])
     print(batch, flush=True)
 """
 
@@ -47,10 +47,10 @@ def writer(path: Path, first: int, count: int, preamble: str = "") -> subprocess
     )
 
 
-def micros(batch: int, scale: float = 1.0) -> list[Micro]:
+def micros(batch: int, scale: float = 1.0) -> list[MicroConfig]:
     return [
-        Micro(batch, "GEMM", "float32", 3e-6 * batch * scale, 0),
-        Micro(batch, "FFT", "float32", 1e-6 * batch * scale, 1000 * batch),
+        MicroConfig(batch, "GEMM", "float32", 3e-6 * batch * scale, 0),
+        MicroConfig(batch, "FFT", "float32", 1e-6 * batch * scale, 1000 * batch),
     ]
 
 
@@ -202,10 +202,13 @@ def test_concurrent_writers_lose_nothing(tmp_path):
 def test_threads_share_one_database(tmp_path):
     database = Database(tmp_path / "t.db")
     threads = [
-        threading.Thread(target=lambda k=k: [database.record(H200, convolution(), k * 10 + i, micros(k * 10 + i))
-                                             for i in range(1, 11)])
+        threading.Thread(
+            target=lambda k=k: [
+                database.record(H200, convolution(), k * 10 + i, micros(k * 10 + i)) for i in range(1, 11)
+            ]
+        )
         for k in range(4)
-    ]  # fmt: skip
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -294,8 +297,11 @@ print("kept", flush=True)
 """
     process = subprocess.Popen(
         [sys.executable, "-c", FULL + WRITER.format(root=str(ROOT), path=str(path), first=1, count=100) + code],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0 and out.endswith("kept\n"), err
     assert 0 < len(Database(path).table(H200, convolution()).sizes) < 100  # what fitted is whole
@@ -313,7 +319,7 @@ def test_a_place_that_cannot_be_written(tmp_path, caplog):
 
 def test_bad_records_are_usage_errors(tmp_path):
     database = Database(tmp_path / "t.db")
-    for bad in ([micros(3)[0]], [micros(2)[0]] * 2, [Micro(2, "A", "float16", 1e-6, 0)]):
+    for bad in ([micros(3)[0]], [micros(2)[0]] * 2, [MicroConfig(2, "A", "float16", 1e-6, 0)]):
         with pytest.raises(UsageError):
             database.record(H200, convolution(), 2, bad)
     assert not (tmp_path / "t.db").exists()

@@ -18,9 +18,13 @@ import numpy as np
 from jax import lax
 
 DTYPES = {
-    "f32": np.float32, "f64": np.float64, "bf16": ml_dtypes.bfloat16, "f16": np.float16, "b": np.bool_,
+    "f32": np.float32,
+    "f64": np.float64,
+    "bf16": ml_dtypes.bfloat16,
+    "f16": np.float16,
+    "b": np.bool_,
     **{f"{s}{n}": getattr(np, f"{w}int{n}") for s, w in (("i", ""), ("u", "u")) for n in (8, 16, 32, 64)},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -81,11 +85,32 @@ def _lane(name: str, call: Callable[..., Any], kinds: tuple[str, ...], dtypes: s
 
 _INTS = "i32 u8"
 _UNARY = {
-    "exp": "", "exp2": "", "expm1": "", "log": "positive", "log1p": "positive", "tanh": "", "logistic": "", "erf": "",
-    "erfc": "", "erf_inv": "unit", "sin": "", "cos": "", "tan": "", "asin": "unit", "acos": "unit", "atan": "",
-    "sinh": "", "cosh": "", "asinh": "", "acosh": "above", "atanh": "unit", "sqrt": "positive", "rsqrt": "positive",
-    "cbrt": "", "square": "",
-}  # fmt: skip
+    "exp": "",
+    "exp2": "",
+    "expm1": "",
+    "log": "positive",
+    "log1p": "positive",
+    "tanh": "",
+    "logistic": "",
+    "erf": "",
+    "erfc": "",
+    "erf_inv": "unit",
+    "sin": "",
+    "cos": "",
+    "tan": "",
+    "asin": "unit",
+    "acos": "unit",
+    "atan": "",
+    "sinh": "",
+    "cosh": "",
+    "asinh": "",
+    "acosh": "above",
+    "atanh": "unit",
+    "sqrt": "positive",
+    "rsqrt": "positive",
+    "cbrt": "",
+    "square": "",
+}
 _BINARY = {"add": lax.add, "sub": lax.sub, "mul": lax.mul, "div": lax.div, "max": lax.max, "min": lax.min}
 
 CASES: list[OpCase] = [
@@ -443,14 +468,29 @@ CASES: list[OpCase] = [
 
 
 def conv(
-    x: Any, w: Any, *, strides: tuple[int, ...] = (1, 1), padding: Any = "SAME", lhs: Any = None, dilation: Any = None,
-    layout: tuple[str, str, str] = ("NHWC", "HWIO", "NHWC"), groups: int = 1, batch_groups: int = 1,
-) -> Any:  # fmt: skip
+    x: Any,
+    w: Any,
+    *,
+    strides: tuple[int, ...] = (1, 1),
+    padding: Any = "SAME",
+    lhs: Any = None,
+    dilation: Any = None,
+    layout: tuple[str, str, str] = ("NHWC", "HWIO", "NHWC"),
+    groups: int = 1,
+    batch_groups: int = 1,
+) -> Any:
     """A convolution with the parameters that cases vary."""
     return lax.conv_general_dilated(
-        x, w, strides, padding, lhs_dilation=lhs, rhs_dilation=dilation, dimension_numbers=layout,
-        feature_group_count=groups, batch_group_count=batch_groups,
-    )  # fmt: skip
+        x,
+        w,
+        strides,
+        padding,
+        lhs_dilation=lhs,
+        rhs_dilation=dilation,
+        dimension_numbers=layout,
+        feature_group_count=groups,
+        batch_group_count=batch_groups,
+    )
 
 
 def pool_gradient(

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from jcuts.base.errors import Refusal
+from jcuts.kernel_ir.printer import program_text
 from jcuts.ops import supported_primitives
-from jcuts.tune.check import check_output
-from jcuts.tune.expected import Expected
 from jcuts.tune.problem import Output
-from jcuts.tune.widen import evaluate
+from jcuts.tune.verify.acceptance import check_output
+from jcuts.tune.verify.expected import OutputReference
+from jcuts.tune.verify.float64_eval import evaluate
 from tests import programs
 from tests.ops.cases import CASES, OpCase, make
 
@@ -21,9 +22,13 @@ WORKING = [c for c in CASES if not c.refused]
 REFUSED = [c for c in CASES if c.refused]
 # Rules without a case of their own, and where they are met instead.
 ELSEWHERE = {
-    "add_any": "gradients (tests/test_pipeline.py)", "copy": "identity", "copy_p": "identity",
-    "stop_gradient": "identity", "optimization_barrier_value": "identity", "expand_dims": "older JAX spells it so",
-}  # fmt: skip
+    "add_any": "gradients (tests/pipeline/test_passes.py)",
+    "copy": "identity",
+    "copy_p": "identity",
+    "stop_gradient": "identity",
+    "optimization_barrier_value": "identity",
+    "expand_dims": "older JAX spells it so",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +66,7 @@ def check(case: OpCase, got: list[np.ndarray], slack: int = 1) -> None:
     xla, reference, kind = expected(case)
     for k, (x, r, g) in enumerate(zip(xla, reference, got, strict=True)):
         spec = Output(x.shape, x.dtype.name, case.reduction * slack**2, case.exact)
-        check_output(k, spec, [Expected(kind, x, x if case.exact else r)], [g], 2.0)
+        check_output(k, spec, [OutputReference(kind, x, x if case.exact else r)], [g], 2.0)
 
 
 def test_every_rule_has_a_case():
@@ -83,7 +88,7 @@ def test_the_rule_describes_it(case):
 
 @each(WORKING)
 def test_the_interpreted_program_agrees_with_lax(case):
-    from jcuts.dfg.interpret import interpret
+    from jcuts.kernel_ir.interpret import interpret
 
     trace = traced(case)
     check(case, interpret(trace.program(), trace.operands()), slack=16)  # NumPy's functions are its own
@@ -91,7 +96,7 @@ def test_the_interpreted_program_agrees_with_lax(case):
 
 @each(WORKING)
 def test_the_compiled_kernel_agrees_with_lax(case):
-    from jcuts.dfg.interpret import interpret
+    from jcuts.kernel_ir.interpret import interpret
 
     trace = traced(case)
     program = programs.schedules(trace.program(), 1)[0]
@@ -101,7 +106,7 @@ def test_the_compiled_kernel_agrees_with_lax(case):
 
 @each([c for c in WORKING if c.golden])
 def test_golden_program(case, golden):
-    golden(f"ops/{case.name}.txt", traced(case).program().dump())
+    golden(f"ops/{case.name}.txt", program_text(traced(case).program()))
 
 
 @each(REFUSED)

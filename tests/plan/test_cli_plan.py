@@ -8,10 +8,12 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from jcuts.cli.main import main
-from jcuts.plan import cluster, fit, html, measure, model, specfile
-from jcuts.plan.plans import Plan
-from jcuts.plan.search import cost_plans
-from jcuts.plan.workload import Training
+from jcuts.plan import html_report
+from jcuts.plan.calibrate import fit, measure
+from jcuts.plan.search.exhaustive import cost_plans
+from jcuts.plan.search.plan import Plan
+from jcuts.plan.spec import cluster, model, toml_file
+from jcuts.plan.spec.workload import Training
 
 
 def test_plan_as_json_and_page(capsys, tmp_path):
@@ -163,7 +165,7 @@ def test_software_prices_its_own_passes(capsys):
 
 
 def test_validate_megatron(capsys):
-    from jcuts.plan.tables import shipped
+    from jcuts.plan.calibrate.tables import shipped
 
     assert main(["validate", str(shipped("megatron_seqsel_table5.csv")), "--ablate", "--json", "-"]) == 0
     (made,) = json.loads(capsys.readouterr().out)
@@ -188,7 +190,7 @@ def test_measured_machine_is_a_cluster_file(tmp_path):
     made.tables["nodes"] = {"count": 1, "gpus": 4}
     fit.constants(made)
     text = fit.to_toml(made, "here")
-    found = cluster.from_table(specfile.parse(text, "here.toml"))
+    found = cluster.from_table(toml_file.parse(text, "here.toml"))
     assert found.gpus == 4 and found.storage is not None and found.storage.read > 0 and fit.finite(made)
     assert "direct I/O" in text or "buffered" in text
     assert {kind for kind, *_ in made.collectives} == {
@@ -216,7 +218,7 @@ def test_timeline_covers_the_step_and_never_overlaps_in_a_stage():
         Plan(data=8, optimizer="host", activations="host"),
     ):
         ranked = cost_plans(made, place, [plan], work)[0]
-        spans = html.timeline(ranked, work)
+        spans = html_report.timeline(ranked, work)
         assert max(span.end for span in spans) == pytest.approx(ranked.seconds, rel=0.02)
         for lane in {span.lane for span in spans if span.lane.startswith("stage")}:
             mine = sorted((span.start, span.end) for span in spans if span.lane == lane)
@@ -232,5 +234,5 @@ def test_timeline_covers_the_step_and_never_overlaps_in_a_stage():
 @pytest.mark.parametrize("count", [4, 8])
 def test_timeline_of_a_pipeline_has_the_textbook_bubble(count):
     for schedule in ("gpipe", "1f1b"):
-        spans = html._schedule(schedule, 4, count, 2.0, 1.0)
+        spans = html_report._schedule(schedule, 4, count, 2.0, 1.0)
         assert max(end for *_, end in spans) == 3 * (count + 3)

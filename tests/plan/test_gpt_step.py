@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jcuts.plan.model import Transformer
+from jcuts.plan.spec.model import Transformer
 
 
 def _benchmark():

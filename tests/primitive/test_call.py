@@ -12,7 +12,7 @@ import jcuts
 from jcuts.primitive.call import NAME
 from jcuts.trace import jaxapi
 from tests.primitive.conftest import MARK
-from tests.transform_cases import CASES, PARAMS, X, assert_same, by_jit, each_case, layer, loss
+from tests.primitive.transform_cases import CASES, PARAMS, X, assert_same, by_jit, each_case, layer, loss
 
 off = functools.partial(jcuts.optimize, tune="off")
 

@@ -15,9 +15,9 @@ import jcuts
 from jcuts.primitive import shard_local
 from jcuts.primitive.sharding import Placement
 from jcuts.trace import jaxapi
-from jcuts.trace.ties import ties_of
+from jcuts.trace.shard_rules import shard_rule
 from tests.primitive.conftest import MARK
-from tests.transform_cases import PARAMS, assert_same, data, layer, loss
+from tests.primitive.transform_cases import PARAMS, assert_same, data, layer, loss
 
 off = functools.partial(jcuts.optimize, tune="off")
 X = data(8, 6)
@@ -164,6 +164,6 @@ def test_operation_is_local_and_right(number, toy):
 
 def test_equations_without_a_rule_say_nothing():
     (eqn,) = jaxapi.closed_jaxpr_of(jax.lax.cumlogsumexp, X).jaxpr.eqns
-    assert ties_of(eqn) is not None
+    assert shard_rule(eqn) is not None
     (eqn,) = jaxapi.closed_jaxpr_of(lambda x: jax.lax.top_k(x, 2), X).jaxpr.eqns
-    assert ties_of(eqn) is None
+    assert shard_rule(eqn) is None

@@ -121,12 +121,15 @@ def test_canonical_text_is_equal_for_equal_programs():
     assert canonical_text(jaxapi.closed_jaxpr_of(one, X)) == canonical_text(jaxapi.closed_jaxpr_of(other_names, X))
 
 
-@pytest.mark.parametrize("other", [
-    lambda x: jnp.tanh(x @ W) * 3,
-    lambda x: jnp.tanh(x @ W) + 2,
-    lambda x: jnp.tanh(x @ W.T) * 2,
-    lambda x: jnp.tanh(jnp.matmul(x, W, precision="highest")) * 2,
-])
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: jnp.tanh(x @ W) * 3,
+        lambda x: jnp.tanh(x @ W) + 2,
+        lambda x: jnp.tanh(x @ W.T) * 2,
+        lambda x: jnp.tanh(jnp.matmul(x, W, precision="highest")) * 2,
+    ],
+)
 def test_canonical_text_differs_for_other_programs(other):
     base = canonical_digest(jaxapi.closed_jaxpr_of(lambda x: jnp.tanh(x @ W) * 2, X), consts="digest")
     assert canonical_digest(jaxapi.closed_jaxpr_of(other, X), consts="digest") != base
@@ -157,8 +160,10 @@ print(jaxapi.canonical_digest(jaxapi.closed_jaxpr_of(g, np.ones((4, 4), np.float
 
 
 def test_canonical_text_is_equal_across_processes():
-    runs = {subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True,
-                           timeout=120).stdout for _ in range(2)}
+    runs = {
+        subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True, timeout=120).stdout
+        for _ in range(2)
+    }
     assert len(runs) == 1 and len(runs.pop().strip()) == 64
 
 

@@ -50,16 +50,22 @@ _RIGHT = "  %x2 = fmul float %x, %x\n  %y = fadd float %x2, 1.0"
 _BODIES = {
     "right": (_RIGHT, ""),
     "wrong": ("  %y = fadd float %x, 1.0", ""),
-    "slightly wrong": (_RIGHT.replace("%y = fadd float %x2, 1.0", "%z = fadd float %x2, 1.0")
-                       + "\n  %y = fmul float %z, 0x3FF0010000000000", ""),
+    "slightly wrong": (
+        _RIGHT.replace("%y = fadd float %x2, 1.0", "%z = fadd float %x2, 1.0")
+        + "\n  %y = fmul float %z, 0x3FF0010000000000",
+        "",
+    ),
     "nan": ("  %y = fdiv float 0.0, 0.0", ""),
     "abort": ("  call void @abort()\n  %y = fadd float %x, 1.0", ""),
     "segfault": ("  store float %x, ptr null\n  %y = fadd float %x, 1.0", ""),
     "out of bounds": (_RIGHT, "  %far = getelementptr float, ptr %out, i64 4100\n  store float 1.0, ptr %far"),
     "clobbers": (_RIGHT, "  store float 7.0, ptr %in"),
-    "no nan": ("  %ord = fcmp ord float %x, %x\n  %x0 = select i1 %ord, float %x, float 0.0\n"
-               "  %x2 = fmul float %x0, %x0\n  %y = fadd float %x2, 1.0", ""),
-}  # fmt: skip
+    "no nan": (
+        "  %ord = fcmp ord float %x, %x\n  %x0 = select i1 %ord, float %x, float 0.0\n"
+        "  %x2 = fmul float %x0, %x0\n  %y = fadd float %x2, 1.0",
+        "",
+    ),
+}
 _FOREVER = """
 define void @kernel(ptr %buffers, i64 %begin, i64 %end, ptr %scratch) {
 entry:
@@ -145,7 +151,7 @@ def _exports() -> tuple[bytes, bytes, bool]:
     import jax.numpy as jnp
 
     from jcuts.trace import jaxapi
-    from jcuts.tune.library import export_subset
+    from jcuts.tune.baseline.xla_export import export_subset
 
     closed = jaxapi.closed_jaxpr_of(lambda x: x * x + 1, jnp.zeros(SHAPE, jnp.float32))
     exports = export_subset(closed)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from jcuts.base.errors import CacheError, UsageError
 from jcuts.tune import replay
 from jcuts.tune.choice import LIBRARY, Choice, Measurement
-from jcuts.tune.noise import LEAST_MARGIN, MOST_MARGIN, Samples, interleave, margin, race, standard_error
+from jcuts.tune.measure.statistics import LEAST_MARGIN, MOST_MARGIN, Samples, interleave, margin, race, standard_error
 from jcuts.tune.problem import Candidate, Input, Output, Problem
 from jcuts.tune.replay import Recording
-from jcuts.tune.select import estimate, fastest, noise_margin, select, unknown
+from jcuts.tune.select import estimate, fastest, keep_xla, noise_margin, select
 
 
 def make_problem(*labels, kinds=None):
@@ -84,7 +84,7 @@ def test_estimates_decide_without_measuring():
     assert estimate(problem, "mixed").winner == "b"
     assert estimate(problem, "mixed").origin == "estimated"
     assert estimate(make_problem(), "fusion").uses_library
-    assert unknown(problem).uses_library
+    assert keep_xla(problem).uses_library
 
 
 def test_margin_grows_with_noise_within_limits():

@@ -9,7 +9,7 @@ from llvmlite import binding
 
 from jcuts.base.fingerprint import digest
 from jcuts.codegen.artifact import CompiledKernel
-from jcuts.xla import linker, native
+from jcuts.xla import jit_linker, native_library
 
 _LOOP = """
 declare float @tanhf(float)
@@ -182,9 +182,14 @@ def counted(block: int) -> CompiledKernel:
     text = text.replace("  br label %loop\n", f"  {pointers}\n  br label %loop\n", 1)
     avals = (((1,), "float32"), ((block,), "float32"))
     return CompiledKernel(
-        digest=digest("test counted", text), symbol="kernel", object_code=compile_ir(text), tiles=1, scratch_bytes=0,
-        inputs=avals, outputs=avals,
-    )  # fmt: skip
+        digest=digest("test counted", text),
+        symbol="kernel",
+        object_code=compile_ir(text),
+        tiles=1,
+        scratch_bytes=0,
+        inputs=avals,
+        outputs=avals,
+    )
 
 
 def floating_point_mode(tiles: int) -> CompiledKernel:
@@ -246,8 +251,8 @@ def bench(
     scratch = np.zeros(threads * stride + 64, np.uint8)
     aligned = -(-scratch.ctypes.data // 64) * 64
     seconds = np.zeros(repeats)
-    status = native.load().jcuts_bench(
-        linker.link(kernel.object_code, kernel.symbol),
+    status = native_library.load().jcuts_bench(
+        jit_linker.link(kernel.object_code, kernel.symbol),
         pointers,
         kernel.tiles,
         aligned,

@@ -1,4 +1,8 @@
-"""Kernel program -> cubin, through numba.cuda.  The only file that imports numba.cuda."""
+"""Scheduled program -> cubin: chooses the kernel family's emitter, runs numba.cuda (NVVM) and ptxas, checks resource
+limits.
+
+The only file that imports numba.cuda.
+"""
 
 from __future__ import annotations
 
@@ -11,50 +15,57 @@ from llvmlite import ir
 
 from jcuts.base import fingerprint
 from jcuts.base.errors import CompileRejected, JcutsError
-from jcuts.codegen import lanes as L
 from jcuts.codegen.artifact import CompiledKernel
-from jcuts.codegen.cuda import assemble
-from jcuts.codegen.cuda.attention import AttentionEmitter
-from jcuts.codegen.cuda.block import BlockEmitter
-from jcuts.codegen.cuda.builder import GpuBuilder
-from jcuts.codegen.cuda.column_rows import ColumnRowsEmitter, ColumnRowsShape, outer_axes
-from jcuts.codegen.cuda.columns import ColumnEmitter, ColumnShape
-from jcuts.codegen.cuda.combined import CombinedEmitter, CombinedShape
-from jcuts.codegen.cuda.emit import AnyShape, CudaSource, emit_source
-from jcuts.codegen.cuda.fed_shape import FedShape
-from jcuts.codegen.cuda.group_shape import GroupShape
-from jcuts.codegen.cuda.group_window_shape import WindowShape
-from jcuts.codegen.cuda.image import SYMBOL, Image, Launch, Resources
-from jcuts.codegen.cuda.moments import MomentsEmitter
-from jcuts.codegen.cuda.parts import Part, parts
-from jcuts.codegen.cuda.patch import PatchEmitter
-from jcuts.codegen.cuda.point import PointEmitter, counted_by_tile, pinned
-from jcuts.codegen.cuda.product import ProductEmitter, ProductShape
-from jcuts.codegen.cuda.product_double import DoubleEmitter, DoubleShape
-from jcuts.codegen.cuda.product_fed import FedEmitter
-from jcuts.codegen.cuda.product_fma import FmaEmitter, FmaShape
-from jcuts.codegen.cuda.product_groups import GroupEmitter
-from jcuts.codegen.cuda.product_windows import WindowEmitter
-from jcuts.codegen.cuda.scan import ScanColumnsEmitter, ScanRowsEmitter, ScanShape, units
-from jcuts.codegen.cuda.target import AMPERE, GROUPED, REGISTERS, CudaTarget
-from jcuts.codegen.cuda.team import TeamEmitter, TeamShape
-from jcuts.codegen.cuda.transposed import TransposedEmitter, TransposedShape
-from jcuts.codegen.cuda.turn import TurnEmitter, TurnShape
-from jcuts.codegen.cuda.walk import WalkEmitter, walk_of
-from jcuts.dfg.program import Program
-from jcuts.dfg.verify import verify
-from jcuts.region.attention_tiles import AttentionShape
-from jcuts.region.block_tiles import BlockShape
-from jcuts.region.patch_tiles import PatchShape
+from jcuts.codegen.cuda.attention.flash import FlashAttentionKernel
+from jcuts.codegen.cuda.conv.few_channels import FewChannelConvKernel
+from jcuts.codegen.cuda.conv.implicit_gemm import ImplicitGemmKernel
+from jcuts.codegen.cuda.conv.implicit_gemm_tile import ImplicitGemmKernelTile
+from jcuts.codegen.cuda.elementwise.horizontal import CombinedShape, HorizontalKernel
+from jcuts.codegen.cuda.elementwise.smem_transpose import SmemTransposeKernel, TransposedShape
+from jcuts.codegen.cuda.elementwise.thread_tile import ThreadTileKernel, fix_axis, tile_indexed_axes
+from jcuts.codegen.cuda.gemm.mma_f64 import DoubleShape, F64MmaKernel
+from jcuts.codegen.cuda.gemm.mma_mainloop import MmaKernel, MmaKernelTile
+from jcuts.codegen.cuda.gemm.simt import FmaShape, SimtGemmKernel
+from jcuts.codegen.cuda.gemm.wgmma_mainloop import WgmmaKernel
+from jcuts.codegen.cuda.gemm.wgmma_tile import WgmmaKernelTile
+from jcuts.codegen.cuda.inverted_residual.kernel import InvertedResidualKernel
+from jcuts.codegen.cuda.launch_source import AnyShape, CudaSource, emit_source
+from jcuts.codegen.cuda.layout.weight_transpose import TurnShape, WeightTransposeKernel
+from jcuts.codegen.cuda.ptx.builder import GpuBuilder
+from jcuts.codegen.cuda.reduction.column import ColumnReductionKernel, ColumnShape
+from jcuts.codegen.cuda.reduction.column_norm import ColumnRowsShape, ColumnSoftmaxKernel, outer_axes
+from jcuts.codegen.cuda.reduction.row import RowReductionKernel, RowReductionTile
+from jcuts.codegen.cuda.reduction.welford import WelfordKernel
+from jcuts.codegen.cuda.scan.kernel import ScanColumnsEmitter, ScanRowsEmitter, ScanShape, scans_of_grid
+from jcuts.codegen.cuda.split_kernels import KernelPart, split_into_kernels
+from jcuts.codegen.cuda.toolchain import ptxas
+from jcuts.codegen.cuda.toolchain.image import SYMBOL, Image, Launch, Resources
+from jcuts.codegen.cuda.toolchain.target import AMPERE, GROUPED, REGISTERS, CudaTarget
+from jcuts.codegen.cuda.warp_specialized.kernel import WarpSpecializedKernel
+from jcuts.codegen.cuda.warp_specialized.tile import WarpSpecializedTile
+from jcuts.codegen.cuda.window.sliding_window import SlidingWindowKernel, walk_of
+from jcuts.codegen.llvm import lanes as L
+from jcuts.kernel_ir.program import Program
+from jcuts.kernel_ir.verify import verify
+from jcuts.schedule.gpu.attention.tile import FlashTile
+from jcuts.schedule.gpu.conv.few_channels_tile import FewChannelTile
+from jcuts.schedule.gpu.inverted_residual.tile import InvertedResidualTile
 
-_MULTIPLIERS: tuple[tuple[type, Any], ...] = (
-    (FedShape, FedEmitter), (WindowShape, WindowEmitter), (GroupShape, GroupEmitter),
-    (FmaShape, FmaEmitter), (DoubleShape, DoubleEmitter), (ProductShape, ProductEmitter),
-    (PatchShape, PatchEmitter), (BlockShape, BlockEmitter),
-    (AttentionShape, AttentionEmitter), (TurnShape, TurnEmitter), (CombinedShape, CombinedEmitter),
-)  # fmt: skip
+_KERNEL_EMITTERS: tuple[tuple[type, Any], ...] = (
+    (WarpSpecializedTile, WarpSpecializedKernel),
+    (ImplicitGemmKernelTile, ImplicitGemmKernel),
+    (WgmmaKernelTile, WgmmaKernel),
+    (FmaShape, SimtGemmKernel),
+    (DoubleShape, F64MmaKernel),
+    (MmaKernelTile, MmaKernel),
+    (FewChannelTile, FewChannelConvKernel),
+    (InvertedResidualTile, InvertedResidualKernel),
+    (FlashTile, FlashAttentionKernel),
+    (TurnShape, WeightTransposeKernel),
+    (CombinedShape, HorizontalKernel),
+)
 """Who emits forms on matrix units, and what prepares their operands; a kind stands before what it is one of."""
-_BY_BLOCK = (ProductShape, PatchShape, BlockShape, AttentionShape, TurnShape, CombinedShape)
+_BY_BLOCK = (MmaKernelTile, FewChannelTile, InvertedResidualTile, FlashTile, TurnShape, CombinedShape)
 """Whose emitters get the numbers of block and thread."""
 
 _lock = threading.RLock()
@@ -72,7 +83,7 @@ def available() -> str:
         _numba()
     except Exception as error:  # import errors of several packages; numba-cuda itself raises AttributeError
         return f"numba-cuda cannot be imported ({type(error).__name__}: {str(error)[:200]}): install jcuts[cuda13]"
-    if not assemble.assembler():
+    if not ptxas.assembler():
         try:
             from cuda.bindings import nvjitlink  # type: ignore[import-not-found]  # noqa: F401
         except ImportError:
@@ -91,7 +102,7 @@ def _numba() -> Any:
 def compiler_fingerprint() -> str:
     """Identity of everything that turns a program into machine code for a GPU."""
     return fingerprint.digest(
-        fingerprint.versions(), {p: fingerprint.package_version(p) for p in PACKAGES}, assemble.assembler()
+        fingerprint.versions(), {p: fingerprint.package_version(p) for p in PACKAGES}, ptxas.assembler()
     )
 
 
@@ -103,13 +114,13 @@ def kernel_digest(program: Program, target: CudaTarget) -> str:
 def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
     """Compiles one program; no GPU is needed.
 
-    Args: program: scheduled for a GPU (`region.gpu`); target: the architecture.
+    Args: program: scheduled for a GPU (`schedule.gpu.candidates`); target: the architecture.
     Returns: a kernel whose object code is an `Image`.
     Raises: CompileRejected where numba, NVVM or the assembler refuse, a kernel would use local memory, or a block of it
         does not fit on a multiprocessor; IRError where the program is ill-formed.
     """
     verify(program)
-    check_units(program, target)
+    check_tensor_core_support(program, target)
     digest = kernel_digest(program, target)
     found, emitted, scratch = sources_of(program)
     symbols = [f"jcuts_{digest[:12]}_{number}" for number in range(len(found))]
@@ -119,8 +130,8 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
     ]
     arch = arch_of(program, target)
     overlapped = not {"pixels", "fed"}.isdisjoint(dict(program.params))
-    grids = [assemble.Grid(source.blocks, source.threads, source.shared) for source in emitted]
-    cubin, report, early = assemble.best(sources, arch, grids, overlapped=overlapped)
+    grids = [ptxas.Grid(source.blocks, source.threads, source.shared) for source in emitted]
+    cubin, report, early = ptxas.assemble_best(sources, arch, grids, overlapped=overlapped)
     launches = []
     for part, source, symbol in zip(found, emitted, symbols, strict=True):
         used = report[symbol]
@@ -128,37 +139,42 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
             raise CompileRejected(
                 f"{program.name}: {symbol} keeps {used.stack} bytes per thread in local memory (it has "
                 f"{used.registers} registers): spills are not run",
-                stack=used.stack, registers=used.registers,
-            )  # fmt: skip
+                stack=used.stack,
+                registers=used.registers,
+            )
         check_limits(program.name, used, source.threads, target, source.shared)
         for shape in source.variants.values():
-            if isinstance(shape, FedShape) and shape.registers and used.registers != shape.entry:
+            if isinstance(shape, WarpSpecializedTile) and shape.registers and used.registers != shape.entry_registers:
                 raise CompileRejected(
-                    f"{program.name}: {symbol} has {used.registers} registers to share, not {shape.entry}"
+                    f"{program.name}: {symbol} has {used.registers} registers to share, not {shape.entry_registers}"
                 )
         grid, block, cluster = ((n, 1, 1) for n in (source.blocks, source.threads, source.cluster))
-        launches.append(Launch(symbol, grid, block, part.arguments, source.shared, cluster,
-                               waits=early, resources=used))  # fmt: skip
+        launches.append(
+            Launch(symbol, grid, block, part.arguments, source.shared, cluster, waits=early, resources=used)
+        )
     image = Image(arch, program.name, tuple(launches), cubin)
     return CompiledKernel(
-        digest=digest, symbol=SYMBOL, object_code=image.pack(), tiles=sum(s.blocks for s in emitted),
+        digest=digest,
+        symbol=SYMBOL,
+        object_code=image.pack(),
+        tiles=sum(s.blocks for s in emitted),
         scratch_bytes=scratch,
         inputs=tuple((b.shape, b.dtype) for b in program.inputs),
         outputs=tuple((b.shape, b.dtype) for b in program.outputs),
-    )  # fmt: skip
+    )
 
 
 _UNFIT = (ArithmeticError, AssertionError, AttributeError, LookupError, StopIteration, TypeError, ValueError)
 """What schedules raise that were made for other programs, or by nobody."""
 
 
-def sources_of(program: Program) -> tuple[list[Part], list[CudaSource], int]:
+def sources_of(program: Program) -> tuple[list[KernelPart], list[CudaSource], int]:
     """The kernels of a program, the source text of each, and the bytes of scratch memory that they share.
 
     Raises: CompileRejected for parameters that are no schedule's; IRError where a part is ill-formed.
     """
     try:
-        found, scratch = parts(program)
+        found, scratch = split_into_kernels(program)
         for part in found:
             verify(part.program)
         return found, [emit_source(part.program) for part in found], scratch
@@ -170,9 +186,9 @@ def sources_of(program: Program) -> tuple[list[Part], list[CudaSource], int]:
 
 
 def arch_of(program: Program, target: CudaTarget) -> str:
-    """The architecture that a program is assembled for: products of warp groups ask for the one with its own features.
+    """The architecture that a program is assembled for: products of warpgroups ask for the one with its own features.
 
-    Raises: CompileRejected where the target has no warp groups.
+    Raises: CompileRejected where the target has no warpgroups.
     """
     if "groups" not in dict(program.params):
         return target.arch
@@ -181,15 +197,16 @@ def arch_of(program: Program, target: CudaTarget) -> str:
     return target.arch + "a"
 
 
-def check_units(program: Program, target: CudaTarget) -> None:
+def check_tensor_core_support(program: Program, target: CudaTarget) -> None:
     """Raises CompileRejected for a schedule of matrix units whose copies and products the target does not have."""
     form = dict(program.params).get("cuda")
     if form in ("product", "patch", "block", "attention") and target.capability < AMPERE:
         raise CompileRejected(
             f"{program.name}: a {form} needs asynchronous copies and TF32 (compute capability 8.0), {target.arch} has "
             "neither",
-            form=form, arch=target.arch,
-        )  # fmt: skip
+            form=form,
+            arch=target.arch,
+        )
 
 
 def check_limits(name: str, used: Resources, threads: int, target: CudaTarget, launched: int = 0) -> None:
@@ -201,16 +218,18 @@ def check_limits(name: str, used: Resources, threads: int, target: CudaTarget, l
     if shared > target.max_shared:
         raise CompileRejected(
             f"{name}: a block needs {shared} bytes of shared memory, {target.arch} has {target.max_shared}",
-            shared=shared, limit=target.max_shared,
-        )  # fmt: skip
+            shared=shared,
+            limit=target.max_shared,
+        )
     warps = -(-threads // 32)
     taken = warps * -(-used.registers * 32 // 256) * 256
     if taken > REGISTERS:
         raise CompileRejected(
             f"{name}: a block of {threads} threads with {used.registers} registers each needs {taken}, {target.arch} "
             f"has {REGISTERS}",
-            registers=taken, limit=REGISTERS,
-        )  # fmt: skip
+            registers=taken,
+            limit=REGISTERS,
+        )
 
 
 def _may_use_stack(program: Program) -> bool:
@@ -224,11 +243,11 @@ def _may_use_stack(program: Program) -> bool:
 
 def ptx_of(program: Program, target: CudaTarget) -> str:
     """PTX of all kernels of a program, for dumps and tests."""
-    check_units(program, target)
-    found, _ = parts(program)
+    check_tensor_core_support(program, target)
+    found, _ = split_into_kernels(program)
     sources = [(_ptx(p.program, emit_source(p.program), target, f"k{n}"), f"k{n}") for n, p in enumerate(found)]
     arch = arch_of(program, target)
-    return assemble.merged(sources, arch, early=assemble.waits(arch))
+    return ptxas.merge_modules(sources, arch, early=ptxas.supports_pdl(arch))
 
 
 def _ptx(program: Program, source: CudaSource, target: CudaTarget, symbol: str) -> str:
@@ -244,9 +263,14 @@ def _ptx(program: Program, source: CudaSource, target: CudaTarget, symbol: str) 
             pointer = types.CPointer(types.uint8)
             signature = tuple(pointer for b in program.buffers if b.role != "local")
             text, _ = cuda.compile(
-                names["kernel"], signature, device=False, abi="numba", cc=target.capability, output="ptx",
+                names["kernel"],
+                signature,
+                device=False,
+                abi="numba",
+                cc=target.capability,
+                output="ptx",
                 launch_bounds=(source.threads, source.least) if source.least else source.threads,
-            )  # fmt: skip
+            )
     except JcutsError:
         raise
     except Exception as error:
@@ -275,9 +299,9 @@ def _tile(program: Program, shape: AnyShape, types: Any, intrinsic: Any, symbol:
     """A numba intrinsic that emits what one thread does."""
     buffers = [b for b in program.buffers if b.role != "local"]
     axes = outer_axes(program) if isinstance(shape, ColumnRowsShape) else program.phases[0].axes
-    integers = ["row", "lane"] if isinstance(shape, TeamShape) else [a.name for a in axes]
+    integers = ["row", "lane"] if isinstance(shape, RowReductionTile) else [a.name for a in axes]
     if isinstance(shape, ScanShape):
-        integers = [*units(program, shape), *(["thread"] if shape.rows else [])]
+        integers = [*scans_of_grid(program, shape), *(["thread"] if shape.rows else [])]
     integers = ["block", "thread"] if isinstance(shape, _BY_BLOCK) else integers
     integers += ["thread"] if isinstance(shape, (ColumnShape, ColumnRowsShape, TransposedShape)) else []
 
@@ -302,15 +326,19 @@ def _tile(program: Program, shape: AnyShape, types: Any, intrinsic: Any, symbol:
 
 
 def _emit(
-    builder: GpuBuilder, program: Program, shape: AnyShape, pointers: Mapping[str, Any],
-    integers: Mapping[str, Any], symbol: str,
-) -> None:  # fmt: skip
+    builder: GpuBuilder,
+    program: Program,
+    shape: AnyShape,
+    pointers: Mapping[str, Any],
+    integers: Mapping[str, Any],
+    symbol: str,
+) -> None:
     buffers = {b.name: b for b in program.buffers}
-    if isinstance(shape, TeamShape):
-        TeamEmitter(builder, program, shape, buffers, pointers, integers["row"], integers["lane"], symbol).emit()
+    if isinstance(shape, RowReductionTile):
+        RowReductionKernel(builder, program, shape, buffers, pointers, integers["row"], integers["lane"], symbol).emit()
         return
     if isinstance(shape, ColumnRowsShape):
-        emitter = MomentsEmitter if dict(program.params)["cuda"] == "moments" else ColumnRowsEmitter
+        emitter = WelfordKernel if dict(program.params)["cuda"] == "moments" else ColumnSoftmaxKernel
         emitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     if isinstance(shape, ScanShape):
@@ -318,22 +346,22 @@ def _emit(
         walker(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     if isinstance(shape, TransposedShape):
-        TransposedEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
+        SmemTransposeKernel(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     if isinstance(shape, _BY_BLOCK):
-        multiplier = next(emitter for kind, emitter in _MULTIPLIERS if isinstance(shape, kind))
+        multiplier = next(emitter for kind, emitter in _KERNEL_EMITTERS if isinstance(shape, kind))
         multiplier(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     if isinstance(shape, ColumnShape):
-        ColumnEmitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
+        ColumnReductionKernel(builder, program, shape, buffers, pointers, integers, symbol).emit()
         return
     phase = program.phases[0]
-    by_tile = counted_by_tile(phase)
+    by_tile = tile_indexed_axes(phase)
     for name, place in shape.fixed:
-        phase = pinned(phase, name, place)
+        phase = fix_axis(phase, name, place)
     multiples = {a.name: a.unroll for a in phase.axes if a.name not in by_tile}
     walk = walk_of(program)
     if walk is not None:
-        WalkEmitter(builder, phase, shape, buffers, pointers, integers, multiples, by_tile).walk(walk)
+        SlidingWindowKernel(builder, phase, shape, buffers, pointers, integers, multiples, by_tile).walk(walk)
         return
-    PointEmitter(builder, phase, shape, buffers, pointers, integers, multiples, by_tile).emit()
+    ThreadTileKernel(builder, phase, shape, buffers, pointers, integers, multiples, by_tile).emit()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from jcuts.base.errors import IRError
-from jcuts.codegen import lanes
+from jcuts.codegen.llvm import lanes
 from jcuts.codegen.vecmath import error_function, exponential, logarithm, trigonometric
 from jcuts.codegen.vecmath.expr import Num
 from jcuts.codegen.vecmath.f32 import F32

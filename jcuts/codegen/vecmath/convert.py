@@ -9,7 +9,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from jcuts.base.errors import IRError
-from jcuts.codegen import lanes
+from jcuts.codegen.llvm import lanes
 
 FLOATS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from llvmlite import ir
 
 from jcuts.base.errors import IRError
-from jcuts.codegen import lanes
+from jcuts.codegen.llvm import lanes
 from jcuts.codegen.vecmath.convert import convert, is_float, is_unsigned
 from jcuts.codegen.vecmath.expr import Num
 from jcuts.codegen.vecmath.trigonometric import if_any
@@ -200,27 +200,57 @@ def _builder(name: str) -> Callable[..., lanes.Value]:
 
 
 FLOAT: dict[str, tuple[int, Callable[..., lanes.Value]]] = {
-    "add": (2, _builder("fadd")), "sub": (2, _builder("fsub")), "mul": (2, _builder("fmul")),
-    "div": (2, _builder("fdiv")), "neg": (1, _builder("fneg")),
-    "abs": (1, _unary_intrinsic("fabs")), "sign": (1, _float_sign),
-    "floor": (1, _unary_intrinsic("floor")), "ceil": (1, _unary_intrinsic("ceil")), "round": (1, _round),
-    "nextafter": (2, _nextafter), "rem": (2, _float_rem), "is_finite": (1, _is_finite), "copysign": (2, _copysign),
-    "max": (2, _unary_intrinsic("maximum")), "min": (2, _unary_intrinsic("minimum")), "clamp": (3, _clamp),
+    "add": (2, _builder("fadd")),
+    "sub": (2, _builder("fsub")),
+    "mul": (2, _builder("fmul")),
+    "div": (2, _builder("fdiv")),
+    "neg": (1, _builder("fneg")),
+    "abs": (1, _unary_intrinsic("fabs")),
+    "sign": (1, _float_sign),
+    "floor": (1, _unary_intrinsic("floor")),
+    "ceil": (1, _unary_intrinsic("ceil")),
+    "round": (1, _round),
+    "nextafter": (2, _nextafter),
+    "rem": (2, _float_rem),
+    "is_finite": (1, _is_finite),
+    "copysign": (2, _copysign),
+    "max": (2, _unary_intrinsic("maximum")),
+    "min": (2, _unary_intrinsic("minimum")),
+    "clamp": (3, _clamp),
     "integer_pow": (1, _integer_pow),
-}  # fmt: skip
+}
 INTEGER: dict[str, tuple[int, Callable[..., lanes.Value]]] = {
-    "add": (2, _builder("add")), "sub": (2, _builder("sub")), "mul": (2, _builder("mul")), "div": (2, _integer_div),
-    "rem": (2, _integer_rem), "neg": (1, _builder("neg")), "abs": (1, _with_flag("abs")), "sign": (1, _integer_sign),
-    "max": (2, _integer_order(">")), "min": (2, _integer_order("<")), "clamp": (3, _clamp),
-    "shift_left": (2, _shift("shl")), "shift_right_logical": (2, _shift("lshr")),
-    "shift_right_arithmetic": (2, _shift("ashr")), "population_count": (1, _unary_intrinsic("ctpop")),
-    "clz": (1, _with_flag("ctlz")), "integer_pow": (1, _integer_pow), "not": (1, _builder("not_")),
-    "and": (2, _builder("and_")), "or": (2, _builder("or_")), "xor": (2, _builder("xor")),
-}  # fmt: skip
+    "add": (2, _builder("add")),
+    "sub": (2, _builder("sub")),
+    "mul": (2, _builder("mul")),
+    "div": (2, _integer_div),
+    "rem": (2, _integer_rem),
+    "neg": (1, _builder("neg")),
+    "abs": (1, _with_flag("abs")),
+    "sign": (1, _integer_sign),
+    "max": (2, _integer_order(">")),
+    "min": (2, _integer_order("<")),
+    "clamp": (3, _clamp),
+    "shift_left": (2, _shift("shl")),
+    "shift_right_logical": (2, _shift("lshr")),
+    "shift_right_arithmetic": (2, _shift("ashr")),
+    "population_count": (1, _unary_intrinsic("ctpop")),
+    "clz": (1, _with_flag("ctlz")),
+    "integer_pow": (1, _integer_pow),
+    "not": (1, _builder("not_")),
+    "and": (2, _builder("and_")),
+    "or": (2, _builder("or_")),
+    "xor": (2, _builder("xor")),
+}
 BOOL: dict[str, tuple[int, Callable[..., lanes.Value]]] = {
-    "max": (2, _builder("or_")), "min": (2, _builder("and_")), "not": (1, _builder("not_")),
-    "and": (2, _builder("and_")), "or": (2, _builder("or_")), "xor": (2, _builder("xor")), "clamp": (3, _clamp),
-}  # fmt: skip
+    "max": (2, _builder("or_")),
+    "min": (2, _builder("and_")),
+    "not": (1, _builder("not_")),
+    "and": (2, _builder("and_")),
+    "or": (2, _builder("or_")),
+    "xor": (2, _builder("xor")),
+    "clamp": (3, _clamp),
+}
 
 
 def _table(dtype: str) -> dict[str, tuple[int, Callable[..., lanes.Value]]]:

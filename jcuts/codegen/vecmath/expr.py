@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from jcuts.codegen import lanes
+from jcuts.codegen.llvm import lanes
 
 
 class Num:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jcuts.codegen import lanes
+from jcuts.codegen.llvm import lanes
 from jcuts.codegen.vecmath.expr import Int, Num, horner
 
 Table = tuple[float, ...]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from jcuts.codegen import lanes
+from jcuts.codegen.llvm import lanes
 from jcuts.codegen.vecmath.exponential import keep_denormals
 from jcuts.codegen.vecmath.expr import Int, Num, where
 from jcuts.codegen.vecmath.formats import Format, two_product, two_sum

@@ -1,0 +1,63 @@
+"""Limits of a streaming multiprocessor (SM) per compute capability: read once from ``sm_limits.toml``."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import MappingProxyType
+
+from jcuts.base.errors import ModelError
+
+
+@dataclass(frozen=True)
+class SmLimits:
+    """What one SM of a compute capability has, and what a block or a thread may take of it.
+
+    Attributes:
+        registers_per_sm, registers_per_thread: 32-bit registers.
+        threads_per_sm, threads_per_block, blocks_per_sm, warp_threads: counts.
+        smem_per_sm_bytes: shared memory; smem_per_block_bytes: of a block, opt-in; smem_static_bytes: without opt-in;
+            smem_reserved_per_block_bytes: what the system takes for every block.
+        cache_line_bytes, sector_bytes: of the caches; the least that memory moves.
+        cluster_blocks: blocks of the largest portable thread block cluster, 1 where there are none.
+    """
+
+    registers_per_sm: int
+    registers_per_thread: int
+    threads_per_sm: int
+    threads_per_block: int
+    blocks_per_sm: int
+    warp_threads: int
+    smem_per_sm_bytes: int
+    smem_per_block_bytes: int
+    smem_static_bytes: int
+    smem_reserved_per_block_bytes: int
+    cache_line_bytes: int
+    sector_bytes: int
+    cluster_blocks: int
+
+
+def parse_limits(text: str, file: str) -> Mapping[str, SmLimits]:
+    """Limits by name (``"sm_90"``) from the text of a data file.
+
+    Raises: ModelError where a table lacks a limit, has an unknown one, or one that is no positive integer.
+    """
+    known = {f.name for f in fields(SmLimits)}
+    found = {}
+    for name, table in tomllib.loads(text).items():
+        if set(table) != known:
+            raise ModelError(f"{file}: {name}: missing or unknown limits {sorted(known ^ set(table))}", file=file)
+        wrong = [k for k, v in table.items() if not isinstance(v, int) or isinstance(v, bool) or v < 1]
+        if wrong:
+            raise ModelError(f"{file}: {name}: {wrong} must be positive integers", file=file)
+        found[name] = SmLimits(**table)
+    return MappingProxyType(found)
+
+
+_FILE = Path(__file__).with_name("sm_limits.toml")
+LIMITS = parse_limits(_FILE.read_text(encoding="utf-8"), _FILE.name)
+"""All compute capabilities that schedules know, by name."""
+SM_80 = LIMITS["sm_80"]
+SM_90 = LIMITS["sm_90"]

@@ -1,0 +1,267 @@
+"""Flash attention: S = QK^T, online softmax and PV of a tile of queries in one pass over the keys (``mma.sync``).
+
+This is the *attention* form.  A block's warps keep their queries' fragments in registers.  Tiles of keys and values
+stream through a ring of shared memory (``cp.async``); the scores of a tile exist as accumulators only: score
+modification happens there (`score_mod`), then rows find their maximum (in four lanes), take exponentials of the
+differences, and multiply them by the values.  Where a tile has a larger score than all before, the running sums are
+rescaled: they are those of exponentials relative to the largest score yet, as exact as if it were known before.  A row
+whose scores are all -inf gives 0 / 0.
+
+Warps that split the keys of a tile merge their states in shared memory in the end (`FlashTile.warps`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from jcuts.base.errors import CompileRejected, Refusal
+from jcuts.codegen.cuda.attention.kv_tiles import TileCopier, TileReader, queries
+from jcuts.codegen.cuda.attention.online_softmax import (
+    FOUR,
+    OnlineSoftmaxState,
+    merge_states,
+    quad_reduce,
+    scaled,
+    softmax,
+    store_state,
+)
+from jcuts.codegen.cuda.attention.score_mod import Tile, apply_score_mod
+from jcuts.codegen.cuda.gemm.epilogue import epilogue
+from jcuts.codegen.cuda.gemm.smem_tile import SmemTile
+from jcuts.codegen.cuda.ptx import global_memory as M
+from jcuts.codegen.cuda.ptx import mma as ptx_mma
+from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
+from jcuts.codegen.cuda.ptx.shuffle import WARP
+from jcuts.codegen.llvm import lanes as L
+from jcuts.kernel_ir.index import Index
+from jcuts.kernel_ir.program import Buffer, Program
+from jcuts.lower.patterns.gemm import COLUMNS, ROWS, GemmOperand
+from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STEP, FlashTile, shape_of
+
+
+def attention_shape(program: Program) -> FlashTile:
+    """The block tile that a schedule asks for. Raises CompileRejected where its numbers do not fit each other."""
+    shape = shape_of(program)
+    if isinstance(shape, Refusal):
+        raise CompileRejected(f"{program.name}: {shape}")
+    params = dict(program.params)
+    if not shape.fits or shape.threads != int(str(params["threads"])):
+        raise CompileRejected(f"{program.name}: no attention of tiles {params['tile']} by warps {params['warps']}")
+    return shape
+
+
+class FlashAttentionKernel:
+    """Emits one thread of the flash-attention kernel."""
+
+    def __init__(
+        self,
+        builder: GpuBuilder,
+        program: Program,
+        shape: FlashTile,
+        buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value],
+        integers: Mapping[str, L.Value],
+        symbol: str,
+    ) -> None:
+        self.builder, self.program, self.shape, self.buffers = builder, program, shape, buffers
+        self.attention, self.thread = shape.attention, integers["thread"]
+        self.shared = ptx_mma.dynamic_shared(builder, f"{symbol}_shared")
+        self.lane = builder.and_(self.thread, L.I32(WARP - 1))
+        warp = builder.lshr(self.thread, L.I32(5))
+        self.part = builder.udiv(warp, L.I32(shape.warps[0]))
+        self.band = builder.urem(warp, L.I32(shape.warps[0]))
+        _, groups = shape.blocks
+        block = integers["block"]
+        head = builder.udiv(block, L.I32(groups))
+        row = builder.mul(builder.urem(block, L.I32(groups)), L.I32(shape.rows))
+        self.row = builder.add(row, builder.mul(self.band, L.I32(shape.warp[0])))
+        variables: dict[str, L.Value] = {ROWS: self.row}
+        for axis in reversed(self.attention.batch):
+            first = axis is self.attention.batch[0]
+            variables[axis.name] = head if first else builder.urem(head, L.I32(axis.extent))
+            head = builder.udiv(head, L.I32(axis.extent))
+        ranges = {a.name: a.extent for a in self.attention.batch}
+        self.frame = M.Frame(builder, variables, pointers, ranges, {})
+
+    def emit(self) -> None:
+        """The whole tile of queries."""
+        builder, shape = self.builder, self.shape
+        key, value = self.attention.key, self.attention.value
+        behind = shape.keys * shape.pitch(key)
+        self.copiers = [
+            TileCopier(self.frame, shape, operand, self.thread, self.shared, first)
+            for operand, first in ((key, 0), (value, behind))
+        ]
+        ahead = max(1, shape.stages - 1)
+        for number in range(ahead):
+            if number < shape.tiles:
+                self._start(L.I32(number), L.I32(number * shape.stage))
+            ptx_mma.cp_async_commit(builder)
+        self.reader = TileReader(builder, shape, self.shared, builder.mul(self.part, L.I32(shape.warp[1])), self.lane)
+        self.queries = queries(self.frame, shape, self.row, self.lane)
+        state = self._walk(ahead)
+        if shape.warps[1] == 1:
+            self._finish(state)
+        else:
+            self.merge_split_keys(state)
+
+    def _start(self, tile: L.Value, stage: L.Value) -> None:
+        for copier in self.copiers:
+            copier.start(tile, stage)
+
+    # -- the walk over the keys ---------------------------------------------------------------------------------
+    def _walk(self, ahead: int) -> OnlineSoftmaxState:
+        """Tile after tile: scores, exponentials, values."""
+        builder, shape = self.builder, self.shape
+
+        def body(number: L.Value, values: list[L.Value]) -> list[L.Value]:
+            reading, writing = values[:2]
+            self._arrived(ahead - 1, reading)
+            if shape.stages > 1:
+                self._next(builder.add(number, L.I32(ahead)), writing)
+            made, weights = self._softmax(number, OnlineSoftmaxState.of(values[2:], shape), self._scores(reading))
+            self._values(reading, weights, made.out)
+            if shape.stages == 1:
+                ptx_mma.barrier(builder)
+                self._next(builder.add(number, L.I32(1)), reading)
+            return [self._after(reading), self._after(writing), *made.values()]
+
+        start = [L.I32(0), L.I32(ahead % shape.stages * shape.stage), *OnlineSoftmaxState.none(shape).values()]
+        return OnlineSoftmaxState.of(self._loop(shape.tiles, start, body)[2:], shape)
+
+    def _loop(
+        self, count: int, start: list[L.Value], body: Callable[[L.Value, list[L.Value]], list[L.Value]]
+    ) -> list[L.Value]:
+        """Runs ``body`` for the numbers below ``count``, with values that it hands on; returns the last ones."""
+        builder = self.builder
+        before = builder.block
+        loop, after = builder.append_basic_block("keys"), builder.append_basic_block("keys.done")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        number = builder.phi(L.I32)
+        number.add_incoming(L.I32(0), before)
+        carried = [builder.phi(value.type) for value in start]
+        for variable, value in zip(carried, start, strict=True):
+            variable.add_incoming(value, before)
+        made = body(number, carried)
+        following = builder.add(number, L.I32(1))
+        number.add_incoming(following, builder.block)
+        for variable, value in zip(carried, made, strict=True):
+            variable.add_incoming(value, builder.block)
+        builder.cbranch(builder.icmp_signed("<", following, L.I32(count)), loop, after)
+        builder.position_at_end(after)
+        return made
+
+    def _arrived(self, under_way: int, stage: L.Value) -> None:
+        """Waits for copies until so many groups are left; the tile of this stage is ready for all."""
+        ptx_mma.cp_async_wait(self.builder, under_way)
+        if self.shape.rounded:
+            for copier in self.copiers:
+                copier.round(stage)
+        ptx_mma.barrier(self.builder)
+
+    def _next(self, tile: L.Value, stage: L.Value) -> None:
+        """Starts the copies of a tile, if there is one."""
+        builder = self.builder
+        with builder.if_then(builder.icmp_signed("<", tile, L.I32(self.shape.tiles))):
+            self._start(tile, stage)
+        ptx_mma.cp_async_commit(builder)
+
+    def _after(self, stage: L.Value) -> L.Value:
+        """The stage behind this one."""
+        builder, shape = self.builder, self.shape
+        if shape.stages == 1:
+            return stage
+        moved = builder.add(stage, L.I32(shape.stage))
+        return builder.select(builder.icmp_signed("==", moved, L.I32(shape.stage * shape.stages)), L.I32(0), moved)
+
+    # -- a tile of keys -----------------------------------------------------------------------------------------
+    def _scores(self, stage: L.Value) -> Tile:
+        """Products of queries and keys."""
+        builder, shape = self.builder, self.shape
+        bands, pairs = shape.warp[0] // SIXTEEN, shape.warp[1] // SIXTEEN
+        found = [[[L.F32(0.0)] * 4 for _ in range(2 * pairs)] for _ in range(bands)]
+        near = [self.reader.keys(stage, pair, 0) for pair in range(pairs)]
+        for step in range(shape.steps):
+            now = near
+            if step + 1 < shape.steps:
+                near = [self.reader.keys(stage, pair, step + 1) for pair in range(pairs)]
+            for pair, two in enumerate(now):
+                for i, band in enumerate(self.queries):
+                    for j, right in enumerate(two):
+                        at = 2 * pair + j
+                        found[i][at] = ptx_mma.mma_sync(builder, self.attention.kind, band[step], right, found[i][at])
+        return found
+
+    def _softmax(
+        self, number: L.Value, state: OnlineSoftmaxState, scores: Tile
+    ) -> tuple[OnlineSoftmaxState, list[list[L.Value]]]:
+        """The softmax of what the program makes of a tile's products."""
+        builder, shape = self.builder, self.shape
+        first = builder.mul(number, L.I32(shape.keys))
+        first = builder.add(first, builder.mul(self.part, L.I32(shape.warp[1])))
+        return softmax(
+            builder, state, apply_score_mod(self.frame, shape, self.buffers, scores, (self.row, first), self.lane)
+        )
+
+    def _values(self, stage: L.Value, weights: list[list[L.Value]], out: Tile) -> None:
+        """Adds weights times values to the accumulators."""
+        builder, shape = self.builder, self.shape
+        keys = STEP // self.attention.value.item
+        for first in range(0, shape.warp[1], keys):
+            left = [self._left(weights[2 * i], weights[2 * i + 1], first // EIGHT) for i in range(len(out))]
+            for column in range(0, shape.padded_head_dim, SIXTEEN):
+                for j, right in enumerate(self.reader.values(stage, first, column)):
+                    at = column // EIGHT + j
+                    for i, fragment in enumerate(left):
+                        out[i][at] = ptx_mma.mma_sync(builder, self.attention.kind, fragment, right, out[i][at])
+
+    def _left(self, upper: list[L.Value], lower: list[L.Value], eight: int) -> list[L.Value]:
+        """Weights of 8 or 16 keys as a fragment of the left operand."""
+        builder, kind = self.builder, self.attention.kind
+        if kind == "tf32":
+            found = [upper[2 * eight], lower[2 * eight], upper[2 * eight + 1], lower[2 * eight + 1]]
+            return [ptx_mma.to_tf32(builder, builder.bitcast(v, L.I32)) for v in found]
+        text = f"cvt.rn.{kind}x2.f32 $0, $1, $2;"
+        pairs = [(row[2 * e], row[2 * e + 1]) for e in (eight, eight + 1) for row in (upper, lower)]
+        return [asm(builder, text, L.I32, [high, low]) for low, high in pairs]
+
+    # -- the end ------------------------------------------------------------------------------------------------
+    def merge_split_keys(self, state: OnlineSoftmaxState) -> None:
+        """Warps that have shared the keys: all but the first put down what they have, the first one takes it."""
+        builder, shape = self.builder, self.shape
+        ptx_mma.cp_async_wait(builder, 0)
+        ptx_mma.barrier(builder)
+        place = builder.add(builder.mul(self.band, L.I32(shape.exchange_bytes)), builder.mul(self.lane, L.I32(FOUR)))
+        place = builder.add(self.shared, place)
+        every = shape.warps[0] * shape.exchange_bytes
+        with builder.if_then(builder.icmp_signed(">", self.part, L.I32(0))):
+            mine = builder.mul(builder.sub(self.part, L.I32(1)), L.I32(every))
+            store_state(builder, state, builder.add(place, mine))
+        ptx_mma.barrier(builder)
+        with builder.if_then(builder.icmp_signed("==", self.part, L.I32(0))):
+            for other in range(shape.warps[1] - 1):
+                state = merge_states(builder, state, place, other * every)
+            self._finish(state)
+
+    def _finish(self, state: OnlineSoftmaxState) -> None:
+        """Divides by the sums of exponentials; then what follows the second product."""
+        builder, shape, attention = self.builder, self.shape, self.attention
+        ones = [
+            builder.fdiv(L.F32(1.0), quad_reduce(builder, total, lambda b, x, y: b.fadd(x, y))) for total in state.sums
+        ]
+        totals = scaled(builder, state.out, ones)
+        variables = {**self.frame.variables, ROWS: self.row, COLUMNS: L.I32(0)}
+        frame = replace(self.frame, variables=variables)
+        value = attention.value
+        side = GemmOperand("", value.dtype, Index(), (), COLUMNS, value.item != 4, 1, STEP, 1)
+        rows = SmemTile(
+            replace(side, dtype="float32", outer=ROWS, along_terms=True),
+            attention.rows,
+            shape.rows,
+            STEP,
+            shape.warp[0],
+        )
+        tiles = (rows, SmemTile(side, value.length, shape.padded_head_dim, STEP, shape.padded_head_dim))
+        epilogue(frame, attention.result, tiles, self.buffers, self.lane, totals)

@@ -1,0 +1,147 @@
+"""Online softmax state of a warp: row maxima, exponential sums and rescaled outputs; merging the states of split keys.
+
+A lane has two rows of every sixteen; four lanes share a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jcuts.codegen.cuda.attention.score_mod import LEAST, Tile
+from jcuts.codegen.cuda.ptx import mma as ptx_mma
+from jcuts.codegen.cuda.ptx import sfu_math
+from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
+from jcuts.codegen.cuda.ptx.shuffle import WARP, shuffle
+from jcuts.codegen.llvm import lanes as L
+from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STATE, FlashTile
+
+FOUR = 16
+"""Bytes that a lane hands over at once."""
+
+
+@dataclass
+class OnlineSoftmaxState:
+    """A warp's running state.
+
+    Attributes:
+        largest: maximum score of each of the lane's rows.
+        sums: sum of exponentials per row.
+        out: accumulators of the values.
+    """
+
+    largest: list[L.Value]
+    sums: list[L.Value]
+    out: Tile
+
+    def values(self) -> list[L.Value]:
+        """All of it."""
+        return [*self.largest, *self.sums, *(v for row in self.out for tile in row for v in tile)]
+
+    @staticmethod
+    def of(values: Sequence[L.Value], shape: FlashTile) -> OnlineSoftmaxState:
+        """The inverse of `values`."""
+        rows = 2 * shape.warp[0] // SIXTEEN
+        return OnlineSoftmaxState(
+            list(values[:rows]), list(values[rows : 2 * rows]), tiles_of(values[2 * rows :], rows // 2)
+        )
+
+    @staticmethod
+    def none(shape: FlashTile) -> OnlineSoftmaxState:
+        """Before the first key."""
+        rows = 2 * shape.warp[0] // SIXTEEN
+        out = [L.F32(0.0)] * (rows // 2 * shape.padded_head_dim // EIGHT * 4)
+        return OnlineSoftmaxState.of([*[LEAST] * rows, *[L.F32(0.0)] * rows, *out], shape)
+
+
+def tiles_of(values: Sequence[L.Value], bands: int) -> Tile:
+    """Accumulators of so many times 16 rows from a list of them all."""
+    fours = [list(values[k : k + 4]) for k in range(0, len(values), 4)]
+    across = len(fours) // bands
+    return [fours[k : k + across] for k in range(0, len(fours), across)]
+
+
+def softmax(
+    builder: GpuBuilder, state: OnlineSoftmaxState, scores: Tile
+) -> tuple[OnlineSoftmaxState, list[list[L.Value]]]:
+    """The state with a tile of scores, sums of values without it, and the weights of every row of the lane."""
+    halves = [(band, first) for band in scores for first in (0, 2)]
+    rows = [[value for tile in band for value in tile[first : first + 2]] for band, first in halves]
+    made, factors, weights = OnlineSoftmaxState([], [], []), [], []
+    for row, old, total in zip(rows, state.largest, state.sums, strict=True):
+        most = larger(builder, old, quad_reduce(builder, _pairwise(row, lambda a, b: larger(builder, a, b)), larger))
+        base = _finite(builder, most)
+        factors.append(sfu_math.fast_exp_nonpositive(builder, builder.fsub(old, base)))
+        weights.append([sfu_math.fast_exp_nonpositive(builder, builder.fsub(score, base)) for score in row])
+        made.largest.append(most)
+        made.sums.append(builder.fadd(builder.fmul(total, factors[-1]), _pairwise(weights[-1], builder.fadd)))
+    made.out = scaled(builder, state.out, factors)
+    return made, weights
+
+
+def larger(builder: GpuBuilder, a: L.Value, b: L.Value) -> L.Value:
+    """The larger of two scores; a NaN wins."""
+    return asm(builder, "max.NaN.f32 $0, $1, $2;", L.F32, [a, b])
+
+
+def quad_reduce(
+    builder: GpuBuilder, value: L.Value, join: Callable[[GpuBuilder, L.Value, L.Value], L.Value]
+) -> L.Value:
+    """What the four lanes of a row have together."""
+    for distance in (1, 2):
+        value = join(builder, value, shuffle(builder, value, distance))
+    return value
+
+
+def scaled(builder: GpuBuilder, out: Tile, factors: Sequence[L.Value]) -> Tile:
+    """Accumulators times a factor per row of the lane."""
+    return [
+        [[builder.fmul(v, factors[2 * i + k // 2]) for k, v in enumerate(tile)] for tile in row]
+        for i, row in enumerate(out)
+    ]
+
+
+def _pairwise(values: list[L.Value], join: Callable[[L.Value, L.Value], L.Value]) -> L.Value:
+    """All values joined as a tree."""
+    while len(values) > 1:
+        values = [join(*values[k : k + 2]) if k + 1 < len(values) else values[k] for k in range(0, len(values), 2)]
+    return values[0]
+
+
+def _finite(builder: GpuBuilder, most: L.Value) -> L.Value:
+    """The largest score, 0 where there is none yet but -inf: exponentials of -inf are 0 then, not of a NaN."""
+    return builder.select(builder.fcmp_ordered("==", most, LEAST), L.F32(0.0), most)
+
+
+# -- warps that share keys ------------------------------------------------------------------------------------------
+def store_state(builder: GpuBuilder, state: OnlineSoftmaxState, place: L.Value) -> None:
+    """Puts a warp's state into shared memory, from this lane's place on."""
+    fours = [tile for row in state.out for tile in row]
+    rest = [*state.largest, *state.sums]
+    fours += [rest[k : k + 4] for k in range(0, len(rest), 4)]
+    for number, four in enumerate(fours):
+        ptx_mma.st_shared_v4_f32(builder, place, number * FOUR * WARP, four)
+
+
+def merge_states(builder: GpuBuilder, state: OnlineSoftmaxState, place: L.Value, offset: int) -> OnlineSoftmaxState:
+    """A warp's state with that of another one, which has `put` it there."""
+
+    def four(number: int) -> list[L.Value]:
+        return ptx_mma.ld_shared_v4_f32(builder, place, offset + number * FOUR * WARP)
+
+    count, rows = sum(map(len, state.out)), len(state.sums)
+    rest = [v for k in range(rows * STATE // 4) for v in four(count + k)]
+    largest, sums, mine, theirs = [], [], [], []
+    for r in range(rows):
+        most = larger(builder, state.largest[r], rest[r])
+        base = _finite(builder, most)
+        mine.append(sfu_math.fast_exp_nonpositive(builder, builder.fsub(state.largest[r], base)))
+        theirs.append(sfu_math.fast_exp_nonpositive(builder, builder.fsub(rest[r], base)))
+        largest.append(most)
+        sums.append(builder.fadd(builder.fmul(state.sums[r], mine[r]), builder.fmul(rest[rows + r], theirs[r])))
+    out: Tile = []
+    for i, row in enumerate(scaled(builder, state.out, mine)):
+        others = scaled(builder, [[four(i * len(row) + j) for j in range(len(row))]], theirs[2 * i : 2 * i + 2])[0]
+        both = zip(row, others, strict=True)
+        out.append([[builder.fadd(v, w) for v, w in zip(tile, other, strict=True)] for tile, other in both])
+    return OnlineSoftmaxState(largest, sums, out)

@@ -1,0 +1,194 @@
+"""GEMM epilogue: runs the exit graph (bias, activation, residual) on the accumulators and stores with predicates.
+
+A lane's results are the rows and columns that `mma` and `wgmma` give it; its columns are chosen so that neighbours
+leave as one store of up to 16 bytes.  With ``paired``, neighbouring lanes first exchange the halves of two tiles of 8
+columns, so that each has four columns side by side.  Only tiles that reach beyond the matrix predicate their loads and
+stores.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jcuts.codegen.cuda.gemm.epilogue_bulk_copy import EpilogueStaging
+from jcuts.codegen.cuda.gemm.smem_tile import PAIR, SmemTile, lane_columns, lane_rows
+from jcuts.codegen.cuda.graph.node_emitter import Emitter, store_all
+from jcuts.codegen.cuda.ptx import global_memory as M
+from jcuts.codegen.cuda.ptx.builder import GpuBuilder
+from jcuts.codegen.cuda.ptx.shuffle import shuffle
+from jcuts.codegen.llvm import elementwise as E
+from jcuts.codegen.llvm import lanes as L
+from jcuts.kernel_ir.index import Index
+from jcuts.kernel_ir.node import Graph, Guard, Node
+from jcuts.kernel_ir.program import Axis, Buffer, Phase, Store
+from jcuts.lower.patterns.gemm import COLUMNS, ROWS
+
+Totals = list[list[list[L.Value]]]
+"""Accumulators: [tile of 16 rows][tile of 8 columns][4]."""
+_HELD = "held"  # axis: the first column of those that one access takes
+
+
+def epilogue(
+    frame: M.Frame,
+    phase: Phase,
+    tiles: tuple[SmemTile, SmemTile],
+    buffers: Mapping[str, Buffer],
+    lane: L.Value,
+    totals: Totals,
+    further: Axis | None = None,
+    keeper: EpilogueStaging | None = None,
+    paired: bool = False,
+) -> None:
+    """Runs the exit graph on a lane's accumulators and stores the results.
+
+    Args:
+        frame: its rows and columns are the first ones of the accumulators of the whole warp.
+        tiles: the block's tiles of the left and the right operand.
+        further: an axis along which the warp has several such tiles; ``frame`` has its first point.
+        keeper: of matrices whose tiles lie in shared memory, and of results that go there.
+        paired: whether neighbouring lanes first exchange results, so that each has four columns side by side, not two.
+    """
+    builder = frame.builder
+    left, right = tiles
+    row_step, row_offsets = lane_rows(left)
+    column_step, column_offsets = lane_columns(right)
+    if paired:
+        totals, column_step = _swap_lane_pairs(builder, lane, totals), 2 * PAIR
+        column_offsets = [[group + n, group + n + 1] for group in range(0, right.warp, 16) for n in (0, PAIR)]
+    row_offsets, column_offsets = row_offsets[: len(totals)], column_offsets[: len(totals[0])]
+    many, each = len(totals) // len(row_offsets), len(row_offsets)
+    row = builder.mul(builder.lshr(lane, L.I32(2)), L.I32(row_step))
+    quarter = builder.and_(lane, L.I32(3))
+    if paired:  # odd lanes have the second one of two tiles
+        odd = builder.shl(builder.and_(lane, L.I32(1)), L.I32(1))
+        quarter = builder.or_(odd, builder.lshr(quarter, L.I32(1)))
+    column = builder.mul(quarter, L.I32(column_step))
+    frame = replace(
+        frame,
+        variables={
+            **frame.variables,
+            ROWS: builder.add(frame.variables[ROWS], row),
+            COLUMNS: builder.add(frame.variables[COLUMNS], column),
+        },
+        ranges={**frame.ranges, ROWS: _lane_extent(left, row_offsets), COLUMNS: _lane_extent(right, column_offsets)},
+        multiples={ROWS: row_step, COLUMNS: column_step},
+        cache={},
+    )
+    if keeper is not None:
+        keeper.bind_lane(row, column, column_step)
+    exit_, stores = _guarded(phase, tiles, further, keeper)
+    wanted = [s.value for s in stores]
+    accs = [(k, int(str(node.attr("number")))) for k, node in enumerate(exit_.nodes) if node.op == "acc"]
+    staged = {} if keeper is None else dict(keeper.held.stored)
+    graph = Graph()
+    emitter = Emitter(frame, graph, buffers)
+    held = right.extent % column_step == 0  # neighbours in one access are inside together, or not at all
+    groups: list[tuple[int, int, int, list[dict[int, int]], list[tuple[int, str, Index, int]]]] = []
+    points = _lane_outputs(row_offsets, column_offsets)
+    for far, (down, runs) in itertools.product(range(many), points):
+        for run in runs if held else [[point] for many in runs for point in many]:
+            rows: list[tuple[int, str, Index, int]] = []
+            kept: list[dict[int, int]] = []
+            first = run[0][0]
+            for offset, (i, j, k) in run:
+                where = {
+                    ROWS: Index.axis(ROWS) + down,
+                    COLUMNS: Index.axis(COLUMNS) + offset,
+                    _HELD: Index.axis(COLUMNS) + first,
+                    **({} if further is None else {further.name: Index.axis(further.name) + far}),
+                }
+                point = ("point", (far, down, offset))
+                given = {n: graph.add(Node("acc", exit_.nodes[k].dtype, attrs=(("number", n), point))) for k, n in accs}
+                emitter.bind(given[0], E.Lanes(totals[far * each + i][j][k], graph.nodes[given[0]].dtype))
+                emitter.coarse.add(given[0])
+                kept.append(given)
+                numbers = exit_.copy_into(graph, wanted, where, frame.ranges, {k: given[n] for k, n in accs})
+                rows += [
+                    (place, s.buffer, s.address.substitute(where, frame.ranges), number)
+                    for place, (s, number) in enumerate(zip(stores, numbers, strict=True))
+                ]
+            groups.append((far, down, first, kept, rows))
+    emitter.vectorize_loads(number for *_, rows in groups for *_, number in rows)
+    for far, down, first, kept, rows in groups:
+        if keeper is not None:
+            for n in sorted(set(kept[0]) - {0}):
+                for given, value in zip(kept, keeper.read(n - 1, down, first, len(kept)), strict=True):
+                    emitter.bind(given[n], value)
+        guards = (
+            Guard(Index.axis(ROWS) + down, None, left.extent - 1),
+            Guard(Index.axis(COLUMNS) + first, None, right.extent - 1),
+            *(() if further is None else (Guard(Index.axis(further.name) + far, None, further.extent - 1),)),
+        )
+        frame.live = M.condition(frame, guards)
+        store_all(emitter, [(buffer, address, value) for place, buffer, address, value in rows if place not in staged])
+        if keeper is not None:
+            for place, mine in staged.items():
+                keeper.write(mine, down, first, emitter.emit([number for at, _, _, number in rows if at == place]))
+
+
+def _swap_lane_pairs(builder: GpuBuilder, lane: L.Value, totals: Totals) -> Totals:
+    """Of two tiles of 8 columns an even lane gives its part of the second for its neighbour's of the first."""
+    odd = builder.icmp_signed("!=", builder.and_(lane, L.I32(1)), L.I32(0))
+    found: Totals = []
+    for row in totals:
+        made: list[list[L.Value]] = []
+        for first, second in zip(row[::2], row[1::2], strict=True):
+            sent = [builder.select(odd, a, b) for a, b in zip(first, second, strict=True)]
+            got = [shuffle(builder, value, 1) for value in sent]
+            made.append([builder.select(odd, g, a) for g, a in zip(got, first, strict=True)])
+            made.append([builder.select(odd, b, g) for g, b in zip(got, second, strict=True)])
+        found.append(made)
+    return found
+
+
+def _guarded(
+    phase: Phase, tiles: tuple[SmemTile, SmemTile], further: Axis | None, keeper: EpilogueStaging | None
+) -> tuple[Graph, tuple[Store, ...]]:
+    """The exit graph and its stores, with loads that read nothing beyond the result; kept matrices are accumulators."""
+    found, numbers = Graph(), {}
+    last = {axis: tile.extent - 1 for axis, tile in zip((ROWS, COLUMNS), tiles, strict=True)}
+    names = [(ROWS, ROWS), (COLUMNS, _HELD)]
+    if further is not None:
+        last[further.name] = further.extent - 1
+        names.append((further.name, further.name))
+    for number, node in enumerate(phase.exit.nodes):
+        kept = None if keeper is None else keeper.loaded(node)
+        if kept is not None:
+            numbers[number] = found.add(Node("acc", node.dtype, attrs=(("number", 1 + kept),)))
+            continue
+        index = None if node.index is None else node.index.renumber(numbers)
+        guards = tuple(Guard(g.index.renumber(numbers), g.low, g.high) for g in node.guards)
+        if node.op == "load" and index is not None:
+            used = set(last) if index.values() else index.axes()
+            guards += tuple(Guard(Index.axis(name), None, last[axis]) for axis, name in names if axis in used)
+        value = 0 if node.op == "load" and node.value is None else node.value
+        args = tuple(numbers[a] for a in node.args)
+        numbers[number] = found.add(replace(node, args=args, index=index, guards=guards, value=value))
+    return found, tuple(replace(s, value=numbers[s.value]) for s in phase.stores)
+
+
+Run = list[tuple[int, tuple[int, int, int]]]
+
+
+def _lane_outputs(row_offsets: list[list[int]], column_offsets: list[list[int]]) -> list[tuple[int, list[Run]]]:
+    """A lane's outputs: (row offset, runs of neighbouring columns), each with the accumulator that holds it."""
+    found = []
+    for i, pair in enumerate(row_offsets):
+        for high, down in enumerate(pair):
+            columns = sorted(
+                (offset, (i, j, 2 * high + k)) for j, two in enumerate(column_offsets) for k, offset in enumerate(two)
+            )
+            runs: list[Run] = []
+            for offset, place in columns:
+                if not runs or offset != runs[-1][-1][0] + 1:
+                    runs.append([])
+                runs[-1].append((offset, place))
+            found.append((down, runs))
+    return found
+
+
+def _lane_extent(tile: SmemTile, offsets: list[list[int]]) -> int:
+    """One more than the largest first row (or column) of a lane: rows of the grid's tiles less what it adds."""
+    return -(-tile.extent // tile.size) * tile.size - max(o for pair in offsets for o in pair)

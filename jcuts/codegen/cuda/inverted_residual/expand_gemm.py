@@ -1,0 +1,200 @@
+"""Expand stage of the fused inverted residual: 1x1 GEMM with its epilogue into the shared-memory patch, or a plain
+copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jcuts.codegen.cuda.gemm.epilogue import Totals
+from jcuts.codegen.cuda.gemm.smem_tile import FragmentReader, SmemTile, lane_columns
+from jcuts.codegen.cuda.inverted_residual.loads import ChannelChunkLoader, InputLoader, WeightLoader
+from jcuts.codegen.cuda.inverted_residual.mid_epilogue import MidEpilogue
+from jcuts.codegen.cuda.inverted_residual.tile_coords import TileCoordinates
+from jcuts.codegen.cuda.ptx import global_memory as M
+from jcuts.codegen.cuda.ptx import mma as ptx_mma
+from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
+from jcuts.codegen.cuda.ptx.shuffle import WARP
+from jcuts.codegen.llvm import lanes as L
+from jcuts.kernel_ir.program import Buffer
+from jcuts.lower.patterns.gemm import COLUMNS, TYPES
+from jcuts.schedule.gpu.inverted_residual.tile import ROW_TILE, STEP, InvertedResidualTile
+
+EIGHT = 8
+
+
+class ExpandGemm:
+    """Fragments of input pixels times a chunk of weights, and the element-wise operations behind it."""
+
+    def __init__(
+        self,
+        frame: M.Frame,
+        shape: InvertedResidualTile,
+        place: TileCoordinates,
+        thread: L.Value,
+        places: tuple[L.Value, L.Value, L.Value],
+        buffers: Mapping[str, Buffer],
+    ) -> None:
+        """Args: places: of weights, input pixels and patch in shared memory."""
+        weights, pixels, self.patch = places
+        self.frame, self.shape, self.builder = frame, shape, frame.builder
+        builder, block, side = self.builder, shape.block, shape.block.weights[0]
+        assert side is not None and block.expand is not None
+        self.kind = TYPES[block.dtype]
+        self.lane, warp = builder.and_(thread, L.I32(WARP - 1)), builder.lshr(thread, L.I32(5))
+        row = builder.mul(builder.udiv(warp, L.I32(shape.expand[1])), L.I32(ROW_TILE * shape.m_fragments_in))
+        width = shape.chunk // shape.expand[1]
+        self.column = builder.mul(builder.urem(warp, L.I32(shape.expand[1])), L.I32(width))
+        self.tile = SmemTile(
+            side,
+            block.expanded_channels,
+            shape.chunk,
+            shape.padded_in_channels,
+            width,
+            0,
+            block.in_channels % shape.step != 0,
+        )
+        self.pixels = InputLoader(frame, shape, place, thread, pixels)
+        self.copier = WeightLoader(frame, self.tile, shape.threads, thread, L.I32(0), weights)
+        rounded = buffers[side.buffer].tf32
+        self.fragments = FragmentReader(builder, self.tile, weights, self.column, self.lane, rounded)
+        self.left = left_fragments(builder, self.lane, pixels, row, shape.item * shape.input_pitch)
+        quad = builder.add(row, builder.lshr(self.lane, L.I32(2)))
+        rows = [place.in_patch(builder.add(quad, L.I32(EIGHT * n))) for n in range(2 * shape.m_fragments_in)]
+        self.rows = [row for row, _ in rows[:1]] if shape.is_linear else [row for row, _ in rows]
+        self.inside: L.Value | None = None
+        if any(inside is not None for _, inside in rows):
+            self.inside = L.I32(0)
+            for number, (_, inside) in enumerate(rows):
+                bit = builder.zext(L.I1(1) if inside is None else inside, L.I32)
+                self.inside = builder.or_(self.inside, builder.shl(bit, L.I32(number)))
+        self.chain = MidEpilogue(frame, block.expand.phases[0], COLUMNS, block.expanded_channels, shape.chunk, buffers)
+        self.held: list[list[list[L.Value]]] | None = None
+
+    def start(self) -> None:
+        """Starts the copies of the input and of the first piece of weights."""
+        self.pixels.start()
+        self.ahead(L.I32(0), L.I32(0))
+
+    def ahead(self, first: L.Value, odd: L.Value) -> None:
+        """Starts the copies for the piece of channels that begins at ``first``."""
+        stage = self.builder.mul(odd, L.I32(self.shape.sizes[1]))
+        self.copier.fetch(first, stage, L.I32(self.shape.block.in_channels))
+
+    def arrived(self) -> None:
+        """The input is there, as far as this thread has copied it."""
+        if not self.shape.held and self.kind == "tf32":
+            self.pixels.round()
+
+    def hold(self) -> None:
+        """The input is there: takes it into registers."""
+        self.held = [self._pixels(step) for step in range(self.shape.padded_in_channels // self.shape.step)]
+
+    def source(self, odd: L.Value) -> L.Value:
+        """Bytes before the patch of a piece."""
+        return L.I32(0)
+
+    def compute(self, first: L.Value, odd: L.Value) -> None:
+        """A piece of channels of all pixels, with what follows, into the patch."""
+        builder, shape = self.builder, self.shape
+        stage = builder.mul(odd, L.I32(shape.sizes[1]))
+        sums: Totals = [[[L.F32(0.0)] * 4 for _ in range(self.tile.warp // EIGHT)] for _ in range(shape.m_fragments_in)]
+        for step in range(shape.padded_in_channels // shape.step):
+            rows = self.held[step] if self.held is not None else self._pixels(step)
+            columns = self.fragments.read(stage, step * shape.step)
+            for i, row in enumerate(rows):
+                for j, column in enumerate(columns):
+                    sums[i][j] = ptx_mma.mma_sync(builder, self.kind, row, column, sums[i][j])
+        factor, offsets = lane_columns(self.tile)
+        mine = builder.add(self.column, builder.mul(builder.and_(self.lane, L.I32(3)), L.I32(factor)))
+        runs = _runs(offsets)
+        values = self.chain.apply(
+            builder.add(first, mine),
+            factor,
+            [
+                [(offset, [row[j][2 * half + k] for row in sums for half in (0, 1)]) for offset, (j, k) in run]
+                for run in runs
+            ],
+        )
+        targets = []
+        for place in self.rows:
+            target = builder.add(builder.mul(place, L.I32(shape.patch_pitch)), mine)
+            targets.append(builder.add(self.patch, builder.mul(target, L.I32(shape.item))))
+        bits = None  # one register for all rows: what is made of it must not be computed before the loop
+        if self.inside is not None:
+            bits = asm(builder, "mov.b32 $0, $1;", L.I32, [self.inside], effects=True)
+        for number in range(2 * shape.m_fragments_in):
+            target, offset = (
+                (targets[0], EIGHT * number * shape.patch_pitch) if shape.is_linear else (targets[number], 0)
+            )
+            inside = None
+            if bits is not None:
+                inside = builder.icmp_unsigned("!=", builder.and_(bits, L.I32(1 << number)), L.I32(0))
+            for run, found in zip(runs, values, strict=True):
+                words = self.chain.words([column[number] for column in found])
+                ptx_mma.write_words(builder, target, shape.item * (offset + run[0][0]), words, inside)
+
+    def _pixels(self, step: int) -> list[list[L.Value]]:
+        """Fragments of the input pixels."""
+        shape, found = self.shape, []
+        for row in range(shape.m_fragments_in):
+            offset = shape.item * row * ROW_TILE * shape.input_pitch + step * STEP
+            words = ptx_mma.ldmatrix_x4(self.builder, self.left, offset)
+            rounds = shape.held and self.kind == "tf32"
+            found.append([ptx_mma.to_tf32(self.builder, w) for w in words] if rounds else words)
+        return found
+
+
+class DirectLoad:
+    """Without an expand GEMM: chunks of an operand's channels, copied one ahead."""
+
+    def __init__(
+        self, frame: M.Frame, shape: InvertedResidualTile, place: TileCoordinates, thread: L.Value, patch: L.Value
+    ) -> None:
+        self.shape, self.builder = shape, frame.builder
+        self.copier = ChannelChunkLoader(frame, shape, place, thread, patch)
+
+    def start(self) -> None:
+        """Nothing is copied before the patches are clear."""
+
+    def arrived(self) -> None:
+        """The patches are clear, as far as this thread has done it."""
+        ptx_mma.barrier(self.builder)
+        self.ahead(L.I32(0), L.I32(0))
+        ptx_mma.cp_async_commit(self.builder)
+        ptx_mma.cp_async_wait(self.builder, 0)
+
+    def hold(self) -> None:
+        """There is nothing to keep."""
+
+    def ahead(self, first: L.Value, odd: L.Value) -> None:
+        """Starts the copies of the piece of channels that begins at ``first``."""
+        self.copier.start(first, self.source(odd))
+
+    def source(self, odd: L.Value) -> L.Value:
+        """Bytes before the patch of a piece."""
+        return self.builder.mul(odd, L.I32(self.shape.sizes[3]))
+
+    def compute(self, first: L.Value, odd: L.Value) -> None:
+        """The piece is there."""
+
+
+def left_fragments(builder: GpuBuilder, lane: L.Value, shared: L.Value, row: L.Value, pitch: int) -> L.Value:
+    """Where this lane's line of a fragment's matrices begins: rows, eight more, then both 16 bytes of terms further.
+
+    Args: pitch: bytes from one line to the next.
+    """
+    line = builder.add(row, builder.and_(lane, L.I32(15)))
+    place = builder.mul(line, L.I32(pitch))
+    return builder.add(builder.add(shared, place), builder.mul(builder.lshr(lane, L.I32(4)), L.I32(16)))
+
+
+def _runs(offsets: list[list[int]]) -> list[list[tuple[int, tuple[int, int]]]]:
+    """A lane's columns in runs of 2 or 4 neighbours: (offset, (fragment, which of its two))."""
+    columns = sorted((offset, (j, k)) for j, two in enumerate(offsets) for k, offset in enumerate(two))
+    found: list[list[tuple[int, tuple[int, int]]]] = []
+    for column in columns:
+        if not found or column[0] != found[-1][-1][0] + 1:
+            found.append([])
+        found[-1].append(column)
+    return found

@@ -1,0 +1,1 @@
+"""Layout kernels: transposing and rounding the weights of many GEMMs in one launch."""

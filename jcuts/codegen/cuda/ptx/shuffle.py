@@ -1,0 +1,83 @@
+"""Communication within a block: warp shuffles (``shfl.sync``) and words in static shared memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
+from jcuts.codegen.llvm import lanes as L
+
+WARP = 32
+
+
+def allocate_static(builder: GpuBuilder, name: str, size: int) -> L.Value:
+    """Address (i32) of a new piece of shared memory of so many bytes."""
+    kind = ir.ArrayType(ir.IntType(8), size)
+    found: Any = ir.GlobalVariable(builder.module, kind, name, addrspace=3)
+    found.linkage, found.align = "internal", 16
+    found.initializer = ir.Constant(kind, ir.Undefined)
+    return builder.ptrtoint(found, L.I32)
+
+
+def write_word(
+    builder: GpuBuilder, place: L.Value, offset: int, value: L.Value, size: int, where: L.Value | None = None
+) -> None:
+    """Puts a value into ``size`` (4 or 8) bytes of shared memory, in threads for which ``where`` holds."""
+    word = _wide(builder, value, size)
+    text = f"st.shared.b{8 * size} [$0{f'+{offset}' if offset else ''}], $1;"
+    if where is None:
+        asm(builder, text, ir.VoidType(), [place, word], effects=True)
+        return
+    guarded = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; @p {text} }}"
+    asm(builder, guarded, ir.VoidType(), [place, word, builder.zext(where, L.I32)], effects=True)
+
+
+def read_word(builder: GpuBuilder, place: L.Value, offset: int, kind: L.Type, size: int) -> L.Value:
+    """The value of a type that `write_word` has put there."""
+    text = f"ld.shared.b{8 * size} $0, [$1{f'+{offset}' if offset else ''}];"
+    found = asm(builder, text, ir.IntType(8 * size), [place], effects=True)
+    return _unword(builder, found if L.bit_width(kind) > 32 or size == 4 else builder.trunc(found, L.I32), kind)
+
+
+def shuffle(builder: GpuBuilder, value: L.Value, distance: int) -> L.Value:
+    """The value of the thread whose number in the warp differs in one bit."""
+    word = _word(builder, value)
+    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
+    if word.type.width == 32:
+        return _unword(builder, asm(builder, text, L.I32, [word], effects=True), value.type)
+    low, high = builder.trunc(word, L.I32), builder.trunc(builder.lshr(word, L.I64(32)), L.I32)
+    low, high = (builder.zext(asm(builder, text, L.I32, [part], effects=True), L.I64) for part in (low, high))
+    return _unword(builder, builder.or_(low, builder.shl(high, L.I64(32))), value.type)
+
+
+def shuffle_up(builder: GpuBuilder, value: L.Value, distance: int, *, from_last: bool = False) -> L.Value:
+    """The value of the thread so many places before in the warp, or its own; ``from_last``: of the warp's last one."""
+    word = _word(builder, value)
+    how = f"idx.b32 $0, $1, {WARP - 1}, 31" if from_last else f"up.b32 $0, $1, {distance}, 0"
+    text = f"shfl.sync.{how}, 0xffffffff;"
+    if word.type.width == 32:
+        return _unword(builder, asm(builder, text, L.I32, [word], effects=True), value.type)
+    low, high = builder.trunc(word, L.I32), builder.trunc(builder.lshr(word, L.I64(32)), L.I32)
+    low, high = (builder.zext(asm(builder, text, L.I32, [part], effects=True), L.I64) for part in (low, high))
+    return _unword(builder, builder.or_(low, builder.shl(high, L.I64(32))), value.type)
+
+
+def _wide(builder: GpuBuilder, value: L.Value, size: int) -> L.Value:
+    word = _word(builder, value)
+    return builder.zext(word, L.I64) if word.type.width < 8 * size else word
+
+
+def _word(builder: GpuBuilder, value: L.Value) -> L.Value:
+    """A value as an integer of 32 or 64 bits."""
+    bits = L.bit_width(value.type)
+    if isinstance(value.type, ir.IntType):
+        return builder.zext(value, L.I32) if bits < 32 else value
+    return builder.bitcast(value, ir.IntType(bits))
+
+
+def _unword(builder: GpuBuilder, word: L.Value, kind: L.Type) -> L.Value:
+    if isinstance(kind, ir.IntType):
+        return builder.trunc(word, kind) if kind.width < word.type.width else word
+    return builder.bitcast(word, kind)

@@ -1,0 +1,267 @@
+"""Column reduction: a block of threads reduces neighbouring outputs together (column sums, filter gradients).
+
+This is the *columns* form.  The reduced points of an output lie far apart, those of neighbouring outputs side by side.
+``across`` threads lie along the last axis, each with a vector of outputs, so that a row of them reads whole lines;
+``deep`` such rows share the reduced points, ``flight`` of which a thread loads at once.  Partial sums meet by shuffles
+(rows within a warp) and in shared memory, one line per row of threads.
+
+`codegen.cuda.split_kernels` brings a program into the shape that is read here: axes ``s`` (the group of points of a
+block, where the reduction is split over the grid) and ``f`` (points of a group), and short reductions inside that a
+thread unrolls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+from llvmlite import ir
+
+from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda.elementwise.thread_tile import ThreadTileKernel, TileVariant
+from jcuts.codegen.cuda.graph.accumulators import acc_types
+from jcuts.codegen.cuda.graph.predication import drop_guard, restrict_to_guard
+from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
+from jcuts.codegen.cuda.ptx.shuffle import WARP, allocate_static, read_word, shuffle, write_word
+from jcuts.codegen.cuda.window.sliding_window import SlidingWindowKernel
+from jcuts.codegen.llvm import elementwise as E
+from jcuts.codegen.llvm import lanes as L
+from jcuts.kernel_ir.index import Index
+from jcuts.kernel_ir.node import Guard
+from jcuts.kernel_ir.program import Axis, Buffer, Phase, Program
+from jcuts.kernel_ir.register_tiling import Extent, Point, points
+
+GROUP, TERM = "s", "f"
+SHARED = 24 << 10  # bytes of shared memory that the rows of threads meet in
+
+
+@dataclass(frozen=True)
+class ColumnShape:
+    """How a block is laid over outputs and reduced points.
+
+    Attributes:
+        across: threads along the last axis.
+        deep: rows of threads, which share the reduced points.
+        threads: of a block; those beyond ``across * deep`` only take part in barriers.
+        flight: reduced points that a thread loads at once.
+        terms: reduced points of all groups (``f`` counts those of one).
+        walked: the inner reduction along which a thread keeps a sliding window (`window.sliding_window`), or ''.
+        ahead: tiles by which its loads are issued early.
+    """
+
+    across: int
+    deep: int
+    threads: int
+    flight: int
+    terms: int
+    walked: str = ""
+    ahead: int = 0
+
+
+def shape_of(program: Program) -> ColumnShape:
+    """The shape that a program's schedule asks for. Raises CompileRejected where it does not fit the program."""
+    params = dict(program.params)
+    threads, across, flight = (int(str(params[k])) for k in ("threads", "across", "flight"))
+    phase = program.phases[0]
+    lane = phase.axes[-1]
+    if across < 1 or across > threads or lane.extent % lane.unroll or across * lane.unroll > threads:
+        raise CompileRejected(
+            f"{program.name}: {across} threads of {threads} along {lane.extent} outputs in steps of {lane.unroll}"
+        )
+    walked = str(params.get("walked", ""))
+    if walked and flight > 1:
+        raise CompileRejected(f"{program.name}: {flight} terms at once, each with a walk")
+    terms = int(str(params["terms"]))
+    return ColumnShape(across, threads // across, threads, flight, terms, walked, int(str(params.get("ahead", 0))))
+
+
+def lane_blocks(phase: Phase, shape: ColumnShape) -> int:
+    """Blocks along the last axis."""
+    lane = phase.axes[-1]
+    return -(-lane.extent // (lane.unroll * shape.across))
+
+
+class ColumnReductionKernel:
+    """Emits one thread of the column reduction."""
+
+    def __init__(
+        self,
+        builder: GpuBuilder,
+        program: Program,
+        shape: ColumnShape,
+        buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value],
+        integers: Mapping[str, L.Value],
+        symbol: str,
+    ) -> None:
+        self.builder, self.shape, self.buffers, self.pointers = builder, shape, buffers, pointers
+        self.program, self.phase, self.symbol = program, program.phases[0], symbol
+        self.lane: Axis = self.phase.axes[-1]
+        self.thread = integers["thread"]
+        self.x = builder.urem(self.thread, L.I32(shape.across))
+        self.y = builder.udiv(self.thread, L.I32(shape.across))
+        self.first = integers[self.lane.name]  # of the block, counted in vectors
+        self.outer = {a.name: integers[a.name] for a in self.phase.axes[:-1]}
+        self.share = next(r.extent for r in self.phase.reds if r.name == TERM)
+        split = any(a.name == GROUP for a in self.phase.axes)
+        number = Index.axis(GROUP) * self.share + Index.axis(TERM) if split else Index.axis(TERM)
+        self.guard = Guard(number, None, shape.terms - 1)
+        self.split = split
+        self.walked = next((r for r in self.phase.reds if r.name == shape.walked), None)
+
+    def emit(self) -> None:
+        """Everything that the thread does."""
+        builder, shape = self.builder, self.shape
+        last = L.I32(self.lane.extent // self.lane.unroll - 1)
+        vector = builder.add(self.first, self.x)
+        # Threads beyond the last output follow along on it and store nothing.
+        inside = builder.select(builder.icmp_signed("<", vector, last), vector, last)
+        variables = {**self.outer, self.lane.name: builder.mul(inside, L.I32(self.lane.unroll))}
+        bare = replace(self.program, phases=(drop_guard(self.phase, self.guard),))
+        body = self._points(bare.phases[0], variables)
+        body._start()
+        step = shape.deep * shape.flight
+        active = builder.icmp_signed("<", self.y, L.I32(shape.deep)) if shape.threads % shape.across else None
+        if self.split:
+            left = builder.sub(L.I32(shape.terms), builder.mul(self.outer[GROUP], L.I32(self.share)))
+            mine = builder.select(builder.icmp_signed("<", left, L.I32(self.share)), left, L.I32(self.share))
+            whole: L.Value = builder.udiv(mine, L.I32(step))
+            rest = builder.icmp_signed("<", builder.mul(whole, L.I32(step)), mine)
+            pieces = shape.flight if shape.terms % step else 0
+        else:
+            whole = L.I32(self.share // step)
+            rest, pieces = None, -(-(self.share % step) // shape.deep)
+        many = self.share >= step
+        if many:
+            with builder.if_then(active) if active is not None else nullcontext():
+                self._loop(body, whole)
+        if pieces:
+            tail = self._points(restrict_to_guard(self.phase, self.guard) if not self.split else self.phase, variables)
+            tail.slots = body.slots
+            wanted = [c for c in (rest, active) if c is not None]
+            with builder.if_then(wanted[0] if len(wanted) == 1 else builder.and_(*wanted)) if wanted else nullcontext():
+                self._terms(tail, builder.mul(whole, L.I32(step)), pieces, guarded=True)
+        self._finish(body)
+
+    def _points(self, phase: Phase, variables: Mapping[str, L.Value]) -> SlidingWindowKernel:
+        counts = tuple((a.name, a.unroll) for a in phase.axes)
+        multiples = {self.lane.name: self.lane.unroll}
+        return SlidingWindowKernel(
+            self.builder, phase, TileVariant(counts), self.buffers, self.pointers, variables, multiples
+        )
+
+    def _loop(self, body: SlidingWindowKernel, whole: L.Value) -> None:
+        """Groups of ``deep * flight`` terms that all lie inside; at least one where the count is a constant."""
+        builder = self.builder
+        step = L.I32(self.shape.deep * self.shape.flight)
+        before = builder.block
+        head, loop, after = (builder.append_basic_block(f"terms.{n}") for n in ("head", "loop", "done"))
+        end = builder.mul(whole, step)
+        builder.branch(head)
+        builder.position_at_end(head)
+        base = builder.phi(L.I32, "base")
+        base.add_incoming(L.I32(0), before)
+        builder.cbranch(builder.icmp_signed("<", base, end), loop, after)
+        builder.position_at_end(loop)
+        self._terms(body, base, self.shape.flight, guarded=False)
+        base.add_incoming(builder.add(base, step), builder.block)
+        builder.branch(head)
+        builder.position_at_end(after)
+
+    def _terms(self, body: SlidingWindowKernel, base: L.Value, pieces: int, *, guarded: bool) -> None:
+        """``pieces`` terms of this thread, the first one at ``base + y``."""
+        fixed = {r.name: Extent(r.name, r.extent, fixed=True) for r in body.phase.reds if r.name != TERM}
+        fixed[TERM] = Extent(TERM, pieces, self.shape.deep)
+        step = self.shape.deep * self.shape.flight
+        # What bounds base + y; beyond the last term the guards decide, so they must not seem to hold always.
+        reach = -(-self.share // step) * step if guarded else self.share - (pieces - 1) * self.shape.deep
+        bases = {TERM: self.builder.add(base, self.y)}
+        if self.walked is not None:
+            body.walk_terms(self.walked, self.shape.ahead, fixed, bases, {TERM: reach}, {TERM: 1})
+            return
+        (body._body if guarded else body._both_bodies)(fixed, bases, {TERM: reach}, {TERM: 1})
+
+    # -- across threads -----------------------------------------------------------------------------------------
+    def _finish(self, body: ThreadTileKernel) -> None:
+        """Totals of all rows of threads: thread t takes column ``t % across`` of the vectors' place ``t // across``."""
+        builder, shape, width = self.builder, self.shape, self.lane.unroll
+        warps = shape.across < WARP and WARP % shape.across == 0  # a warp holds several rows of threads
+        rows = shape.threads // WARP if warps else shape.deep
+        line = builder.udiv(self.thread, L.I32(WARP)) if warps else self.y
+        writes = None
+        if warps:
+            writes = builder.icmp_signed("<", builder.urem(self.thread, L.I32(WARP)), L.I32(shape.across))
+        elif shape.threads % shape.across:
+            writes = builder.icmp_signed("<", self.y, L.I32(shape.deep))
+        columns = shape.across * width
+        mine = builder.select(builder.icmp_signed("<", self.thread, L.I32(columns)), self.thread, L.I32(columns - 1))
+        column = self._column(mine)
+        live = builder.icmp_signed("<", self.thread, L.I32(columns))
+        if self.lane.extent % columns:
+            inside = builder.icmp_signed("<", column, L.I32(self.lane.extent))
+            live = builder.and_(live, inside)
+            column = builder.select(inside, column, L.I32(self.lane.extent - 1))
+        alone = TileVariant(tuple((a.name, 1 if a is self.lane else a.unroll) for a in self.phase.axes))
+        variables = {**self.outer, self.lane.name: column}
+        end = ThreadTileKernel(builder, self.phase, alone, self.buffers, self.pointers, variables, {})
+        end.live = live
+        todo = [(number, point) for number in range(len(self.phase.accs)) for point in points(end.axes)]
+        size = max(max(4, L.bit_width(k) // 8) for acc in self.phase.accs for k in acc_types(acc))
+        most = max(len(acc_types(acc)) for acc in self.phase.accs)
+        line_bytes = rows * columns * size
+        per_round = max(1, SHARED // (line_bytes * most))
+        if line_bytes * most > 48 << 10:
+            message = f"{self.program.name}: {line_bytes * most} bytes of shared memory per result"
+            raise CompileRejected(message, resource="shared memory")
+        place = allocate_static(builder, f"{self.symbol}_columns", min(per_round, len(todo)) * most * line_bytes)
+        there = builder.add(builder.mul(line, L.I32(columns)), self.x)
+        there = builder.add(place, builder.mul(there, L.I32(size)))
+        for start in range(0, len(todo), per_round):
+            if start:
+                asm(builder, "bar.sync 0;", ir.VoidType(), effects=True)
+            some = todo[start : start + per_round]
+            for k, (number, point) in enumerate(some):
+                for j in range(width):
+                    for i, value in enumerate(self._row_total(body, number, point, j, warps)):
+                        at = (k * most + i) * line_bytes + j * shape.across * size
+                        write_word(builder, there, at, value, size, writes)
+            asm(builder, "bar.sync 0;", ir.VoidType(), effects=True)
+            base = builder.add(place, builder.mul(mine, L.I32(size)))
+            for k, (number, point) in enumerate(some):
+                acc = self.phase.accs[number]
+                kinds = acc_types(acc)
+                total: tuple[L.Value, ...] = ()
+                for row in range(rows):
+                    at = [(k * most + i) * line_bytes + row * columns * size for i in range(len(kinds))]
+                    found = tuple(read_word(builder, base, a, kind, size) for a, kind in zip(at, kinds, strict=True))
+                    total = E.combine(builder, acc.combine, acc.dtype, total, found) if total else found
+                end.slots[number, point, 0] = _slots(builder, total)
+        end._finish()
+
+    def _column(self, thread: L.Value) -> L.Value:
+        builder, across = self.builder, L.I32(self.shape.across)
+        vector = builder.add(self.first, builder.urem(thread, across))
+        return builder.add(builder.mul(vector, L.I32(self.lane.unroll)), builder.udiv(thread, across))
+
+    def _row_total(self, body: ThreadTileKernel, number: int, point: Point, j: int, warps: bool) -> tuple[L.Value, ...]:
+        """What this thread found for one output (with ``warps``: what the rows of its warp found)."""
+        builder, acc = self.builder, self.phase.accs[number]
+        here = tuple((name, j if name == self.lane.name else offset) for name, offset in point)
+        values = tuple(builder.load(slot) for slot in body.slots[number, here, 0])
+        distance = WARP // 2
+        while warps and distance >= self.shape.across:
+            other = tuple(shuffle(builder, v, distance) for v in values)
+            values = E.combine(builder, acc.combine, acc.dtype, values, other)
+            distance //= 2
+        return values
+
+
+def _slots(builder: GpuBuilder, values: tuple[L.Value, ...]) -> list[L.Value]:
+    slots = []
+    for value in values:
+        with builder.goto_entry_block():
+            slot = builder.alloca(value.type)
+        builder.store(value, slot)
+        slots.append(slot)
+    return slots

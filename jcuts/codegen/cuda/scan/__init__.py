@@ -1,0 +1,1 @@
+"""Scan kernels (cumsum, cummax, ...): along rows by cooperating threads, along columns one thread each."""

@@ -1,0 +1,187 @@
+"""Groups the equations of a flat jaxpr into subsets that become one kernel each.
+
+Greedy form of the partition search: equations in program order join the subset of a producer whenever the union is a
+legal kernel (`lower.builder` accepts it), convex, and leaves the quotient graph acyclic.  Every merge removes an
+intermediate tensor's write and read and repeats no work that `lower.builder` has not priced, so a legal merge is taken
+without a cost model; where measurement later disagrees, the subset competes with XLA's own fusion as a whole
+(``mode="mixed"``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jcuts.base.errors import Refusal
+from jcuts.kernel_ir.program import Program
+from jcuts.lower.region import lower_region
+from jcuts.lower.tensor_graph import OpNode, TensorGraph
+
+MAX_SUBSET = 128
+
+
+@dataclass
+class FusionGroup:
+    """A subset in the making."""
+
+    number: int
+    members: frozenset[int]
+    roots: int
+    program: Program | None = None
+
+
+@dataclass
+class Grouping:
+    """The result: subsets with their unscheduled programs, and why equations stayed out or apart."""
+
+    subsets: list[tuple[frozenset[int], Program]] = field(default_factory=list)
+    left_out: dict[int, Refusal] = field(default_factory=dict)
+    refused_merges: dict[tuple[int, int], Refusal] = field(default_factory=dict)
+
+
+class GreedyFusion:
+    """Works on one tensor graph; ``fuel`` bounds the number of merges (``JCUTS_FUEL``: bisecting a miscompile)."""
+
+    def __init__(self, graph: TensorGraph, fuse: bool = True, fuel: Callable[[], bool] = lambda: True) -> None:
+        self.graph, self.fuse, self.fuel = graph, fuse, fuel
+        self.result = Grouping()
+        self.of: dict[int, int] = {}
+        self.clusters: dict[int, FusionGroup] = {}
+        self.memo: dict[frozenset[int], Program | Refusal] = {}
+        self.readers: dict[frozenset[int], tuple[int, ...]] = {}
+
+    def run(self) -> Grouping:
+        """Groups everything."""
+        for node in self.graph.nodes:
+            self._start(node)
+        if self.fuse:
+            for node in self.graph.nodes:
+                if node.number in self.of:
+                    self._join_producers(node)
+            self._join_siblings()
+        for cluster in sorted(self.clusters.values(), key=lambda c: max(c.members)):
+            program = self._build(cluster.members)
+            if isinstance(program, Refusal):
+                for member in cluster.members:
+                    self.result.left_out[member] = program
+            else:
+                self.result.subsets.append((cluster.members, program))
+        return self.result
+
+    def _start(self, node: OpNode) -> None:
+        if node.refusal is not None:
+            self.result.left_out[node.number] = node.refusal
+            return
+        assert node.op is not None
+        alone = self._build(frozenset({node.number}))
+        if isinstance(alone, Refusal):
+            self.result.left_out[node.number] = alone
+            return
+        self.of[node.number] = node.number
+        self.clusters[node.number] = FusionGroup(node.number, frozenset({node.number}), int(node.op.is_root), alone)
+
+    def _build(self, subset: frozenset[int]) -> Program | Refusal:
+        if subset not in self.memo:
+            self.memo[subset] = lower_region(self.graph, subset)
+        return self.memo[subset]
+
+    def _producers(self, node: OpNode) -> list[int]:
+        """Clusters that feed a node: those with a reduction first, latest first."""
+        found: dict[int, None] = {}
+        joined = [self.graph.nodes[m].pieces for m in self.clusters[self.of[node.number]].members]
+        for tensor in (*node.inputs, *(p.source for p in joined if p is not None)):
+            made = self.graph.tensors[tensor].producer
+            if made is not None and made in self.of and self.of[made] != self.of[node.number]:
+                found.setdefault(self.of[made])
+        return sorted(found, key=lambda c: (self.clusters[c].roots > 0, max(self.clusters[c].members)), reverse=True)
+
+    def _join_producers(self, node: OpNode) -> None:
+        tried: set[int] = set()
+        while True:
+            mine = self.of[node.number]
+            for other in self._producers(node):
+                if other in tried:
+                    continue
+                tried.add(other)
+                if self._try_merge(other, mine, node):
+                    break
+            else:
+                return
+
+    def _join_siblings(self) -> None:
+        """Reductions of one tensor over the same dimensions read it once: a sum and a sum of squares."""
+        alike: dict[object, list[int]] = {}
+        for number, cluster in sorted(self.clusters.items()):
+            if cluster.roots == 0 or cluster.program is None or cluster.program.template != "reduction":
+                continue
+            for member in sorted(cluster.members):
+                op = self.graph.nodes[member].op
+                assert op is not None
+                if op.is_root:
+                    read = self.graph.subset_inputs(cluster.members)
+                    if not read:  # reductions of constants and iotas
+                        break
+                    large = max(read, key=lambda t: self.graph.tensors[t].type.size)
+                    alike.setdefault((large, op.inputs[0].shape, op.info.get("axes")), []).append(number)
+                    break
+        for numbers in alike.values():
+            for number in numbers[1:]:
+                self._try_merge(numbers[0], number, self.graph.nodes[max(self.clusters[number].members)], "reduction")
+
+    def _try_merge(self, first: int, second: int, node: OpNode, template: str = "") -> bool:
+        a, b = self.clusters[first], self.clusters[second]
+        union = a.members | b.members
+        if len(union) > MAX_SUBSET or self._would_cycle(first, second):
+            return False
+        program = self._build(union)
+        if template and isinstance(program, Program) and program.template != template:
+            program = Refusal("subset", f"together they are no {template}")
+        if isinstance(program, Refusal):
+            producer = max(a.members)
+            self.result.refused_merges[producer, node.number] = program
+            return False
+        if not self.fuel():
+            return False
+        merged = FusionGroup(first, union, a.roots + b.roots, program)
+        del self.clusters[second]
+        self.clusters[first] = merged
+        for member in union:
+            self.of[member] = first
+        return True
+
+    def _would_cycle(self, first: int, second: int) -> bool:
+        """Is there a path between the two clusters through a node outside both?
+
+        Equations that jcuts leaves out count as nodes of their own, so that the union is convex as well.
+        """
+        inside = self.clusters[first].members | self.clusters[second].members
+        highest = max(inside)
+        stack = [u for c in (first, second) for u in self._readers(self.clusters[c].members) if u not in inside]
+        seen: set[int] = set()
+        while stack:
+            number = stack.pop()
+            if number in inside:
+                return True
+            group = self.of.get(number)
+            key = number if group is None else group  # clusters bear the number of a member
+            if key in seen:
+                continue
+            seen.add(key)
+            if group is None and number > highest:
+                continue
+            stack += self._readers(frozenset({number}) if group is None else self.clusters[group].members)
+        return False
+
+    def _readers(self, members: frozenset[int]) -> tuple[int, ...]:
+        """Nodes outside a set that read what it makes."""
+        found = self.readers.get(members)
+        if found is None:
+            outputs = (t for m in members for t in self.graph.nodes[m].outputs)
+            found = tuple({u for t in outputs for u in self.graph.tensors[t].users if u not in members})
+            self.readers[members] = found
+        return found
+
+
+def group(graph: TensorGraph, *, fuse: bool = True, fuel: Callable[[], bool] = lambda: True) -> Grouping:
+    """Subsets of a tensor graph, in an order in which they can run. ``fuse=False``: one operation per kernel."""
+    return GreedyFusion(graph, fuse, fuel).run()

@@ -1,0 +1,174 @@
+"""Element-wise heads and tails of products: what stands before one is cut off, what follows may go to its reader.
+
+A product that stays with a vendor library ends where its library ends: what follows it is a pass over memory of its
+own, or part of the next kernel.  The greedy cover gives it to the product; where that has no kernel, the reader may
+take it:
+
+    { dot, add, max, min } -> { depthwise }     becomes     { dot } -> { add, max, min, depthwise }
+
+What stands before a product may also become part of it, where its kernel has the operand in registers (`headed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from jcuts.base.errors import Refusal
+from jcuts.fusion.dag import NodeSet
+from jcuts.kernel_ir.program import Program
+from jcuts.lower.region import lower_region
+from jcuts.lower.tensor_graph import TensorGraph
+
+Cover = list[tuple[NodeSet, Program]]
+
+
+CHEAP = 4.0
+"""Cost of one operation that a window may repeat for every use: neighbouring points of a thread share the result."""
+
+
+PER_ELEMENT = ("elementwise", "layout")
+"""Families of operations that a product may repeat for every element of its left operand."""
+
+
+def is_library_contraction(graph: TensorGraph, members: NodeSet) -> bool:
+    """Whether a subset has a dense product or convolution: the libraries' on a GPU."""
+    return any(op is not None and op.is_complex for op in (graph.nodes[m].op for m in members))
+
+
+def move_epilogues(
+    graph: TensorGraph, cover: Sequence[tuple[NodeSet, Program]], has_form: Callable[[Program], bool]
+) -> Cover:
+    """The cover after kernels took over the tails of products before them.
+
+    Args: has_form: whether a program can be a kernel here. A tail moves only if the larger kernel still has a form.
+    Returns: a cover of the same operations, and of those only; products that lost their tail are in it as they are.
+    """
+    found = dict(cover)
+    for members, _ in cover:
+        if not is_library_contraction(graph, members):
+            continue
+        tail = _epilogue(graph, members)
+        reader = _only_reader(graph, tail, found)
+        if not tail or reader is None or is_library_contraction(graph, reader) or not has_form(found[reader]):
+            continue
+        if not any(_is_root(graph, m) for m in reader):
+            continue  # an element-wise kernel would only be the same pass again
+        joined, rest = lower_region(graph, reader | tail, cheap=CHEAP), lower_region(graph, members - tail)
+        if isinstance(joined, Refusal) or isinstance(rest, Refusal) or not has_form(joined):
+            continue
+        del found[reader], found[members]
+        found[reader | tail], found[members - tail] = joined, rest
+    return sorted(found.items(), key=lambda item: max(item[0]))
+
+
+def split_prologues(
+    graph: TensorGraph, cover: Sequence[tuple[NodeSet, Program]], has_form: Callable[[Program], bool]
+) -> Cover:
+    """The cover after products that have no kernel lost what computes their operands, where they have one without it.
+
+        { mul, add, max, convolution, add }     becomes     { mul, add, max } and { convolution, add }
+
+    Copies into shared memory take operands as they are; XLA makes one pass of what stands before them.
+    """
+    found: Cover = []
+    for members, program in cover:
+        head = _prologue(graph, members) if is_library_contraction(graph, members) else frozenset()
+        if not head or has_form(program):
+            found.append((members, program))
+            continue
+        before, rest = lower_region(graph, head), lower_region(graph, members - head)
+        if isinstance(before, Refusal) or isinstance(rest, Refusal) or not has_form(rest):
+            found.append((members, program))
+        else:
+            found += [(head, before), (members - head, rest)]
+    return sorted(found, key=lambda item: max(item[0]))
+
+
+def fuse_prologues(
+    graph: TensorGraph, cover: Sequence[tuple[NodeSet, Program]], has_form: Callable[[Program], bool]
+) -> Cover:
+    """The cover after products took over what is computed per element of their left operand, and for them alone.
+
+        { concatenate, mul, add, max } -> { dot }     becomes     { concatenate } -> { mul, add, max, dot }
+
+    Args: has_form: whether a program can be a kernel here: what passes through registers can be changed there.
+    """
+    found = dict(cover)
+    for members, _ in cover:
+        root = next((m for m in members if _is_root(graph, m)), None)
+        if root is None or members not in found or not is_library_contraction(graph, members):
+            continue
+        head = _prologue_producers(graph, root, members, found)
+        joined = lower_region(graph, members | head, cheap=CHEAP) if head else Refusal("subset", "nothing before it")
+        if isinstance(joined, Refusal) or not has_form(joined):
+            continue
+        owners = [s for s in found if s & head]
+        rests = {s - head: lower_region(graph, s - head) for s in owners if s - head}
+        if any(isinstance(rest, Refusal) for rest in rests.values()):
+            continue
+        for taken in (members, *owners):
+            del found[taken]
+        found[members | head] = joined
+        found.update((s, rest) for s, rest in rests.items() if not isinstance(rest, Refusal))
+    return sorted(found.items(), key=lambda item: max(item[0]))
+
+
+def _prologue_producers(graph: TensorGraph, root: int, members: NodeSet, cover: dict[NodeSet, Program]) -> NodeSet:
+    """Element-wise operations that make a product's left operand, used by nothing else, of subsets without a root."""
+    free = {m for s in cover if s != members and not any(_is_root(graph, k) for k in s) for m in s}
+    head: set[int] = set()
+    for number in range(root - 1, -1, -1):  # users come first
+        op, users = graph.nodes[number].op, _users(graph, number)
+        feeds = users <= head or (users <= head | {root} and _makes(graph, number, graph.nodes[root].inputs[0]))
+        plain = op is not None and op.family in PER_ELEMENT and not _escapes(graph, number)
+        if plain and number in free and users and feeds:
+            head.add(number)
+    return frozenset(head)
+
+
+def _makes(graph: TensorGraph, member: int, tensor: int) -> bool:
+    return tensor in graph.nodes[member].outputs
+
+
+def _prologue(graph: TensorGraph, members: NodeSet) -> NodeSet:
+    """What the one root of a subset needs of it; empty where there is not one root."""
+    roots = [m for m in members if _is_root(graph, m)]
+    return graph.ancestors(members, roots[0]) if len(roots) == 1 else frozenset()
+
+
+def _is_root(graph: TensorGraph, member: int) -> bool:
+    op = graph.nodes[member].op
+    return op is not None and op.is_root
+
+
+def _users(graph: TensorGraph, member: int) -> set[int]:
+    return {u for t in graph.nodes[member].outputs for u in graph.tensors[t].users}
+
+
+def _escapes(graph: TensorGraph, member: int) -> bool:
+    return any(graph.tensors[t].escapes for t in graph.nodes[member].outputs)
+
+
+def _epilogue(graph: TensorGraph, members: NodeSet) -> NodeSet:
+    """What follows the one root of a subset, and what only that needs; empty where there is not one root."""
+    roots = [m for m in members if _is_root(graph, m)]
+    if len(roots) != 1:
+        return frozenset()
+    tail: set[int] = set()
+    for member in sorted(members):  # producers come first
+        made = {graph.tensors[t].producer for t in graph.nodes[member].inputs}
+        if made & (tail | set(roots)):
+            tail.add(member)
+    for member in sorted(members - tail, reverse=True):
+        users = _users(graph, member)
+        if member not in roots and users and users <= tail and not _escapes(graph, member):
+            tail.add(member)
+    return frozenset(tail)
+
+
+def _only_reader(graph: TensorGraph, tail: NodeSet, cover: dict[NodeSet, Program]) -> NodeSet | None:
+    """The subset that alone uses what a tail makes, None if there are several or if it is a result of the program."""
+    if any(_escapes(graph, m) for m in tail):
+        return None
+    outside = {u for m in tail for u in _users(graph, m)} - tail
+    return next((s for s in cover if outside and outside <= s), None)

@@ -1,0 +1,286 @@
+"""The last guard: the whole optimised function against plain ``jax.jit``, on the user's own arguments.
+
+Whatever the regions gained one by one, the user never gets a program slower than the one they had.  Candidates are
+whole programs: plain XLA, jcuts, and each of them with compiler options (which JAX accepts at top level only).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jcuts.base.errors import JcutsError, summary
+from jcuts.jit import paired_timing
+from jcuts.jit.decision import JCUTS, XLA, Decision
+from jcuts.jit.decision import MOST_TRIES as MOST_TRIES
+from jcuts.jit.decision import DecisionStore as DecisionStore
+from jcuts.jit.decision import MemoryStore as MemoryStore
+from jcuts.jit.paired_timing import ms
+from jcuts.tune.measure import statistics as measure_statistics
+from jcuts.tune.verify.tolerances import GROSS_SQRT_EPS
+
+log = logging.getLogger("jcuts")
+
+# Compiler options worth trying per platform, by a short name that the database keeps.  All of them leave the
+# arithmetic as it is.
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "cpu": {
+        "wide": {"xla_cpu_prefer_vector_width": 512},
+    },
+    # Everything in CUDA graphs, as far as a version of XLA can: the first that it accepts is used.
+    "cuda": {
+        "graphs": {
+            "xla_gpu_graph_min_graph_size": 1,
+            "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,"
+            "DYNAMIC_SLICE_FUSION,CONVOLUTION",
+        },
+        "graphs2": {
+            "xla_gpu_graph_min_graph_size": 1,
+            "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL",
+        },
+        "graph1": {"xla_gpu_graph_min_graph_size": 1},
+    },
+}
+
+# A candidate that needs this many times the best time in each of its warm runs is not timed any further.
+PRUNE_RATIO = 3.0
+# Where one call of plain jax.jit takes longer [s], programs that differ by compiler options alone are not tried.
+_LONG = 3.0
+# Compiler options do not make up for a program that needs this many times the best time in each of two runs.
+OPTIONS_GAIN = 2.0
+# Two standard errors of a ratio beyond this: the machine was too busy to decide for good.
+_NOISY = 0.10
+# ... but who is this many times as fast as plain jax.jit in three quarters of the pairs wins whatever the noise.
+_CLEAR = 1.5
+
+
+# A whole program that gains less than this is not worth leaving plain jax.jit for.
+_LEAST_GAIN = 0.02
+
+
+def benchmark_variants(
+    calls: Mapping[str, Callable[..., Any]],
+    fresh_args: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
+    *,
+    donates: bool,
+    seconds: float = 0.6,
+    limit: float = 60.0,
+    chunk: float = 3e-4,
+    verify: Callable[[str, Any, Any], str | None] | None = None,
+    options_gain: float = OPTIONS_GAIN,
+    barred: Mapping[str, str] = MappingProxyType({}),
+    clock: Callable[[], float] = time.perf_counter,
+) -> Decision:
+    """Time whole programs on the same arguments and choose.
+
+    Args:
+        calls: candidate -> jitted callable, in tie order; the first is plain XLA and gives the reference result.
+        fresh_args: arguments for one call (copies where they are donated).
+        donates: whether a call uses its arguments up.
+        seconds: wall time to spend beyond the warm runs.
+        limit: where the least number of runs takes longer than this [s], fewer are taken.
+        chunk: wall time of one sample [s]: so many executions in a row, of which only the last is waited for.
+        options_gain: most that compiler options can gain: a program slower than that is not compiled with them.
+        verify: ``(candidate, reference result, result)`` -> why the result is not right, or None.
+        barred: candidates that may not be chosen while others may, with the reason; plain XLA is timed all the same.
+        clock: monotonic seconds.
+
+    Returns: the fastest candidate, or the first in order within the noise margin of it.  Nothing rests on one run.
+    """
+    rejected = {name: why for name, why in barred.items() if name in calls}
+    calls = {name: call for name, call in calls.items() if name == XLA or name not in barred}
+    runs: dict[str, Callable[[], Any]] = {}
+    reference: Any = None
+    quick: dict[str, float] = {}  # shorter of two runs of the programs without options
+    start = clock()
+    for name in sorted(calls, key=lambda name: ":" in name):
+
+        def run(call: Callable[..., Any] = calls[name]) -> Any:
+            args, kwargs = fresh_args()
+            return jax.block_until_ready(call(*args, **kwargs))
+
+        if ":" in name and (why := _not_worth_options(name.partition(":")[0], quick, options_gain, barred)) is not None:
+            rejected[name] = why
+            continue
+        try:
+            result = run()
+        except JcutsError:
+            raise
+        except Exception as error:
+            if name == XLA:
+                raise  # the user's own program fails: that is the user's error to see
+            rejected[name] = summary(error)
+            continue
+        if not runs:
+            reference = jax.tree.map(to_host, result)
+        elif (why := gross_mismatch(reference, result) or (verify and verify(name, reference, result))) is not None:
+            rejected[name] = why
+            continue
+        if ":" not in name and quick.get(XLA, 0.0) <= _LONG:
+            quick[name] = min(paired_timing.timed(run, clock) for _ in range(2))
+        runs[name] = run
+    runs = {name: runs[name] for name in calls if name in runs}  # back in tie order
+    warm = paired_timing.warm(runs, clock)
+    best = min((min(times) for name, times in warm.items() if name not in barred), default=min(warm[XLA]))
+    for name in [n for n, times in warm.items() if min(times) > PRUNE_RATIO * best and n != XLA]:
+        rejected[name] = (
+            f"{min(warm[name]) / best:.1f} times the time of the best program in the shortest of "
+            f"{len(warm[name])} runs ({ms(min(warm[name]))} against {ms(best)})"
+        )
+        del runs[name]
+    if len(runs) == 1:
+        return _choose({name: measure_statistics.Samples(tuple(warm[name])) for name in runs}, rejected)
+    # Where even the longest run of the leader is far below the shortest of plain XLA, a short session settles it.
+    leader = min(warm, key=lambda name: min(warm[name]))
+    is_clear = min(warm[XLA]) > PRUNE_RATIO * max(warm[leader])
+    rounds = max(2, min(5, int(limit / 3 / sum(min(warm[name]) for name in runs))))
+
+    def sample(names: Sequence[str], seconds: float) -> dict[str, measure_statistics.Samples]:
+        chosen = {name: calls[name] for name in names}
+        return paired_timing.sample(
+            chosen, fresh_args, paired_timing.executions(best, chunk), donates, seconds, rounds, clock
+        )
+
+    first = _choose(sample(list(runs), seconds / 3 if is_clear else seconds), rejected, barred)
+    if first.chosen == XLA or (is_clear and first.speed[first.chosen][1] > PRUNE_RATIO) or clock() - start > limit:
+        return first
+    # A gain has to show twice: one burst of another process must not send the user away from plain jax.jit.
+    leader = max(first.speed, key=lambda name: first.speed[name][0])
+    second = _choose(sample([n for n in runs if n in (XLA, first.chosen, leader)], seconds / 2), rejected, barred)
+    base = second.seconds[XLA]
+    others = {name: base / ratio[0] for name, ratio in first.speed.items() if name not in second.seconds}
+    noisy = first.noisy or second.noisy or second.chosen == XLA
+    return dataclasses.replace(
+        second, seconds={**second.seconds, **others}, speed={**first.speed, **second.speed}, noisy=noisy
+    )
+
+
+def _not_worth_options(base: str, quick: Mapping[str, float], gain: float, barred: Mapping[str, str]) -> str | None:
+    """Why a program is not compiled again with options, or None."""
+    if quick[XLA] > _LONG:
+        return f"not tried: one call of plain jax.jit takes more than {_LONG:g} s"
+    best = min([name for name in quick if name not in barred] or quick, key=lambda name: quick[name])
+    if base in quick and quick[base] > gain * quick[best]:
+        return f"not tried: {base} takes {ms(quick[base])} and {best} {ms(quick[best])} at first: options change less"
+    return None
+
+
+def _choose(
+    samples: Mapping[str, measure_statistics.Samples],
+    rejected: dict[str, str],
+    barred: Mapping[str, str] = MappingProxyType({}),
+) -> Decision:
+    """The fastest by paired ratios; the plainer program where they tell two apart by less than the margin."""
+    allowed = [name for name in samples if name not in barred] or list(samples)
+    plain = samples[XLA]
+    ratios = {name: paired_timing.paired_ratio(s, plain) for name, s in samples.items()}
+    speed = {name: (r.median, *r.quartiles) for name, r in ratios.items()}
+    best = max(allowed, key=lambda name: speed[name][0])
+    margins = {}
+
+    def is_equal(name: str) -> bool:
+        against = paired_timing.paired_ratio(samples[best], samples[name])  # how many times as fast the best is
+        margins[name] = min(measure_statistics.MOST_MARGIN, max(_LEAST_GAIN, paired_timing.error(against)))
+        # Leaving plain jax.jit asks for more: its undisturbed runs must have been beaten too.
+        return against.median <= 1 + margins[name] or (
+            name == XLA and plain.quartiles[0] <= samples[best].quartiles[0] * (1 + _LEAST_GAIN)
+        )
+
+    chosen = next(name for name in allowed if name == best or is_equal(name))
+    if chosen != XLA:  # with options it is as plain as without: noise says nothing against those that look better
+        alike = [name for name in allowed if name.split(":")[0] == chosen.split(":")[0]]
+        likely = max(alike, key=lambda name: speed[name][0])
+        chosen = likely if speed[likely][0] > speed[chosen][0] * (1 + _LEAST_GAIN) else chosen
+    scattered = max((paired_timing.error(ratios[name]) for name in {best, chosen}), default=0.0) > _NOISY
+    noisy = scattered and speed[chosen][1] < _CLEAR
+    seconds = {name: plain.median / s[0] for name, s in speed.items()}
+    reason = _reason(chosen, best, speed, len(plain.seconds), rejected)
+    return Decision(
+        chosen,
+        reason,
+        seconds,
+        max(margins.values(), default=_LEAST_GAIN),
+        rejected,
+        measured=True,
+        speed=speed,
+        noisy=noisy,
+    )
+
+
+def _reason(
+    chosen: str, best: str, speed: Mapping[str, tuple[float, float, float]], runs: int, rejected: Mapping[str, str]
+) -> str:
+    def text(name: str) -> str:
+        middle, low, high = speed[name]
+        return f"{middle:.2f} times as fast as plain jax.jit ({low:.2f} to {high:.2f} in half of {runs} pairs of runs)"
+
+    if len(speed) == 1:
+        dropped = [f"{name}: {why}" for name, why in rejected.items() if name.startswith(JCUTS)]
+        return f"every other program is out: {'; '.join(dropped)}" if dropped else "no other candidate"
+    if chosen == XLA:
+        other = max((n for n in speed if n != XLA), key=lambda n: speed[n][0])
+        but = (
+            ", but no faster in the undisturbed quarter of them"
+            if speed[other][0] > 1 + measure_statistics.MOST_MARGIN
+            else ""
+        )
+        return f"nothing was faster than plain jax.jit beyond the noise; {other} was {text(other)}{but}"
+    return text(chosen) + ("" if best == chosen else f"; {best} ({speed[best][0]:.2f}) is equal within the noise")
+
+
+def to_host(x: Any) -> Any:
+    """A result's numbers on the host, None for what has none."""
+    return np.asarray(x) if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, np.number) else None
+
+
+def gross_mismatch(reference: Any, result: Any) -> str | None:
+    """A last net under the per-kernel checks: a grossly different result disqualifies the candidate.
+
+    Floating outputs must have NaN at the same places and differ by less than 64 sqrt(eps) in relative L2 norm.
+    """
+    pairs = zip(jax.tree.leaves(reference, is_leaf=lambda x: x is None), jax.tree.leaves(result), strict=False)
+    for i, (want, got) in enumerate(pairs):
+        if want is None or not jax.numpy.issubdtype(got.dtype, np.inexact):
+            continue
+        a, b = np.asarray(want, np.complex128), np.asarray(got).astype(np.complex128)
+        if (np.isnan(a) != np.isnan(b)).any():
+            return f"output {i} has NaN where plain jax.jit has none, or the reverse"
+        finite = np.isfinite(a) & np.isfinite(b)
+        size = float(np.linalg.norm(a[finite]))
+        error = float(np.linalg.norm(a[finite] - b[finite]))
+        allowed = GROSS_SQRT_EPS * math.sqrt(float(jax.numpy.finfo(got.dtype).eps)) * size
+        if error > allowed:
+            return f"output {i} differs from plain jax.jit by {error:.3g} in norm, allowed {allowed:.3g}"
+    return None
+
+
+def copies_fit(leaves: Sequence[Any]) -> bool:
+    """Whether one more copy of ``leaves`` fits into what their devices have free (with half of it to spare)."""
+    need = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, jax.Array))
+    devices = {d for leaf in leaves if isinstance(leaf, jax.Array) for d in leaf.devices()}
+    for device in devices:
+        stats = device.memory_stats() or {}
+        if "bytes_limit" in stats and need > 0.5 * (stats["bytes_limit"] - stats.get("bytes_in_use", 0)):
+            return False
+    if any(d.platform == "cpu" for d in devices):
+        return need <= 0.5 * _free_host_bytes()
+    return True
+
+
+def _free_host_bytes() -> float:
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return 1024.0 * int(line.split()[1])
+    except OSError:
+        pass
+    return math.inf

@@ -1,0 +1,139 @@
+"""Whether a whole program that was rewritten is still right: a judge that knows the float64 results."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jcuts.base.errors import summary
+from jcuts.jit.variant_names import form_of, is_xla
+from jcuts.rewrite.matmul_patterns import CONVOLUTION, DOT
+from jcuts.trace import jaxapi
+from jcuts.tune.verify.float64_eval import evaluate, widened_dtype
+from jcuts.tune.verify.tolerances import ELEMENT_FACTOR, FLOOR_ULP
+from jcuts.xla import devices as xla_devices
+
+log = logging.getLogger("jcuts")
+
+NO_AUTOTUNE: dict[str, Any] = {
+    "xla_gpu_autotune_level": 0
+}  # the float64 program runs once: nothing is worth tuning in it
+
+
+class Float64Judge:
+    """Judges rewritten programs by a float64 run of the user's own, made when it is first needed.
+
+    With e(a) = |a - r| / |r| in L2 norm over an output and m(a) = max |a - r| / rms(r), a result c is right where
+        e(c) <= tolerance * e(xla) + floor   and   m(c) <= 4 tolerance * m(xla) + floor,
+    with floor = 4 eps sqrt(longest sum of products).
+
+    Args: closed: the user's program; leaves: its arguments; tolerance: as a multiple of XLA's own error.
+    """
+
+    def __init__(self, closed: jaxapi.Closed, leaves: Sequence[Any], tolerance: float, platform: str) -> None:
+        self.closed, self.leaves, self.tolerance, self.platform = closed, leaves, tolerance, platform
+        self._reference: list[np.ndarray] | None = None
+        self._program: Any = None
+        self._failure = ""
+
+    def __call__(self, name: str, xla: Any, result: Any) -> str | None:
+        """Why a program's result is not good enough, None if it is (or if nothing was rewritten)."""
+        form = None if is_xla(name) else form_of(name)
+        if form is None or not form.rewrites:
+            return None
+        reference = self.reference()
+        if reference is None:
+            return f"its rewrites cannot be checked: {self._failure}"
+        kept = jax.tree.leaves(xla, is_leaf=lambda x: x is None)
+        floor = FLOOR_ULP * math.sqrt(longest_sum(self.closed))
+        for i, (r, x, c) in enumerate(zip(reference, kept, jax.tree.leaves(result), strict=True)):
+            if x is None or not jnp.issubdtype(c.dtype, np.floating):
+                continue
+            why = _too_far(r, np.asarray(x), np.asarray(c), self.tolerance, floor * float(jnp.finfo(c.dtype).eps))
+            if why:
+                return f"output {i} {why}"
+        return None
+
+    def reference(self) -> list[np.ndarray] | None:
+        """The float64 results, None where they cannot be had."""
+        if self._reference is None and not self._failure:
+            start = time.perf_counter()
+            try:
+                self._reference = self._run()
+                log.info("the program in float64: %.2f s", time.perf_counter() - start)
+            except Exception as error:  # memory, a primitive without a float64 form: then no rewrite is trusted
+                self._failure = summary(error)
+        return self._reference
+
+    def compile(self) -> None:
+        """Compiles the float64 program, which takes longer than its run."""
+        with jax.enable_x64(True):
+            program, operands = self._wide()
+            self._program = program.lower(operands).compile()
+
+    def precompute(self) -> None:
+        """Makes the float64 results if that can be done now; else it is tried again when they are needed."""
+        if self.reference() is None:
+            self._failure = ""
+
+    def _run(self) -> list[np.ndarray]:
+        with jax.enable_x64(True):
+            program, operands = self._wide()
+            return [np.asarray(x) for x in (self._program or program)(operands)]
+
+    def _wide(self) -> tuple[Any, tuple[Any, ...]]:
+        """The float64 program, jitted, and its operands."""
+        jaxpr, consts = self.closed.jaxpr, self.closed.consts
+        # Constants as arguments: XLA would fold them, slowly, into a program that runs once.
+        opened = jaxapi.make_closed(
+            [], [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, [], like=self.closed
+        )
+        lean = NO_AUTOTUNE if self.platform in xla_devices.NAMES else None
+        operands = (*consts, *self.leaves)
+        wide = [widened_dtype(jnp.result_type(x)) for x in operands]
+
+        def program(xs: Sequence[Any]) -> list[Any]:  # one by one outside they would be a program each
+            return evaluate(opened, [jnp.asarray(x, dtype) for x, dtype in zip(xs, wide, strict=True)])
+
+        return jax.jit(program, compiler_options=lean), operands
+
+
+def _too_far(r: np.ndarray, x: np.ndarray, c: np.ndarray, tolerance: float, floor: float) -> str:
+    x, c = x.astype(np.float64), c.astype(np.float64)
+    finite = np.isfinite(r) & np.isfinite(x) & np.isfinite(c)
+    r, x, c = r[finite], x[finite], c[finite]
+    size = float(np.linalg.norm(r))
+    if not r.size or not size:
+        return ""
+    rms = size / math.sqrt(r.size)
+    for what, factor, of in (
+        ("in L2 norm", 1.0, lambda a: float(np.linalg.norm(a - r)) / size),
+        ("in one element", ELEMENT_FACTOR, lambda a: float(np.abs(a - r).max()) / rms),
+    ):
+        mine, limit = of(c), factor * tolerance * of(x) + floor
+        if not mine <= limit:
+            return f"is off by {mine:.3g} of float64 {what}, allowed {limit:.3g} (XLA's own error is {of(x):.3g})"
+    return ""
+
+
+def longest_sum(closed: jaxapi.Closed) -> int:
+    """Most products that one convolution or matrix product of a program sums up, at least 1."""
+    longest = 1
+    for eqn in closed.jaxpr.eqns:
+        name = jaxapi.primitive_name(eqn)
+        if name == CONVOLUTION:
+            weights, spec = eqn.invars[1].aval, eqn.params["dimension_numbers"].rhs_spec
+            longest = max(longest, weights.size // max(1, weights.shape[spec[0]]))
+        elif name == DOT:
+            contracted = eqn.params["dimension_numbers"][0][0]
+            longest = max(longest, math.prod(eqn.invars[0].aval.shape[d] for d in contracted))
+        for _, _, body in jaxapi.inner_jaxprs(eqn):
+            longest = max(longest, longest_sum(body))
+    return longest

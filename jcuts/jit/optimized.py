@@ -1,0 +1,289 @@
+"""``Optimized``: what ``jcuts.optimize`` makes of a function.
+
+A call goes straight to the carrier used last (``carriers``), so its cost is that of ``jax.jit``'s own fast path.  A
+carrier that meets a new signature raises ``Undecided``; the slow path then traces, tunes and decides with the real
+arguments (``deciding``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jcuts.base import knobs
+from jcuts.base.settings import Settings, Variant
+from jcuts.jit import end_to_end_benchmark, progress, variant_space
+from jcuts.jit.call_signature import CallSignature, Signature, platform_of
+from jcuts.jit.trace_token import NeedsDecision, isolated_trace
+from jcuts.jit.variant_compiler import Program
+from jcuts.jit.variant_selection import Call, VariantSelector
+from jcuts.primitive import shard_local
+from jcuts.primitive.call import register_late_rules
+from jcuts.primitive.lowering import plan
+from jcuts.primitive.sharding import OtherPlacement, expected
+from jcuts.report.function_report import FunctionReport
+from jcuts.trace import jaxapi
+from jcuts.trace.capture import function_name
+
+# A call that could not tune because another process measured is tried again after this time [s], then twice that, ...
+_RETRY_AFTER = 30.0
+_RETRY_MOST = 960.0
+
+
+@dataclasses.dataclass
+class _Waiting:
+    """A signature that could not be tuned yet, and when to try again (monotonic seconds)."""
+
+    program: Program
+    decision: end_to_end_benchmark.Decision
+    pause: float
+    again: float
+
+
+class Optimized:
+    """A function that runs jcuts' kernels where they win, called like the function that ``jax.jit`` returns.
+
+    Attributes:
+        settings: the user's options.
+        __wrapped__: the user's function.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        settings: Settings,
+        jit_options: dict[str, Any],
+        store: end_to_end_benchmark.DecisionStore | None = None,
+    ) -> None:
+        functools.update_wrapper(self, fn)
+        self.settings = settings
+        self._fn = fn
+        options = {k: v for k, v in jit_options.items() if v is not None}
+        self._arguments = CallSignature(fn, options)
+        self._make_deciding = functools.partial(VariantSelector, fn, settings, options, self._arguments, store)
+        self._lock = threading.RLock()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._deciding = self._make_deciding()
+        self._carriers = self._deciding.carriers
+        self._decisions: dict[Signature, tuple[Program, end_to_end_benchmark.Decision]] = {}
+        self._waiting: dict[Signature, _Waiting] = {}
+        self._current: Any = self._decide_and_call
+
+    # ------------------------------------------------------------ calling
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not jaxapi.trace_state_clean():
+            # What is traced already may be met now by a transformation that was imported since.
+            register_late_rules()
+            return self._carriers.nested(*args, **kwargs)
+        try:
+            return self._current(*args, **kwargs)
+        except (NeedsDecision, OtherPlacement):
+            pass
+        except (TypeError, ValueError) as error:
+            self._arguments.explain(args, kwargs, error)
+            raise
+        return self._decide_and_call(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else BoundOptimized(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<jcuts.Optimized {function_name(self._fn)} mode={self.settings.mode!r} tune={self.settings.tune!r}>"
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """``jax.stages.Lowered`` of the jcuts program (nothing is measured)."""
+        # Ahead-of-time stages are not calls: nothing is decided, and concrete shardings are still made use of.
+        placement = self._arguments.placement(args, kwargs)
+        if not placement.shardings:
+            return self._carriers.nested.lower(*args, **kwargs)
+        before, expected.placement = expected.placement, placement
+        try:
+            return self._carriers.jit(self._carriers.traced_function(placement)).lower(*args, **kwargs)
+        finally:
+            expected.placement = before
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """``jax.stages.Traced`` of the jcuts program."""
+        return self._carriers.nested.trace(*args, **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Shapes and dtypes of the result; nothing is compiled."""
+        return self._carriers.nested.eval_shape(*args, **kwargs)
+
+    def tune(self, *args: Any, **kwargs: Any) -> Any:
+        """Measure for these arguments now, whatever was decided before, and return the report."""
+        signature = self._arguments.signature(args, kwargs)
+        with self._lock, isolated_trace():
+            self._decisions.pop(signature, None)
+            self._decide(signature, args, kwargs, measure=True, force=True)
+            self._refresh()
+        return self.explain(*args, **kwargs)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Any:
+        """The report for these arguments: regions, kernels, refusals, and the guard's decision.
+
+        Nothing is measured: what was not tuned yet shows the choices that a call inside a trace would use.
+        """
+        signature = self._arguments.signature(args, kwargs)
+        known = self._decided(signature)
+        closed = original = self._closed(args, kwargs)
+        if knobs.current().disable:
+            decision = end_to_end_benchmark.Decision(end_to_end_benchmark.XLA, "JCUTS_DISABLE is set")
+            report = FunctionReport(
+                function_name(self._fn),
+                self.settings.mode,
+                platform_of(signature),
+                notes=("left to XLA: JCUTS_DISABLE is set",),
+            )
+            return _with_decision(report, decision)
+        parts = shard_local.split(closed, self._arguments.placement(args, kwargs))
+        if not isinstance(parts, str):
+            closed = max((p.closed for p in parts.parts), key=lambda c: len(c.jaxpr.eqns))  # the report's program
+        platform = platform_of(signature)
+        outcome = plan(closed, self.settings, platform, may_measure=False)
+        decision = known or self._deciding.stored_decision(original, signature, outcome.closed is not closed)
+        if (form := self._shown_form(decision)) is not None:
+            outcome = plan(closed, self._carriers.settings_for(form), platform, may_measure=False)
+        report = outcome.report
+        if report is None:
+            report = FunctionReport(
+                function_name(self._fn), self.settings.mode, platform_of(signature), notes=(outcome.note,)
+            )
+        return _with_decision(report, decision)
+
+    @staticmethod
+    def _shown_form(decision: end_to_end_benchmark.Decision) -> Variant | None:
+        """The form that the report is about: the chosen one, or where XLA won the fastest that lost."""
+        if not variant_space.is_xla(decision.chosen):
+            return variant_space.form_of(decision.chosen)
+        lost = [name for name in decision.speed if not variant_space.is_xla(name)]
+        return variant_space.form_of(max(lost, key=lambda name: decision.speed[name][0])) if lost else None
+
+    def chosen(self, *args: Any, **kwargs: Any) -> Any:
+        """``jax.stages.Lowered`` of the very program that a call with these arguments runs.
+
+        Decides, which measures, where nothing was decided yet.
+        """
+        signature = self._arguments.signature(args, kwargs)
+        with self._lock:
+            known = self._decisions.get(signature) or self._still_waiting(signature)
+            if known is None:
+                known = self._decide(signature, args, kwargs, measure=self.settings.tune == "auto")
+                self._refresh()
+        return known[0].call.lower(*args, **kwargs)
+
+    def programs(self, *args: Any, **kwargs: Any) -> dict[str, Callable[..., Any]]:
+        """The whole programs that competed for these arguments, by name: for measurements of one's own.
+
+        Empty where nothing was timed (yet).
+        """
+        placement = self._arguments.placement(args, kwargs)
+        known = self._decided(self._arguments.signature(args, kwargs))
+        platform = platform_of(self._arguments.signature(args, kwargs))
+        names = [] if known is None else known.speed
+        return {name: self._carriers.program(name, placement, platform).call.permitted for name in names}
+
+    def decision(self, *args: Any, **kwargs: Any) -> end_to_end_benchmark.Decision | None:
+        """What the last guard decided for these arguments, or None if they were not seen."""
+        return self._decided(self._arguments.signature(args, kwargs))
+
+    def _decided(self, signature: Signature) -> end_to_end_benchmark.Decision | None:
+        known, waiting = self._decisions.get(signature), self._waiting.get(signature)
+        return known[1] if known else waiting.decision if waiting else None
+
+    def clear_cache(self) -> None:
+        """Forget every compiled program and decision of this function (not what the database keeps)."""
+        with self._lock:
+            self._carriers.clear_cache()
+            self._reset()
+
+    # ------------------------------------------------------------ deciding
+
+    def _decide_and_call(self, *args: Any, **kwargs: Any) -> Any:
+        signature = self._arguments.signature(args, kwargs)
+        known = self._decisions.get(signature) or self._still_waiting(signature)
+        if known is None:
+            # Another thread may be deciding (a host callback inside the timed function, even): waiting for it could
+            # deadlock, so this call runs the jcuts program without a decision.
+            if not self._lock.acquire(blocking=False):
+                return self._carriers.nested(*args, **kwargs)
+            with isolated_trace():
+                try:
+                    known = self._decide(signature, args, kwargs, measure=self.settings.tune == "auto")
+                    self._refresh()
+                finally:
+                    self._lock.release()
+                return known[0].call.permitted(*args, **kwargs)
+        with isolated_trace():
+            return known[0].call.permitted(*args, **kwargs)
+
+    def _by_signature(self, *args: Any, **kwargs: Any) -> Any:
+        known = self._decisions.get(self._arguments.signature(args, kwargs))
+        if known is None:
+            raise NeedsDecision
+        return known[0].call.permitted(*args, **kwargs)
+
+    def _refresh(self) -> None:
+        # A signature that waits must come by the slow path again.  With a single program in use its jitted function is
+        # called directly; JAX sorts the signatures out.
+        used = {id(program.call): program for program, _ in self._decisions.values()}
+        only = next(iter(used.values())) if len(used) == 1 and not self._waiting else None
+        self._current = self._by_signature if only is None else only.call.jitted
+
+    def _still_waiting(self, signature: Signature) -> tuple[Program, end_to_end_benchmark.Decision] | None:
+        waiting = self._waiting.get(signature)
+        return None if waiting is None or time.monotonic() >= waiting.again else (waiting.program, waiting.decision)
+
+    def _decide(
+        self, signature: Signature, args: Any, kwargs: Any, *, measure: bool, force: bool = False
+    ) -> tuple[Program, end_to_end_benchmark.Decision]:
+        call = Call(signature, args, kwargs, self._arguments.placement(args, kwargs), platform_of(signature))
+        waited = self._waiting.pop(signature, None)
+        if waited is not None and waited.program.name != end_to_end_benchmark.XLA:
+            self._carriers.evict(waited.program.name, call.placement)  # compiled before anything was measured
+        with progress.shown(function_name(self._fn)) if measure else contextlib.nullcontext():
+            decision = self._deciding.select(call, measure=measure, force=force)
+        kept = (self._carriers.program(decision.chosen, call.placement, call.platform), decision)
+        if decision.deferred:
+            pause = _RETRY_AFTER if waited is None else min(_RETRY_MOST, 2 * waited.pause)
+            self._waiting[signature] = _Waiting(*kept, pause, time.monotonic() + pause)
+        else:
+            self._decisions[signature] = kept
+        return kept
+
+    def _closed(self, args: Any, kwargs: Any) -> jaxapi.Closed:
+        return self._carriers.plain.trace(*args, **kwargs).jaxpr
+
+
+class BoundOptimized:
+    """An ``Optimized`` method bound to its object, which is the first argument of everything."""
+
+    def __init__(self, optimized: Optimized, instance: Any) -> None:
+        self.__func__ = optimized
+        self.__self__ = instance
+        functools.update_wrapper(self, optimized.__wrapped__)  # type: ignore[attr-defined]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__func__, name)
+        if name in ("lower", "trace", "eval_shape", "tune", "explain", "decision"):
+            return functools.partial(value, self.__self__)
+        return value
+
+    def __repr__(self) -> str:
+        return f"<bound {self.__func__!r} of {self.__self__!r}>"
+
+
+def _with_decision(report: Any, decision: end_to_end_benchmark.Decision) -> Any:
+    attach = getattr(report, "with_guard", None)
+    return attach(decision.to_dict()) if attach is not None else report

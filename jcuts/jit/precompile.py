@@ -1,0 +1,51 @@
+"""Whole programs compiled before they race, several at once."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from jcuts.base import fingerprint
+from jcuts.jit import end_to_end_benchmark
+from jcuts.jit.variant_space import form_of, is_xla, numeric_rewrites
+
+log = logging.getLogger("jcuts")
+
+
+def precompile_variants(lowered: Mapping[str, Callable[[], Any]]) -> None:
+    """Compiles several programs at once; each then runs without compiling.
+
+    Lowering stays on this thread.  Plain XLA comes first and alone: its algorithms are timed as they would be without
+    jcuts, beside nothing that may disturb that.  Programs whose products and convolutions are those of another come
+    after it: XLA finds in memory which of its algorithms were fastest.  A program that fails here fails again when it
+    is run, where that is dealt with.
+    """
+    made = {}
+    start = time.perf_counter()
+    for name, lower in lowered.items():
+        with contextlib.suppress(Exception):
+            made[name] = lower()
+    begin = time.perf_counter()
+    others = [n for n in made if n != end_to_end_benchmark.XLA]
+    # The last of a kind is kept: programs with options may know algorithms already (`tune.baseline.autotune_cache`).
+    first = {_arithmetic(name): name for name in sorted(others, key=lambda name: ":" in name)}.values()
+    first = [n for n in first if not is_xla(n)]
+    waves = ([n for n in made if n == end_to_end_benchmark.XLA], first, [n for n in others if n not in first])
+    for wave in filter(None, waves):
+        last = time.perf_counter()
+        with ThreadPoolExecutor(max(1, min(len(wave), fingerprint.usable_cores()))) as pool:
+            for name, future in {name: pool.submit(made[name].compile) for name in wave}.items():
+                if (error := future.exception()) is not None:
+                    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+                    log.info("program %s does not compile: %s", name, text)
+        log.info("compiled in %.2f s: %s", time.perf_counter() - last, ", ".join(wave))
+    spent = time.perf_counter() - begin
+    log.info("%d programs lowered in %.2f s, compiled in %.2f s", len(made), begin - start, spent)
+
+
+def _arithmetic(name: str) -> tuple[str, ...]:
+    return numeric_rewrites(None if is_xla(name) else form_of(name))

@@ -1,0 +1,104 @@
+"""Tells a person that the first call of a function is tuning: bars in a terminal, a line in the log elsewhere.
+
+Whoever set `tune.session.set_progress` is told instead.  ``JCUTS_PROGRESS=0`` keeps it quiet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jcuts.base import knobs
+from jcuts.tune import session
+
+log = logging.getLogger("jcuts")
+
+BARS_AFTER = 3.0
+"""A session that is over sooner [s] shows nothing."""
+LINE_AFTER = 10.0
+STAGES = {"wait": "wait for other processes", "compile": "compile", "check": "check", "measure": "measure"}
+
+
+class Watch:
+    """Progress of tuning one function (a `tune.parent.tuner.Progress`).
+
+    Args:
+        name: the user's function.
+        terminal: whether standard error can show bars.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, name: str, *, terminal: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name, self.terminal, self.clock = name, terminal, clock
+        self.start = clock()
+        self.kernels = 0
+        self.told = False
+        self.state: dict[str, tuple[int, int]] = {}
+        self.bars: Any = None
+        self.tasks: dict[str, Any] = {}
+
+    def update(self, stage: str, done: int, total: int, name: str) -> None:
+        """``done`` of ``total`` of ``stage``."""
+        if not self.state:
+            log.info("tuning %s", self.name)
+        self.state[stage] = (done, total)
+        if stage == "compile":
+            self.kernels = max(self.kernels, total)
+        waited = self.clock() - self.start
+        if self.terminal:
+            if waited >= BARS_AFTER:
+                self._draw()
+        elif waited >= LINE_AFTER and not self.told and stage != "wait":
+            self.told = True
+            log.warning(
+                "tuning %d kernels for %s, first call only; cached in %s.  JCUTS_MAX_CANDIDATES=2, "
+                'JCUTS_TOP_PERCENT=2 or tune="cached" make it shorter (JCUTS_PROGRESS=0: no such line)',
+                self.kernels,
+                self.name,
+                knobs.current().cache_dir,
+            )
+
+    def close(self) -> None:
+        """Takes the bars away."""
+        if self.bars is not None:
+            self.bars.stop()
+            self.bars = None
+        if self.state:
+            log.info("tuned %s in %.1f s", self.name, self.clock() - self.start)
+
+    def _draw(self) -> None:
+        if self.bars is None:
+            from jcuts.report.rich_tables import progress_bars
+
+            self.bars = progress_bars(f"tuning {self.name} (first call only)")
+            self.bars.start()
+        for stage, (done, total) in self.state.items():
+            if stage not in self.tasks:
+                self.tasks[stage] = self.bars.add_task(STAGES.get(stage, stage), total=total)
+            self.bars.update(self.tasks[stage], completed=done, total=total)
+
+
+@contextlib.contextmanager
+def shown(name: str) -> Iterator[None]:
+    """Tuning inside the block is told to the user, unless somebody else is told already."""
+    if session.progress() is not None or not knobs.current().progress:
+        yield
+        return
+    watch = Watch(name, terminal=_is_terminal())
+    session.set_progress(watch)
+    try:
+        yield
+    finally:
+        session.set_progress(None)
+        watch.close()
+
+
+def _is_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # no standard error, or a closed one
+        return False

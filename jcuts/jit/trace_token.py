@@ -1,0 +1,64 @@
+"""Who may trace a carrier: the slow path alone, which says so per thread while it calls one."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from jcuts.primitive.sharding import Placement, expected
+from jcuts.trace.capture import Capture
+
+
+class NeedsDecision(Exception):
+    """A carrier met a signature for which no program was chosen.  Never leaves `optimized`."""
+
+
+class TraceToken(threading.local):
+    """The program that the slow path is calling on this thread, if any; what it traced to decide, and for whom."""
+
+    program: Any = None
+    traced: tuple[Any, Capture] | None = None
+
+
+permission = TraceToken()
+
+
+@contextlib.contextmanager
+def isolated_trace() -> Iterator[None]:
+    """What is traced to decide inside the block is not seen outside it, nor the other way round."""
+    before, permission.traced = permission.traced, None
+    try:
+        yield
+    finally:
+        permission.traced = before
+
+
+class AuthorizedCall:
+    """A jitted carrier and the token that lets the slow path trace and lower it."""
+
+    def __init__(self, jitted: Any, token: object, placement: Placement) -> None:
+        self.jitted = jitted
+        self._token = token
+        self._placement = placement
+
+    def permitted(self, *args: Any, **kwargs: Any) -> Any:
+        before = permission.program, expected.placement
+        permission.program, expected.placement = self._token, self._placement
+        try:
+            return self.jitted(*args, **kwargs)
+        finally:
+            permission.program, expected.placement = before
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """``jax.stages.Lowered`` of the carrier; what it compiles to is what a call with these arguments runs."""
+        before = permission.program, expected.placement
+        permission.program, expected.placement = self._token, self._placement
+        try:
+            return self.jitted.lower(*args, **kwargs)
+        finally:
+            permission.program, expected.placement = before
+
+    def clear_cache(self) -> None:
+        self.jitted.clear_cache()

@@ -1,0 +1,276 @@
+"""Which whole programs compete.
+
+    xla                            plain jax.jit
+    jcuts                          jcuts' kernels, program as it is
+    jcuts/scales+dots/anchored     rewritten, kernels only where a reduction, window or convolution is (`settings.Form`)
+    ...:graphs                     any of them with compiler options
+
+On a CPU there is one form, which compiler options multiply, and another where kernels lost to XLA by little.  On a GPU
+what a function costs depends on how many kernels a step launches and on what XLA can still fuse, which no subset shows
+by itself: a few whole programs compete.  Their kernels are tuned per subset, and most forms share them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jcuts.base.errors import UsageError
+from jcuts.base.settings import Settings, Variant
+from jcuts.jit import end_to_end_benchmark
+from jcuts.jit.float64_check import NO_AUTOTUNE as NO_AUTOTUNE
+from jcuts.jit.float64_check import Float64Judge as Float64Judge
+from jcuts.jit.float64_check import longest_sum as longest_sum
+from jcuts.jit.variant_names import form_of as form_of
+from jcuts.jit.variant_names import is_xla as is_xla
+from jcuts.jit.variant_names import name_of as name_of
+from jcuts.microbatch.report import DivisionReport
+from jcuts.pipeline import microbatch_convs
+from jcuts.pipeline.computation import TOO_LITTLE
+from jcuts.pipeline.kernel_selection import NEAR_TIE_RATIO
+from jcuts.report.function_report import FunctionReport
+from jcuts.rewrite import registry as rewrite_registry
+from jcuts.rewrite.simplify import simplify
+from jcuts.schedule.gpu.gemm.wgmma import GROUPED
+from jcuts.trace import jaxapi
+from jcuts.trace.inline import inline
+from jcuts.xla import devices as xla_devices
+
+log = logging.getLogger("jcuts")
+
+GPUS = ("gpu", "cuda")
+ALWAYS_ON = ("scales", "rounds", "slots")  # rewrites that take work away and add none
+KERNEL_ONLY = ("slots",)  # rewrites that only kernels gain by
+ONLY_COMBINED = ("pools", "siblings")  # rewrites that only race beside all others that apply
+JOINED, TURNED, VECTORS = "joins", "turns", "vectors"
+"""Rewrites that cost passes over arguments in every call, for kernels that then have less to do: they race apart."""
+PRUNE_GAIN = 0.6  # a form that gains so much less than another, in shares of what the other's kernels take, is left out
+AHEAD_LONG, LONG = 0.15, 1e-3  # ... where the other's kernels take so long [s]: launches and borders matter less there
+AHEAD_OF_NONE = 0.2  # ... the one without kernels, where XLA's time was clear without compiling its code for some
+EVERY = Variant((), "every")
+LEAST_SHARE = 0.05  # of the subsets' time, from which on kernels that lost by little are tried in a whole program
+
+
+# -- names ----------------------------------------------------------------------------------------------------------
+def is_known(name: str, platform: str, uses_jcuts: bool) -> bool:
+    """Whether a stored name means a program that this process can make.
+
+    Args: uses_jcuts: whether the plain form has any kernel.
+    """
+    option = name.partition(":")[2]
+    if option and compiler_options(name, platform) is None:
+        return False
+    if is_xla(name):
+        return True
+    try:
+        form = form_of(name)
+    except UsageError:
+        return False
+    if form is None:
+        return uses_jcuts and name.startswith(end_to_end_benchmark.JCUTS)
+    if form.regions == EVERY.regions:
+        return platform == "cpu" and form == EVERY
+    return platform in GPUS and not set(form.rewrites) - set(rewrite_registry.RULES)
+
+
+def _family(platform: str) -> str:
+    return "cuda" if platform in GPUS else platform
+
+
+def compiler_options(name: str, platform: str) -> dict[str, Any] | None:
+    """Compiler options of a program (None for none, or for a name that this version does not know)."""
+    return end_to_end_benchmark.OPTIONS.get(_family(platform), {}).get(name.partition(":")[2])
+
+
+def options(platform: str) -> tuple[str, ...]:
+    """Compiler options that are tried on a platform: on a GPU the first of the list that this jaxlib accepts."""
+    names = tuple(end_to_end_benchmark.OPTIONS.get(_family(platform), {}))
+    if platform not in GPUS:
+        return names
+    return next(((name,) for name in names if _accepts(name, platform)), ())
+
+
+@functools.cache
+def _accepts(name: str, platform: str) -> bool:
+    chosen = compiler_options(f"{end_to_end_benchmark.XLA}:{name}", platform)
+    try:
+        with jax.default_device(jax.local_devices(backend=platform)[0]):
+            jax.jit(lambda x: x + 1, compiler_options=chosen).lower(np.float32(0)).compile()
+    except Exception as error:  # other versions know other options, and refuse those that they do not know
+        log.info("compiler options %r are not accepted: %s", name, str(error).splitlines()[0] if str(error) else error)
+        return False
+    return True
+
+
+# -- which compete --------------------------------------------------------------------------------------------------
+def plan_variants(
+    closed: jaxapi.Closed,
+    platform: str,
+    plan: Callable[[Variant | None], Any],
+    worth: Sequence[Variant | None] | None = None,
+) -> dict[Variant | None, Any]:
+    """Outcomes of the forms that are worth a race, the plainest first; those that change nothing are left out.
+
+    Args: plan: gives the pipeline's outcome for a form (tuning its subsets); worth: `worth_planning`, if it is known.
+
+    `rewrite`'s folding and rounding of constants and its updates in place take work away and add none, so they are in
+    every form (and checked against float64 with it); updates not in those without kernels.  Products in place of
+    convolutions, and which subsets are worth cutting out of XLA's fusions, are raced; kernels take over what follows a
+    product only beside `dots`: the library's convolutions compute that themselves.
+    Products with kernels of their own are in `all` and `anchored`, each where it beat the library with all that follows
+    it; `absorbing` is the form without them.
+    The rules of `WITH_ALL` race only beside all others that apply, in three programs (each costs seconds of
+    compilation): left to XLA, with kernels for everything, and with kernels for all but dense products, since larger
+    products are what these rules are for.
+    Where `turns` takes weights that are arguments, kernels come with it, `vectors` and `joins`, or in the form without
+    other rewrites.
+    """
+    found: dict[Variant | None, Any] = {}
+    seen: set[str] = set()
+    for form in candidate_variants(closed, platform) if worth is None else worth:
+        outcome = plan(form)
+        text = getattr(outcome.report, "source", "")  # equal programs are one candidate
+        if outcome.closed is not closed and text not in seen:
+            seen.add(text)
+            found[form] = outcome
+    return found
+
+
+def candidate_variants(closed: jaxapi.Closed, platform: str) -> list[Variant | None]:
+    """The forms that `planned` looks at, in its order."""
+    rules = rewrite_registry.applicable(simplify(inline(closed))) if platform in GPUS else ()
+    if set(rules) & {"rounds", TURNED} and xla_devices.machine().capability != GROUPED:
+        rules = tuple(name for name in rules if name not in ("rounds", JOINED, TURNED))
+    ahead = tuple(name for name in rules if name in (JOINED, TURNED, VECTORS))
+    rules = tuple(name for name in rules if name not in ahead)
+    folded = tuple(name for name in rules if name in ALWAYS_ON)
+    found: list[Variant | None] = [Variant(folded) if folded else None]
+    if platform in GPUS:
+        every = [folded, *((*folded, name) for name in rules if name not in (*folded, *ONLY_COMBINED))]
+        with_all = bool(set(rules) & set(ONLY_COMBINED))
+        if TURNED in ahead:  # kernels beside other rewrites would take time to tune, and lose
+            found += [_form(folded, r) for r in ("all", "anchored", "none") if folded or r == "anchored"]
+            found += [_form(rewrites, "none") for rewrites in every[1:]]
+            found += [Variant((*folded, *ahead), r) for r in ("all", "anchored")]
+            found.append(Variant((*every[-1], *ahead), "all"))
+            found += [_form(rules, "none"), Variant((*rules, *ahead), "all")] if with_all else []
+        else:
+            for rewrites in every:
+                found += [_form(rewrites, r) for r in ("all", "anchored", "none") if rewrites or r == "anchored"]
+            found.append(Variant(every[-1], "absorbing"))
+            found += [_form(rules, regions) for regions in ("none", "all", "absorbing")] if with_all else []
+    return [form for form in dict.fromkeys(found) if form != Variant((), "none")]
+
+
+def _form(rewrites: Sequence[str], regions: str) -> Variant:
+    """A form, without the rewrites that its regions have no use for."""
+    return Variant(tuple(r for r in rewrites if regions != "none" or r not in KERNEL_ONLY), regions)
+
+
+def near_ties(report: FunctionReport) -> bool:
+    """Whether subsets that XLA won are worth a race of whole programs in which kernels run them.
+
+    A subset alone pays for no border between it and the next one, and XLA's own code for it has neither.
+    """
+    every = [(s.xla_seconds or 0.0) * s.count for s in report.subsets]
+    lost = [
+        time
+        for s, time in zip(report.subsets, every, strict=True)
+        if s.chosen == end_to_end_benchmark.XLA
+        and s.seconds
+        and s.xla_seconds
+        and s.seconds <= NEAR_TIE_RATIO * s.xla_seconds
+    ]
+    small = sum(r.count for r in report.refusals if r.reason == TOO_LITTLE)
+    return bool(report.subsets) and (sum(lost) > LEAST_SHARE * sum(every) or small > LEAST_SHARE * report.equations)
+
+
+def programs(forms: Sequence[Variant | None], extra: Sequence[str]) -> list[str]:
+    """Names in the fixed order that decides ties: the plainer program wins.
+
+    With several forms only the first is tried without compiler options.
+    """
+    names = [end_to_end_benchmark.XLA, *(f"{end_to_end_benchmark.XLA}:{option}" for option in extra)]
+    if forms:
+        names.append(name_of(forms[0]))
+        names += [name_of(form, option) for form in forms for option in extra]
+        names += [name_of(form) for form in forms[1:] if not extra]
+    return names
+
+
+def over_workspace_limit(
+    names: Sequence[str], rows: Mapping[Variant | None, Sequence[DivisionReport]], settings: Settings
+) -> dict[str, str]:
+    """Programs whose convolutions take more than the workspace limit, with the reason; none where no program keeps it.
+
+    Args: names: of whole programs; rows: the convolutions of those that are jcuts'.
+    """
+    if not rows or not microbatch_convs.is_asked(settings):
+        return {}
+    # Rewrites make products of some convolutions: the longest list is the user's program's.
+    plain = microbatch_convs.over_limit(max(rows.values(), key=len), settings, by_xla=True)
+    ours = {form: microbatch_convs.over_limit(mine, settings, by_xla=False) for form, mine in rows.items()}
+    if plain and all(ours.values()):
+        return {}
+    found = {}
+    for name in names:
+        mine = plain if is_xla(name) else ours.get(form_of(name), [])
+        if mine:
+            found[name] = f"it takes more workspace than is allowed, where others do not: {', '.join(mine)}"
+    return found
+
+
+def dominated_variants(found: Mapping[Variant | None, Any]) -> dict[Variant | None, str]:
+    """Forms that need not race, with the reason: one of the same rewrites gains far more by measured sums.
+
+    What XLA and kernels take in a whole program is not what they take alone, but the differences are smaller than that.
+
+    Args: found: the outcomes of all that could race.
+    """
+    out: dict[Variant | None, str] = {}
+    sums = {form: _sums(outcome) for form, outcome in found.items()}
+    for form in found:
+        alike = [other for other in found if numeric_rewrites(other) == numeric_rewrites(form)]
+        best = max(alike, key=lambda other: sums[other][1])
+        ours, gain = sums[best]
+        ahead = AHEAD_LONG if ours >= LONG else PRUNE_GAIN
+        if form is not None and form.regions == "none" and _is_derived(found[best]):
+            ahead = min(ahead, AHEAD_OF_NONE)
+        if ours > 0.0 and gain - sums[form][1] >= ahead * ours:
+            out[form] = (
+                f"not tried: kernels gain {sums[form][1] * 1e6:,.0f} us on XLA's code here by measured sums, "
+                f"those of {name_of(best)} {gain * 1e6:,.0f} us (and take {ours * 1e6:,.0f} us)"
+            )
+    return out
+
+
+def dominated_names(names: Sequence[str], behind: Mapping[Variant | None, str]) -> dict[str, str]:
+    """Programs of forms that are left behind, with the reason; never XLA's own, which have no form."""
+    return {name: behind[form] for name in names if not is_xla(name) and (form := form_of(name)) in behind}
+
+
+def numeric_rewrites(form: Variant | None) -> tuple[str, ...]:
+    """The rewrites that decide which products and convolutions a program has."""
+    return () if form is None else tuple(r for r in form.rewrites if r not in KERNEL_ONLY)
+
+
+def _is_derived(outcome: Any) -> bool:
+    """Whether XLA's own code for some kernel was never compiled: a program without kernels would have to."""
+    subsets = getattr(outcome.report, "subsets", ())
+    return any(s.chosen != end_to_end_benchmark.XLA and getattr(s, "derived", False) for s in subsets)
+
+
+def _sums(outcome: Any) -> tuple[float, float]:
+    """What the kernels of a program were measured to take together, and what they gain on XLA's code [s]."""
+    won = [
+        s
+        for s in getattr(outcome.report, "subsets", ())
+        if s.chosen != end_to_end_benchmark.XLA and s.origin == "measured"
+    ]
+    pairs = [(s.count * s.seconds, s.count * s.xla_seconds) for s in won if s.seconds and s.xla_seconds]
+    return sum(ours for ours, _ in pairs), sum(xla - ours for ours, xla in pairs)

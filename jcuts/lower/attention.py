@@ -1,0 +1,247 @@
+"""The program of an attention: a product, a softmax of what follows it, and a product with the result.
+
+    scores = chain(queries . keys);  weights = softmax(scores);  out = tail(weights . values)
+
+It runs row by row, as the rows form does: a phase computes the scores of one query and keeps them, one finds their
+largest, one the sum of exponentials, one the weights, the last one multiplies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jcuts.base.errors import Refusal
+from jcuts.kernel_ir.index import Index, flatten
+from jcuts.kernel_ir.node import Graph
+from jcuts.kernel_ir.program import Acc, Axis, Buffer, Grid, Phase, Program, Red, Store
+from jcuts.lower.builder import (
+    Builder,
+    NotLowered,
+    acc_node,
+    axes_of,
+    descendants,
+    local_dtype,
+    make_buffers,
+    propagate_indices,
+)
+from jcuts.lower.tensor_graph import OpNode, TensorGraph
+from jcuts.ops.registry import IndexTuple
+
+TEMPLATE = "attention"
+
+
+@dataclass(frozen=True)
+class AttentionMatch:
+    """Two products and what lies between them. ``weights``: the second one's operand that the softmax makes."""
+
+    first: int
+    second: int
+    weights: int
+    between: frozenset[int]
+
+
+@dataclass
+class _IndexProbe:
+    """A context that only notes at which index a product reads its operands."""
+
+    found: dict[int, IndexTuple] = field(default_factory=dict)
+
+    def input(self, number: int, index: IndexTuple, *more: Any) -> int:
+        self.found[number] = index
+        return 0
+
+    def apply(self, *more: Any, **attrs: Any) -> int:
+        return 0
+
+
+def build_attention(
+    graph: TensorGraph, subset: frozenset[int], pair: AttentionMatch, name: str = "attention"
+) -> Program | Refusal:
+    """The unscheduled program of a subset that holds what was found, or why there is none."""
+    for number in sorted(subset):
+        refusal = graph.nodes[number].refusal
+        if refusal is not None:
+            return refusal
+    try:
+        return _build(graph, subset, pair, name)
+    except NotLowered as declined:
+        return declined.refusal
+
+
+def _build(graph: TensorGraph, subset: frozenset[int], pair: AttentionMatch, name: str) -> Program | Refusal:
+    roots = [graph.nodes[n] for n in sorted(subset) if (op := graph.nodes[n].op) is not None and op.is_root]
+    roots = [r for r in roots if r.number not in (pair.first, pair.second)]
+    first, second = graph.nodes[pair.first], graph.nodes[pair.second]
+    outputs = graph.subset_outputs(subset)
+    ins, outs, buffers = make_buffers(graph, subset, outputs)
+    axes, index, ranges = axes_of(graph.tensors[first.outputs[0]].type.shape, "o")
+    made = _AttentionBuilder(Builder(graph, subset, ins), axes, ranges, buffers)
+    places = _places(graph, subset, first, index, ranges)
+    keys = {places[r.inputs[0]][d] if r.inputs[0] in places else Index() for r in roots for d in _reduced(r)}
+    key = next((a for a in axes if keys == {Index.axis(a.name)}), None)
+    if key is None or pair.weights not in places or any(len(_reduced(r)) != 1 for r in roots):
+        return Refusal("subset", "a softmax over several dimensions, or over none of the keys")
+    made.key = key
+    _scores(made, first, index, roots[0].inputs[0], places)
+    for root in roots:
+        _reduce(made, root, places)
+    made.begin(key)
+    value = made.builder.value(pair.weights, places[pair.weights])
+    made.keep("weights", pair.weights, places[pair.weights], value, key)
+    refusal = _values(made, second, pair.weights, places, {t: outs[t] for t in outputs})
+    if refusal is not None:
+        return refusal
+    grid = tuple(Grid(a.name, a.extent, a.extent) for a in made.rows)
+    asked = [p for op in (first.op, second.op) if op is not None and (p := op.info.get("precision"))]
+    params = tuple(("precision", p) for p in asked[:1])
+    serial = tuple(a.name for a in made.rows)
+    return Program(name, tuple(made.buffers), grid, serial, tuple(made.phases), 1, TEMPLATE, params)
+
+
+@dataclass
+class _AttentionBuilder:
+    """A program in the making: its builder, the axes of a score, one of which is the key's."""
+
+    builder: Builder
+    axes: tuple[Axis, ...]
+    ranges: dict[str, int]
+    buffers: list[Buffer]
+    phases: list[Phase] = field(default_factory=list)
+    key: Axis = field(default_factory=lambda: Axis("", 1))
+
+    @property
+    def rows(self) -> tuple[Axis, ...]:
+        """Axes of a row of scores."""
+        return tuple(a for a in self.axes if a != self.key)
+
+    def begin(self, *more: Axis | Red) -> None:
+        """Begins a graph over the rows and further axes."""
+        self.builder.start({a.name: a.extent for a in (*self.rows, *more)})
+
+    def keep(
+        self,
+        name: str,
+        tensor: int,
+        place: IndexTuple,
+        value: int,
+        axis: Axis | None,
+        accs: tuple[Acc, ...] = (),
+        body: Graph | None = None,
+        reds: tuple[Red, ...] = (),
+    ) -> None:
+        """Ends a phase whose value of a tensor is kept, per key or per row."""
+        builder = self.builder
+        address = Index() if axis is None else Index.axis(axis.name)
+        dtype = local_dtype(builder.graph.tensors[tensor].type.dtype)
+        into = f"local{len(builder.locals)}"
+        self.buffers.append(Buffer(into, dtype, (1 if axis is None else axis.extent,), "local"))
+        builder.locals[tensor] = (into, place, address)
+        store = Store(into, address, builder.to_local_dtype(value))
+        axes = self.rows if axis is None else (*self.rows, axis)
+        self.phases.append(Phase(name, axes, reds, accs, body or Graph(), builder.target, (store,)))
+
+
+def _reduced(root: OpNode) -> tuple[int, ...]:
+    return () if root.op is None else tuple(sorted(int(d) for d in root.op.info["axes"]))
+
+
+def _places(
+    graph: TensorGraph, subset: frozenset[int], first: OpNode, index: IndexTuple, ranges: dict[str, int]
+) -> dict[int, IndexTuple]:
+    """Where the point of a score is in every tensor that is made of the scores, whatever its layout."""
+    places = {first.outputs[0]: index}
+    for number in sorted(subset):
+        node = graph.nodes[number]
+        known = [t for t in node.inputs if t in places]
+        if node.op is None or not known:
+            continue
+        source, made = places[known[0]], node.outputs[0]
+        if node.op.family == "reduction":
+            reduced = _reduced(node)
+            places[made] = tuple(part for d, part in enumerate(source) if d not in reduced)
+        elif node.op.family == "elementwise":
+            alike = [t for t in known if graph.tensors[t].type.shape == node.op.outputs[0].shape]
+            if alike:
+                places[made] = places[alike[0]]
+        elif node.op.push is not None and node.inputs[0] in places:
+            places[made] = node.op.push(places[node.inputs[0]], ranges)
+    return places
+
+
+def _reduction(
+    made: _AttentionBuilder, node: OpNode, out: IndexTuple, reds: IndexTuple
+) -> tuple[tuple[Acc, ...], Graph]:
+    """What a reduction adds up at a point of its result; the current graph has the axes of both."""
+    assert node.op is not None and node.op.reduce is not None
+    builder, spec = made.builder, node.op.reduce
+    terms = spec.term(builder.context(node), out, reds)  # type: ignore[arg-type]
+    accs = zip(spec.accs, terms, strict=True)
+    return tuple(Acc(a.combine, a.dtype, tuple(t), a.index_dtype) for a, t in accs), builder.target
+
+
+def _result(made: _AttentionBuilder, node: OpNode, accs: tuple[Acc, ...], out: IndexTuple) -> int:
+    """A reduction's result in the current graph, known to what follows it."""
+    assert node.op is not None and node.op.reduce is not None
+    builder = made.builder
+    values = [builder.target.add(acc_node(k, a)) for k, a in enumerate(accs)]
+    found = node.op.reduce.finish(builder.context(node), values, out)[0]  # type: ignore[arg-type]
+    builder.anchors[node.outputs[0]] = (out, found)
+    return found
+
+
+def _scores(
+    made: _AttentionBuilder, first: OpNode, index: IndexTuple, scores: int, places: dict[int, IndexTuple]
+) -> None:
+    """The phase that computes the scores of a row and keeps them."""
+    assert first.op is not None and first.op.reduce is not None
+    reds = tuple(Red(n, extent) for n, extent in first.op.reduce.reds)
+    made.begin(made.key, *reds)
+    accs, body = _reduction(made, first, index, tuple(Index.axis(r.name) for r in reds))
+    made.begin(made.key)
+    _result(made, first, accs, index)
+    value = made.builder.value(scores, places[scores])
+    made.keep("scores", scores, places[scores], value, made.key, accs, body, reds)
+
+
+def _reduce(made: _AttentionBuilder, root: OpNode, places: dict[int, IndexTuple]) -> None:
+    """The phase that finds one value per row."""
+    tensor, red = root.outputs[0], Red(made.key.name, made.key.extent)
+    made.begin(red)
+    accs, body = _reduction(made, root, places[tensor], (Index.axis(red.name),))
+    made.begin()
+    value = _result(made, root, accs, places[tensor])
+    made.keep(root.prim, tensor, places[tensor], value, None, accs, body, (red,))
+
+
+def _values(
+    made: _AttentionBuilder, second: OpNode, weights: int, places: dict[int, IndexTuple], outs: dict[int, str]
+) -> Refusal | None:
+    """The phase that multiplies the weights of a row by the values."""
+    assert second.op is not None and second.op.reduce is not None
+    builder, spec = made.builder, second.op.reduce
+    shape, terms = second.op.outputs[0].shape, [n for n, _ in spec.reds]
+    probe, names = _IndexProbe(), [f"x{d}" for d in range(len(shape))]
+    spec.term(probe, tuple(map(Index.axis, names)), tuple(map(Index.axis, terms)))  # type: ignore[arg-type]
+    index, reds = [Index.axis(f"n{d}") for d in range(len(shape))], [Index()] * len(terms)
+    for place, part in zip(places[weights], probe.found[second.inputs.index(weights)], strict=True):
+        ((atom, _),) = part.terms
+        (reds if atom.name in terms else index)[(terms if atom.name in terms else names).index(atom.name)] = place
+    axes = tuple(Axis(f"n{d}", e) for d, e in enumerate(shape) if index[d] == Index.axis(f"n{d}"))
+    if reds != [Index.axis(made.key.name)] or len(axes) != 1:
+        return Refusal(second.prim, "weights and values of an attention that share more than the keys")
+    red, out = Red(made.key.name, made.key.extent), tuple(index)
+    made.begin(red, *axes)
+    accs, body = _reduction(made, second, out, tuple(reds))
+    made.begin(*axes)
+    _result(made, second, accs, out)
+    after = descendants(builder.graph, builder.subset, second.number)
+    found = propagate_indices(builder.graph, after, second, out, builder.ranges)
+    if any(t not in found for t in outs):
+        return Refusal(second.prim, "a result whose points do not follow the product's")
+    stores = tuple(
+        Store(to, flatten(found[t], builder.graph.tensors[t].type.shape), builder.value(t, found[t]))
+        for t, to in outs.items()
+    )
+    made.phases.append(Phase("values", (*made.rows, *axes), (red,), accs, body, builder.target, stores))
+    return None

@@ -1,0 +1,264 @@
+"""What a GPU kernel has to know of an attention program (`fusion.match_attention`): operands, axes, and the chain
+between them.
+
+    out[b, m, f] = tail(sum over n of softmax(chain(sum over k of query[b, m, k] key[b, n, k]))[n] * value[b, n, f])
+
+Rows of the scores are ``m``, keys ``n`` (as rows and columns of a product); ``f`` is called ``n`` again behind the
+second product.  Any strides will do as long as neighbouring k of queries and keys and neighbouring f of values are
+neighbours in memory, so that operands may be slices of one array.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from jcuts.base.errors import Refusal
+from jcuts.kernel_ir.index import Index
+from jcuts.kernel_ir.loop_transforms import map_indices
+from jcuts.kernel_ir.node import Graph, Node
+from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program
+from jcuts.lower.patterns.gemm import COLUMNS, COPY, ROWS, TYPES
+
+EIGHT, MOST_DEPTH = 8, 128
+"""Depths are multiples of the one and at most the other."""
+BESIDE = ("convert", "widen")
+"""Changes of type: between the products everything is carried in float32."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Queries, keys or values: a buffer of type ``dtype``.
+
+    Attributes:
+        base: address of the first one by the batch's axes. step: elements from one to the next.
+        width: elements of one copy (0: the array is not even words). extent: how many; length: of each.
+    """
+
+    buffer: str
+    dtype: str
+    base: Index
+    step: int
+    extent: int
+    length: int
+    width: int
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element."""
+        return ITEM_SIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention, its axes renamed.
+
+    Attributes:
+        batch: axes of the grid besides the rows.
+        scores: the first phase over ``m`` and ``n``; result: the last one over ``m`` and the features ``n``.
+    """
+
+    query: Operand
+    key: Operand
+    value: Operand
+    batch: tuple[Axis, ...]
+    scores: Phase
+    result: Phase
+
+    @property
+    def batches(self) -> int:
+        """Heads of all examples."""
+        return math.prod(a.extent for a in self.batch)
+
+    @property
+    def rows(self) -> int:
+        """Queries of a head."""
+        return self.query.extent
+
+    @property
+    def keys(self) -> int:
+        """Keys of a head."""
+        return self.key.extent
+
+    @property
+    def kind(self) -> str:
+        """What the matrix units take."""
+        return TYPES[self.query.dtype]
+
+    @property
+    def score_ops(self) -> int:
+        """Element operations between the first product and the softmax, per score."""
+        return sum(bool(n.args) and n.op not in BESIDE for n in self.scores.exit.nodes)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.batches} x {self.rows} queries, {self.keys} keys of {self.query.length}, values of "
+            f"{self.value.length}, {self.query.dtype}, {self.score_ops} operations on a score"
+        )
+
+
+def match(program: Program) -> Attention | Refusal:
+    """The attention that a program of the template is, or why no kernel takes it."""
+    if program.template != "attention" or len(program.phases) < 5:
+        return _reject("it is no attention")
+    if dict(program.params).get("precision"):
+        return _reject("its products ask for more than the default precision")
+    scores, *middle, result = program.phases
+    weights = _softmax(scores, middle)
+    if isinstance(weights, Refusal):
+        return weights
+    return _operands(program, scores, result, weights)
+
+
+def _reject(reason: str) -> Refusal:
+    return Refusal("attention", reason)
+
+
+# -- the softmax ----------------------------------------------------------------------------------------------------
+def _softmax(scores: Phase, middle: list[Phase]) -> str | Refusal:
+    """The local buffer of the weights, where the phases between the products are a softmax of the scores."""
+    if len(middle) != 3 or any(len(p.stores) != 1 for p in (scores, *middle)):
+        return _reject("what lies between its products is no softmax")
+    largest, total, last = middle
+    kept = scores.stores[0].buffer
+    if [a.combine for a in largest.accs] != ["max"] or [a.combine for a in total.accs] != ["add"] or last.reds:
+        return _reject("its rows are not divided by a sum of exponentials")
+    most = largest.stores[0].buffer
+    whole = _strip(largest.exit, largest.stores[0].value).op == "acc"
+    if not whole or not _is_load(largest.body, largest.accs[0].values[0], kept):
+        return _reject("it takes the largest of something else than its scores")
+    if not _is_exponential(total.body, total.accs[0].values[0], kept, most):
+        return _reject("it sums something else than exponentials of scores")
+    exit_, value = total.exit, total.stores[0].value
+    if _strip(exit_, value).op != "acc":
+        return _reject("its sum of exponentials is changed")
+    node = _strip(last.exit, last.stores[0].value)
+    summed = total.stores[0].buffer
+    if node.op != "div" or not _is_exponential(last.exit, node.args[0], kept, most):
+        return _reject("its weights are no quotients of exponentials")
+    if not _is_load(last.exit, node.args[1], summed):
+        return _reject("its weights are divided by something else than the sum of exponentials")
+    return last.stores[0].buffer
+
+
+def _strip(graph: Graph, number: int) -> Node:
+    """The node behind changes of one type of floats to another.
+
+    What goes through integers loses more than bits, and a rounding that the function declares is none of them.
+    """
+    node = graph.nodes[number]
+    while node.op in BESIDE and not node.declared and {node.dtype, graph.nodes[node.args[0]].dtype} <= TYPES.keys():
+        node = graph.nodes[node.args[0]]
+    return node
+
+
+def _is_load(graph: Graph, number: int, buffer: str) -> bool:
+    node = _strip(graph, number)
+    return node.op == "load" and node.buffer == buffer
+
+
+def _is_largest(graph: Graph, number: int, buffer: str) -> bool:
+    """The largest score, or the larger of it and -inf."""
+    node = _strip(graph, number)
+    if node.op == "max":
+        least = [a for a in node.args if (n := _strip(graph, a)).op == "const" and n.value == -math.inf]
+        return len(least) == 1 and any(_is_load(graph, a, buffer) for a in node.args)
+    return _is_load(graph, number, buffer)
+
+
+def _is_exponential(graph: Graph, number: int, scores: str, most: str) -> bool:
+    node = _strip(graph, number)
+    inner = _strip(graph, node.args[0]) if node.op == "exp" else node
+    if (node.op, inner.op) != ("exp", "sub"):
+        return False
+    return _is_load(graph, inner.args[0], scores) and _is_largest(graph, inner.args[1], most)
+
+
+# -- operands -------------------------------------------------------------------------------------------------------
+def _operands(program: Program, scores: Phase, result: Phase, weights: str) -> Attention | Refusal:
+    pair, other = _factors(scores), _factors(result)
+    if pair is None or other is None or len(scores.reds) != 1 or len(result.reds) != 1:
+        return _reject("its products are not of arrays as they are")
+    key_axis, feature = scores.axes[-1], result.axes[-1]
+    depth = scores.reds[0]
+    outer = scores.axes[:-1]
+    if result.axes[:-1] != outer or result.reds[0].name != key_axis.name:
+        return _reject("its products run over different axes")
+    key, query = pair if _depends_on(pair[0], key_axis) else pair[::-1]
+    value = other[0] if other[1].buffer == weights else other[1]
+    if (
+        _depends_on(query, key_axis)
+        or not _depends_on(key, key_axis)
+        or weights not in (other[0].buffer, other[1].buffer)
+    ):
+        return _reject("its queries move with its keys")
+    if len({n.dtype for n in (query, key, value)}) > 1 or query.dtype not in TYPES:
+        return _reject(f"operands of {query.dtype}, {key.dtype} and {value.dtype}")
+    free = [a for a in outer if _depends_on(query, a) and not _depends_on(key, a) and not _depends_on(value, a)]
+    if not free:
+        return _reject("it has no axis of queries alone")
+    row = max(free, key=lambda a: (a.extent, a.name))
+    batch = tuple(a for a in outer if a is not row)
+    sides = []
+    for node, axis, along in ((query, row, depth), (key, key_axis, depth), (value, key_axis, feature)):
+        side = _operand(node, Axis(axis.name, axis.extent), Axis(along.name, along.extent), batch)
+        if isinstance(side, Refusal):
+            return side
+        sides.append(side)
+    names = {row.name: ROWS}
+    first = _renamed(scores, {**names, key_axis.name: COLUMNS})
+    last = _renamed(result, {**names, feature.name: COLUMNS})
+    if any(s.guards for s in last.stores):
+        return _reject("results with guards")
+    if not any(s.address.stride(COLUMNS) == 1 for s in last.stores):
+        return _reject("its features are no neighbours in the result")
+    queries, keys, values = sides
+    return Attention(queries, keys, values, batch, first, last)
+
+
+def _factors(phase: Phase) -> tuple[Node, Node] | None:
+    """The two loads whose product is summed, without guards and with linear addresses."""
+    if len(phase.accs) != 1 or (phase.accs[0].combine, phase.accs[0].dtype) != ("add", "float32"):
+        return None
+    product = phase.body.nodes[phase.accs[0].values[0]]
+    if product.op != "mul" or product.dtype != "float32":
+        return None
+    loads = [_strip(phase.body, a) for a in product.args]
+    names = [a.name for a in (*phase.axes, *phase.reds)]
+    for node in loads:
+        if node.op != "load" or node.guards or node.index is None or node.index.values():
+            return None
+        if any(node.index.stride(n) is None for n in names):
+            return None
+    return loads[0], loads[1]
+
+
+def _depends_on(node: Node, axis: Axis) -> bool:
+    return node.index is not None and bool(node.index.stride(axis.name))
+
+
+def _operand(node: Node, axis: Axis, along: Axis, batch: tuple[Axis, ...]) -> Operand | Refusal:
+    assert node.index is not None
+    item = ITEM_SIZE[node.dtype]
+    if node.index.stride(along.name) != 1 and along.extent > 1:
+        return _reject(f"elements of a row of {node.buffer} are no neighbours in memory")
+    if along.extent % EIGHT or not EIGHT <= along.extent <= MOST_DEPTH:
+        return _reject(f"rows of {along.extent} elements: multiples of {EIGHT} up to {MOST_DEPTH} are taken")
+    step = node.index.stride(axis.name) or 0
+    base = Index(node.index.const)
+    for other in batch:
+        base = base + Index.axis(other.name) * (node.index.stride(other.name) or 0)
+    steps = [along.extent, step, base.const, *(c for _, c in base.terms)]
+    width = next((b // item for b in COPY if all(s % (b // item) == 0 for s in steps)), 0)
+    if not width:
+        return _reject(f"rows of {node.buffer} do not begin at words")
+    return Operand(node.buffer, node.dtype, base, step, axis.extent, along.extent, width)
+
+
+def _renamed(phase: Phase, names: dict[str, str]) -> Phase:
+    made = map_indices(phase, lambda index: index.substitute({a: Index.axis(n) for a, n in names.items()}, {}))
+    return replace(
+        made,
+        axes=tuple(replace(a, name=names.get(a.name, a.name)) for a in phase.axes),
+        reds=tuple(replace(r, name=names.get(r.name, r.name)) for r in phase.reds),
+    )

@@ -1,0 +1,345 @@
+"""Matrix products in the form that `codegen.cuda.gemm.mma_mainloop` reads: axes ``m`` and ``n``, ``b`` of a batch, term
+``k``.
+
+A contraction or a convolution is such a product where each operand is one array:
+
+    out[b, m, n] = epilogue(sum over k of prologue(left[b, m, k], vectors[k]) * right[b, k, n])
+
+The prologue, where there is one, is element-wise (a norm with known statistics, an activation), in float32; its
+operand and result are float32 or bfloat16.
+
+A convolution's k counts taps and channels, m batch and space: addresses of the left operand hold quotients of both, and
+guards (padding, read as zeros; such operands have no prologue).  Within *runs* of terms (the channels of a tap)
+addresses are linear.
+
+``left`` and ``right`` are named so that neighbouring n are neighbours in the first result: they may be the operands in
+either order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jcuts.kernel_ir.index import Atom, Index, unflatten
+from jcuts.kernel_ir.loop_transforms import collapse_program, map_indices
+from jcuts.kernel_ir.node import Graph, Guard, Node
+from jcuts.kernel_ir.numpy_semantics import apply
+from jcuts.kernel_ir.program import ITEM_SIZE, Acc, Axis, Phase, Program, Red
+from jcuts.lower.delinearize import delinearize
+
+B, ROWS, COLUMNS, K, S = "b", "m", "n", "k", "s"
+"""Axes: batch, rows, columns, the summed one, and the group of terms where a sum is split over the grid."""
+TYPES = {"float32": "tf32", "bfloat16": "bf16", "float16": "f16"}
+"""What the matrix units take of each storage type that is added up in float32."""
+WIDE = "float64"
+"""What is added up in itself."""
+COPY = (16, 8, 4)
+"""Bytes of one asynchronous copy into shared memory."""
+LEAST_TERMS = 8
+CARRIED = frozenset({"load", "const", "convert", "widen", "add", "sub", "mul", "neg", "abs", "max", "min", "clamp"})
+"""What may stand before a product of bfloat16: computed in float32 and rounded once, at its end."""
+
+
+@dataclass(frozen=True)
+class GemmOperand:
+    """One operand of a product.
+
+    Attributes:
+        buffer, dtype: the array. index: address of an element.
+        guards: where it is read; elsewhere it is zero.
+        outer: its axis that is not summed, m or n.
+        along_terms: neighbouring k are neighbours in memory, else neighbouring m (or n).
+        width: elements of one asynchronous copy.
+        run: terms from a multiple of which on so many addresses are ``step`` elements apart.
+    """
+
+    buffer: str
+    dtype: str
+    index: Index
+    guards: tuple[Guard, ...]
+    outer: str
+    along_terms: bool
+    width: int
+    run: int
+    step: int
+
+    @property
+    def k_offset(self) -> Index:
+        """The part of the address that the terms decide."""
+        return Index(0, tuple(t for t in self.index.terms if _axes(t[0]) & {K, S}))
+
+    @property
+    def outer_offset(self) -> Index:
+        """The part of the address that batch, row or column decide."""
+        return self.index - self.k_offset
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element."""
+        return ITEM_SIZE[self.dtype]
+
+
+def as_gemm(program: Program, *, exact: bool = False) -> Program | None:
+    """The program as a product, unscheduled; None if it is none, or if its arithmetic must not be that of matrix units.
+
+    float32 products that ask for more than the default precision are none: matrix units round operands to TF32, which
+    is XLA's default on GPUs too.  ``exact``: they and products of float64, and no others, are wanted
+    (`gpu_products.multiplied`).
+    """
+    if len(program.phases) != 1:
+        return None
+    wide = any(acc.dtype == WIDE for acc in program.phases[0].accs)
+    if (wide or bool(dict(program.params).get("precision"))) != exact:
+        return None
+    whole = collapse_program(_padding_as_zeros(program) if wide else program)
+    program = delinearize(whole)
+    phase = program.phases[0]
+    loads = _factors(phase, WIDE if wide else "float32")
+    if loads is None or math.prod(r.extent for r in phase.reds) < LEAST_TERMS:
+        return None
+    factors = phase.body.nodes[phase.accs[0].values[0]].args
+    names = [a.name for a in (*phase.axes, *phase.reds)]
+    strides = [{a: n.index.stride(a) for a in names} for n in loads if n.index is not None]
+    if len(strides) != 2 or any(s is None for found in strides for s in found.values()):
+        return None
+    first, second = strides
+    if not all(first[r.name] and second[r.name] for r in phase.reds):
+        return None
+    if any(not first[a.name] and not second[a.name] for a in phase.axes):
+        return None
+    batch = [a for a in phase.axes if first[a.name] and second[a.name]]
+    if batch and program is not whole:  # groups of features
+        return None
+    free = [[a for a in phase.axes if found[a.name] and a not in batch] for found in strides]
+    last = next((a for a in phase.axes if phase.stores[0].address.stride(a.name) == 1), None)
+    if last is None or last in batch or any(s.guards for s in phase.stores):
+        return None
+    left, right = (1, 0) if last in free[0] else (0, 1)
+    if len(free[right]) != 1:  # the columns of a thread's accumulators are neighbours in memory
+        return None
+    if not _is_plain(phase.body, factors[right]):  # a prologue is for the operand that passes through registers
+        return None
+    if loads[right].guards or any(
+        g.index.values() or free[right][0].name in g.index.axes() for g in loads[left].guards
+    ):
+        return None
+    made = _renamed(program, (factors[left], factors[right]), batch, free[left], free[right][0])
+    return made if all(side is not None for side in _sides(made)) else None
+
+
+def k_tiles_per_split(total: int, terms: int, split: int) -> tuple[int, int]:
+    """(tiles of ``terms`` terms of a group, groups) of a sum that at most ``split`` groups of blocks share.
+
+    >>> shares(1000, 32, 5)
+    (7, 5)
+    """
+    tiles = -(-total // terms)
+    share = -(-tiles // split)
+    return share, -(-tiles // share)
+
+
+def k_extent(program: Program) -> int:
+    """Terms of the whole sum (of a group of them the program has guards for what lies beyond)."""
+    return int(str(dict(program.params).get("terms", program.phases[0].reds[0].extent)))
+
+
+def gemm_operands(program: Program) -> tuple[GemmOperand, GemmOperand]:
+    """Left and right operand of a product."""
+    left, right = _sides(program)
+    assert left is not None and right is not None
+    return left, right
+
+
+def _factors(phase: Phase, dtype: str = "float32") -> tuple[Node, Node] | None:
+    """The two loads whose product is summed. Args: dtype: of product and sum."""
+    if len(phase.accs) != 1 or (phase.accs[0].combine, phase.accs[0].dtype) != ("add", dtype):
+        return None
+    product = phase.body.nodes[phase.accs[0].values[0]]
+    if product.op != "mul" or product.dtype != dtype:
+        return None
+    found = []
+    for number in product.args:
+        node = _operand(phase.body, number, {r.name for r in phase.reds})
+        if node is None or node.index is None or node.index.values():
+            return None
+        if node.dtype not in (TYPES if dtype != WIDE else (WIDE,)):
+            return None
+        if node.guards and node.value != 0:
+            return None
+        found.append(node)
+    return (found[0], found[1]) if found[0].dtype == found[1].dtype else None
+
+
+def prologue(program: Program) -> int | None:
+    """Number of the left factor in the body graph of a product, where it is more than a load."""
+    body = program.phases[0].body
+    number = _product(program.phases[0]).args[0]
+    return None if _is_plain(body, number) else number
+
+
+def prologue_is_zero_safe(program: Program) -> bool:
+    """Whether a prologue of zeros is finite: then terms beyond the last, whose weights are zeros, add nothing."""
+    number, body = prologue(program), program.phases[0].body
+    values: dict[int, np.ndarray] = {}
+    with np.errstate(all="ignore"):
+        for n in () if number is None else body.needed([number]):
+            node = body.nodes[n]
+            if node.op in ("load", "const"):
+                values[n] = np.asarray(0.0 if node.op == "load" else node.value, np.float32)
+            else:
+                types, args = [body.nodes[a].dtype for a in node.args], [values[a] for a in node.args]
+                values[n] = apply(node.op, node.dtype, types, args, dict(node.attrs))
+    return number is None or bool(np.isfinite(values[number]))
+
+
+def k_vectors(program: Program) -> list[Node]:
+    """What a product's prologue reads besides the left operand: loads that the term alone decides."""
+    number, body = prologue(program), program.phases[0].body
+    if number is None:
+        return []
+    nodes = [body.nodes[n] for n in body.needed([number])]
+    return [n for n in nodes if n.op == "load" and n.index is not None and n.index.axes() <= {K, S}]
+
+
+def _padding_as_zeros(program: Program) -> Program:
+    """A convolution of float64 with the zeros around its image as factors: so cuDNN has it.
+
+    What is traced leaves such products out, as XLA does on CPUs: infinite weights make the difference.
+    """
+    phase = program.phases[0]
+    nodes = phase.body.nodes
+    masked = nodes[phase.accs[0].values[0]]
+    if masked.op != "select":
+        return program
+    holds, product, zero = (nodes[a] for a in masked.args)
+    if (holds.op, product.op, zero.op, zero.value) != ("guard", "mul", "const", 0):
+        return program
+    if not any((nodes[a].op, nodes[a].value, nodes[a].guards) == ("load", 0, holds.guards) for a in product.args):
+        return program
+    phase = replace(phase, accs=(replace(phase.accs[0], values=(masked.args[1],)),))
+    return replace(program, phases=(phase,))
+
+
+def _operand(body: Graph, number: int, terms: Collection[str]) -> Node | None:
+    """The load of a factor: itself, or the one in its prologue that more than the terms decides."""
+    node = body.nodes[number]
+    if _is_plain(body, number):
+        return body.nodes[node.args[0]] if node.op == "widen" else node
+    nodes = [body.nodes[n] for n in body.needed([number])]
+    loads = [n for n in nodes if n.op == "load"]
+    if any(not n.args and n.op not in ("load", "const") for n in nodes) or node.dtype != "float32":
+        return None  # guards, positions
+    if any(n.guards or n.index is None or n.index.values() for n in loads):
+        return None
+    main = [n for n in loads if n.index is not None and not n.index.axes() <= set(terms)]
+    types = {n.dtype for n in loads if n not in main}
+    if len(main) != 1 or not types <= {"float32"}:
+        return None
+    if node.op == "widen" and body.nodes[node.args[0]].dtype == main[0].dtype == "bfloat16":
+        fits = all(n.op in CARRIED and n.dtype in ("float32", "bfloat16") and not n.declared for n in nodes)
+    else:
+        fits = main[0].dtype == "float32"
+    return main[0] if fits else None
+
+
+def _is_plain(body: Graph, number: int) -> bool:
+    """Whether a factor is an element as memory has it."""
+    node = body.nodes[number]
+    return node.op == "load" or (node.op == "widen" and body.nodes[node.args[0]].op == "load")
+
+
+def _renamed(program: Program, factors: tuple[int, int], batch: list[Axis], rows: list[Axis], column: Axis) -> Program:
+    """The program over the axes b, m and n, with one term axis."""
+    phase = program.phases[0]
+    groups: dict[str, Sequence[Axis | Red]] = {B: batch, ROWS: rows, COLUMNS: [column], K: phase.reds}
+    ranges = {name: math.prod(a.extent for a in group) for name, group in groups.items()}
+    where: dict[str, Index] = {}
+    for name, group in groups.items():
+        places = unflatten(Index.axis(name), tuple(a.extent for a in group), ranges)
+        where.update(zip((a.name for a in group), places, strict=True))
+    made = map_indices(phase, lambda index: index.substitute(where, ranges))
+    body = Graph()
+    dtype = phase.accs[0].dtype
+    total = body.apply("mul", dtype, *phase.body.copy_into(body, factors, where, ranges))
+    axes = tuple(Axis(name, ranges[name]) for name in (B, ROWS, COLUMNS) if name != B or batch)
+    acc = Acc("add", dtype, (total,))
+    phase = replace(made, axes=axes, reds=(Red(K, ranges[K]),), accs=(acc,), body=body)
+    return replace(program, phases=(phase,), params=())
+
+
+# -- operands -------------------------------------------------------------------------------------------------------
+def _sides(program: Program) -> tuple[GemmOperand | None, GemmOperand | None]:
+    phase = program.phases[0]
+    product, ranges = _product(phase), phase.ranges()
+    group = Index.axis(S) * ranges[K] + Index.axis(K) if S in ranges else Index.axis(K)
+    found = []
+    for number, outer in zip(product.args, (ROWS, COLUMNS), strict=True):
+        node = _operand(phase.body, number, (K, S))
+        if node is None:
+            return None, None
+        guards = tuple(g for g in node.guards if g.index != group)
+        found.append(_side(replace(node, guards=guards), outer, ranges, k_extent(program)))
+    return found[0], found[1]
+
+
+def _product(phase: Phase) -> Node:
+    product = phase.body.nodes[phase.accs[0].values[0]]
+    if product.op == "select":  # of a group of terms, those that there are
+        product = phase.body.nodes[product.args[1]]
+    return product
+
+
+def _side(node: Node, outer: str, ranges: dict[str, int], total: int) -> GemmOperand | None:
+    index = node.index
+    assert index is not None
+    run = math.gcd(_contiguous_k(index), *(_contiguous_k(g.index) for g in node.guards)) or ranges[K]
+    if any(_axes(atom) & {K, S} and _axes(atom) - {K, S} for atom, _ in index.terms):
+        return None
+    one, two = (_number(index, {K: k}) for k in (0, 1))
+    side = GemmOperand(node.buffer, node.dtype, index, node.guards, outer, False, 1, run, two - one)
+    for along in (True, False):
+        if (side.step if along else index.stride(outer)) != 1:
+            continue
+        place = side.outer_offset if along else side.outer_offset - Index.axis(outer)
+        steps = [place.const, *(coef for _, coef in place.terms), total if run == ranges[K] else run]
+        starts = range(0, ranges[K], run) if along else range(ranges[K])
+        if not along:
+            steps[-1] = ranges[outer]
+        terms = side.k_offset
+        steps += {_number(terms, {K: k, S: s}) for s in range(ranges.get(S, 1)) for k in starts}
+        for width in (b // side.item for b in COPY if b >= side.item):
+            if all(step % width == 0 for step in steps):
+                return replace(side, along_terms=along, width=width)
+    return None
+
+
+def _axes(atom: Atom) -> frozenset[str]:
+    return Index(0, ((atom, 1),)).axes()
+
+
+def _contiguous_k(index: Index) -> int:
+    """Up to which multiples of terms an expression is linear in k: it divides them all (0: it always is)."""
+    found = 0
+    for atom, _ in index.terms:
+        if atom.inner is not None and K in atom.inner.axes():
+            plain = atom.inner.stride(K)
+            found = math.gcd(found, _contiguous_k(atom.inner))
+            if plain is None or plain:
+                rest = [c for a, c in atom.inner.terms if a.inner is None and a.name != K]
+                direct = any(a.name == K for a, _ in atom.inner.terms)
+                found = math.gcd(found, atom.modulus, atom.inner.const, *rest) if direct else found
+    return found
+
+
+def _number(index: Index, where: Mapping[str, int]) -> int:
+    """The expression at a point (axes that are not named are 0)."""
+    total = index.const
+    for atom, coef in index.terms:
+        part = where.get(atom.name, 0) if atom.inner is None else _number(atom.inner, where)
+        part = part // atom.modulus if atom.kind == "div" else part % atom.modulus if atom.kind == "mod" else part
+        total += coef * part
+    return total

@@ -1,0 +1,83 @@
+"""A kernel whose result is part of a larger array: stores that skip, and another operand where it updates one in place.
+
+The larger array is an operand and the result in one: the last operand, of which the kernel reads nothing, or one of
+which it reads other parts than it writes.  A kernel that begins an array has no such operand: what it does not write is
+undefined, and nobody may read it.  Where that part begins is no matter of the program: the call adds bytes to
+the result's address, so that all layers of a dense block have one kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jcuts.kernel_ir.index import Atom, Index
+from jcuts.kernel_ir.program import ITEM_SIZE, Buffer, Phase, Program
+
+ONTO = "onto"
+ALIGNMENT = 16
+"""Bytes that divide the address of every buffer: what an access of several elements relies on."""
+
+
+@dataclass(frozen=True)
+class SlicedOutput:
+    """A program that writes a part of an array.
+
+    Attributes: start: bytes before its part. operand: number of the array, None where the kernel begins it.
+    """
+
+    program: Program
+    start: int
+    operand: int | None
+
+
+def write_into_slice(
+    program: Program, whole: Sequence[int], starts: Sequence[int], operand: int | None = -1
+) -> SlicedOutput | None:
+    """The scheduled program with its one result as a part of an array; None where its stores cannot skip the rest.
+
+    Args:
+        whole: the array's shape.
+        starts: the part's first element; it must be whole along all dimensions but one.
+        operand: which operand the array is already; -1: it becomes the last one; None: the kernel begins it.
+    """
+    if len(program.outputs) != 1 or any(b.name == ONTO for b in program.buffers):
+        return None
+    result = program.outputs[0]
+    partial = [k for k, (a, b) in enumerate(zip(result.shape, whole, strict=True)) if a != b]
+    if len(partial) != 1 or any(start for k, start in enumerate(starts) if k != partial[0]):
+        return None
+    if not 0 <= starts[partial[0]] <= whole[partial[0]] - result.shape[partial[0]]:
+        return None
+    here, there = (math.prod(shape[partial[0] :]) for shape in (result.shape, whole))
+    start = starts[partial[0]] * (there // whole[partial[0]]) * ITEM_SIZE[result.dtype]
+    phases = [_moved(program, phase, result.name, here, there) for phase in program.phases]
+    if start % ALIGNMENT or any(phase is None for phase in phases):
+        return None
+    buffers = [b if b is not result else replace(b, shape=tuple(whole)) for b in program.buffers]
+    if operand is not None and operand < 0:
+        last = max((k for k, b in enumerate(buffers) if b.role == "in"), default=-1)
+        buffers.insert(last + 1, Buffer(ONTO, result.dtype, tuple(whole), "in"))
+        operand = len(program.inputs)
+    made = replace(program, buffers=tuple(buffers), phases=tuple(p for p in phases if p is not None))
+    return SlicedOutput(made, start, operand)
+
+
+def _moved(program: Program, phase: Phase, result: str, here: int, there: int) -> Phase | None:
+    """The phase with lines of ``here`` elements of the result as many as ``there`` apart."""
+    stores = []
+    grid = {f"{g.axis}_lo": g.extent for g in program.grid}
+    for store in phase.stores:
+        if store.buffer == result:
+            ranges = {**grid, **phase.ranges()}
+            address = store.address.floordiv(here, ranges) * there + store.address.mod(here, ranges)
+            if _index_atoms(address) - _index_atoms(store.address):
+                return None  # accesses of several elements would not know that they are neighbours
+            store = replace(store, address=address)
+        stores.append(store)
+    return replace(phase, stores=tuple(stores))
+
+
+def _index_atoms(index: Index) -> set[Atom]:
+    return {atom for atom, _ in index.terms}

@@ -1,0 +1,199 @@
+"""The tensor graph of one flat jaxpr: tensors, equations with their ops, who uses what.
+
+Reads jaxpr objects by attribute only (``eqn.primitive.name``, ``var.aval``), so that this floor needs no JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jcuts.base.errors import Refusal
+from jcuts.kernel_ir.node import Scalar
+from jcuts.lower.patterns.strided_concat import StridedConcat, match_strided_concat
+from jcuts.ops import Equation, Op, TensorType, describe
+
+
+@dataclass
+class Tensor:
+    """A value of the program.
+
+    ``producer``: an equation number or None; ``scalar``: its value if it is a literal; ``tf32``: see `Buffer`.
+    """
+
+    number: int
+    type: TensorType
+    producer: int | None = None
+    output: int = 0
+    scalar: Scalar | None = None
+    users: list[int] = field(default_factory=list)
+    escapes: bool = False
+    name: str = ""
+    constant: bool = False
+    tf32: bool = False
+
+
+@dataclass
+class OpNode:
+    """One equation: its op, or why there is none; ``pieces`` of a concatenation that can read past its operands."""
+
+    number: int
+    prim: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    op: Op | None
+    refusal: Refusal | None
+    where: str = ""
+    pieces: StridedConcat | None = None
+
+
+@dataclass
+class TensorGraph:
+    """All tensors and equations of a flat jaxpr, equations in program order."""
+
+    tensors: list[Tensor]
+    nodes: list[OpNode]
+    of_var: dict[Any, int]
+
+    def producer(self, tensor: int) -> OpNode | None:
+        """The equation that makes a tensor."""
+        number = self.tensors[tensor].producer
+        return None if number is None else self.nodes[number]
+
+    def ancestors(self, members: frozenset[int], start: int) -> frozenset[int]:
+        """What an equation needs, directly or not, of ``members``."""
+        found: set[int] = set()
+        stack = [start]
+        while stack:
+            for tensor in self.nodes[stack.pop()].inputs:
+                made = self.tensors[tensor].producer
+                if made is not None and made in members and made not in found:
+                    found.add(made)
+                    stack.append(made)
+        return frozenset(found)
+
+    def edges(self) -> set[tuple[int, int]]:
+        """(producer, user) pairs of equation numbers."""
+        return {
+            (tensor.producer, user) for tensor in self.tensors if tensor.producer is not None for user in tensor.users
+        }
+
+    def subset_inputs(self, subset: frozenset[int]) -> list[int]:
+        """Tensors that a subset reads from outside (literals left out), in first-use order."""
+        seen: dict[int, None] = {}
+        for number in sorted(subset):
+            for tensor in self.nodes[number].inputs:
+                made = self.tensors[tensor].producer
+                if self.tensors[tensor].scalar is None and (made is None or made not in subset):
+                    seen.setdefault(tensor)
+        return list(seen)
+
+    def subset_outputs(self, subset: frozenset[int]) -> list[int]:
+        """Tensors of a subset that something outside needs, in program order."""
+        found = []
+        for number in sorted(subset):
+            for tensor in self.nodes[number].outputs:
+                info = self.tensors[tensor]
+                if info.escapes or any(user not in subset for user in info.users):
+                    found.append(tensor)
+        return found
+
+
+MOST_JOINED = 16
+"""Operands of a concatenation whose points a kernel may tell apart by guards."""
+MOST_SWITCHED = 64
+"""As many where a kernel can branch once for all its threads' points (`schedule.gpu.candidates`)."""
+
+
+def build_graph(
+    jaxpr: Any,
+    where: Callable[[Any], str] = lambda eqn: "",
+    scalars: dict[Any, Scalar] | None = None,
+    joined: int = MOST_JOINED,
+    tf32: Collection[Any] = (),
+) -> TensorGraph:
+    """The graph of a flat jaxpr.
+
+    Args: jaxpr: anything with ``constvars, invars, eqns, outvars``; where: equation -> "file:line (function)"; scalars:
+        values of variables that are known numbers (closed-over Python scalars); joined: operands of the largest
+        concatenation that is not left to XLA; tf32: values that are known to hold TF32 numbers only.
+    """
+    tensors: list[Tensor] = []
+    of_var: dict[Any, int] = {}
+    scalars = scalars or {}
+
+    def new(var: Any, producer: int | None, output: int = 0) -> int:
+        aval = var.aval
+        tensor = Tensor(len(tensors), TensorType(tuple(getattr(aval, "shape", ())), _dtype(aval)), producer, output)
+        tensor.tf32 = not hasattr(var, "val") and var in tf32
+        tensors.append(tensor)
+        return tensor.number
+
+    def number_of(var: Any) -> int:
+        if hasattr(var, "val"):  # a literal: not hashable by value, so never shared
+            number = new(var, None)
+            value = var.val
+            if tensors[number].type.shape == ():
+                tensors[number].scalar = _scalar(value, tensors[number].type.dtype)
+            return number
+        if var not in of_var:
+            of_var[var] = new(var, None)
+            if var in scalars:
+                tensors[of_var[var]].scalar = _scalar(scalars[var], tensors[of_var[var]].type.dtype)
+        return of_var[var]
+
+    for var in jaxpr.constvars:
+        tensors[number_of(var)].constant = True
+    for var in jaxpr.invars:
+        number_of(var)
+    nodes: list[OpNode] = []
+    for number, eqn in enumerate(jaxpr.eqns):
+        inputs = tuple(number_of(v) for v in eqn.invars)
+        outputs = tuple(new(v, number, k) for k, v in enumerate(eqn.outvars))
+        for var, tensor in zip(eqn.outvars, outputs, strict=True):
+            of_var[var] = tensor
+        for tensor in set(inputs):
+            tensors[tensor].users.append(number)
+        found = _describe(eqn, [tensors[t].type for t in inputs], [tensors[t].type for t in outputs])
+        if len(inputs) > joined and eqn.primitive.name == "concatenate":
+            found = Refusal("concatenate", f"{len(inputs)} operands would need as many guards per point")
+        op, refusal = (None, found) if isinstance(found, Refusal) else (found, None)
+        nodes.append(OpNode(number, eqn.primitive.name, inputs, outputs, op, refusal, where(eqn)))
+        if eqn.primitive.name == "concatenate" and op is not None:
+            nodes[-1].pieces = _pieces(jaxpr, nodes, [tensors[t] for t in inputs], int(eqn.params["dimension"]))
+    for var in jaxpr.outvars:
+        if not hasattr(var, "val"):
+            tensors[number_of(var)].escapes = True
+    return TensorGraph(tensors, nodes, of_var)
+
+
+def _pieces(jaxpr: Any, nodes: Sequence[OpNode], operands: Sequence[Tensor], dim: int) -> StridedConcat | None:
+    made = [t.producer for t in operands if t.producer is not None and nodes[t.producer].prim == "slice"]
+    if len(made) < len(operands):
+        return None
+    cuts = [(number, nodes[number].inputs[0], jaxpr.eqns[number].params) for number in made]
+    return match_strided_concat(cuts, [t.type.shape for t in operands], dim)
+
+
+def _describe(eqn: Any, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> Op | Refusal:
+    name = eqn.primitive.name
+    if getattr(eqn, "effects", None):
+        return Refusal(name, "has side effects")
+    return describe(Equation(name, tuple(inputs), tuple(outputs), eqn.params))
+
+
+def _dtype(aval: Any) -> str:
+    dtype = getattr(aval, "dtype", None)
+    return "token" if dtype is None else str(getattr(dtype, "name", dtype))
+
+
+def _scalar(value: Any, dtype: str) -> Scalar | None:
+    item = value.item() if hasattr(value, "item") else value
+    if dtype == "bool":
+        return bool(item)
+    if dtype.startswith(("int", "uint")):
+        return int(item)
+    if dtype in ("float64", "float32", "bfloat16", "float16"):
+        return float(item)
+    return None

@@ -1,0 +1,390 @@
+"""Chooses covers and kernels together: the partition search with measured times (`fusion.partition_space`).
+
+The answer is stored as a whole: a later process, or one that may not measure, takes the stored cover and reads the
+choices of its subsets; it explores nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jcuts.base import fingerprint, knobs
+from jcuts.base.errors import IRError
+from jcuts.base.settings import Settings, Variant
+from jcuts.fusion.dag import NodeSet as Members
+from jcuts.fusion.match_inverted_residual import inverted_residual_groups
+from jcuts.fusion.move_epilogue import fuse_prologues, is_library_contraction, move_epilogues, split_prologues
+from jcuts.fusion.partition_space import Space, explore
+from jcuts.kernel_ir.program import Program
+from jcuts.pipeline import inplace_update, partition_store
+from jcuts.pipeline.computation import (
+    CONSTANT,
+    OF_LIBRARY,
+    TO_FUSE,
+    Computation,
+    Region,
+    add_candidates,
+    has_gpu_kernel,
+)
+from jcuts.trace.canonical import canonical_digest
+from jcuts.tune import session
+from jcuts.tune.choice import LIBRARY
+from jcuts.tune.row_signature import FOREIGN
+from jcuts.xla import devices as xla_devices
+
+log = logging.getLogger("jcuts.pipeline.kernel_selection")
+
+ROUNDS = 2
+MOST_PER_ROUND = 6
+"""Distinct subsets measured per round beyond the greedy cover: most of a session's time is compiling candidates."""
+LEAST_MOVED = 1 << 20
+"""Bytes below which an element-wise kernel on a GPU takes as long as its launch, whoever makes it."""
+BLOCK_CANDIDATES = 8
+"""Kernels tried for a block of several reductions."""
+NEAR_TIE_RATIO = 1.25
+"""Times XLA's, up to which a kernel is chosen by the form that has ``every`` one."""
+MOST_SMALL = 4
+"""Distinct subsets with little work that this form tries."""
+MOST_ELEMENTWISE = 12
+"""Distinct element-wise subsets that are tried on a GPU."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the search did, for the report.
+
+    Attributes:
+        origin: 'greedy' (nothing was searched), 'measured' or 'stored'.
+        explored: subsets that could be kernels; measured: of these, how many distinct ones beyond the greedy cover
+            were measured; greedy_seconds, seconds: predicted time of the greedy and of the chosen cover [s].
+    """
+
+    origin: str
+    explored: int = 0
+    measured: int = 0
+    greedy_seconds: float = 0.0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        if self.origin != "measured":
+            return f"partition: {self.origin}"
+        return (
+            f"partition: {self.explored} subsets explored, {self.measured} measured beyond the greedy cover; sum of "
+            f"subsets {self.greedy_seconds * 1e6:,.1f} -> {self.seconds * 1e6:,.1f} us"
+        )
+
+
+def select(top: Computation, settings: Settings, *, may_measure: bool, platform: str = "cpu") -> Summary:
+    """Sets every level's subsets and every subset's winner.
+
+    Modes without fusion, ``tune="off"`` (estimates rank kernels, they are not fit to overrule the greedy cover), a
+    limited ``JCUTS_FUEL`` and GPUs (`schedule.cpu.time_estimate` knows CPUs only) keep the greedy cover.
+    """
+    with session.shared_worker_session():
+        return _select(top, settings, may_measure, platform)
+
+
+def _select(top: Computation, settings: Settings, may_measure: bool, platform: str) -> Summary:
+    levels = top.walk()
+    lasting = settings.tune != "off" and knobs.current().fuel is None
+    searching = settings.mode != "no_fusion" and lasting and platform == "cpu"
+    key = partition_key(top, settings, platform)
+    stored = _stored(key, platform) if searching or (lasting and platform != "cpu") else None
+    if stored is not None and _restore(levels, stored, platform):
+        if settings.form is not None and settings.form.regions == "every":
+            for level in levels:
+                _add_small_regions(level)
+        subsets = _subsets(levels)
+        add_candidates(subsets, platform)
+        _choose(subsets, settings, may_measure, _shares(stored), platform)
+        return Summary("stored")
+    if platform != "cpu":
+        shares = _select_on_gpu(levels, settings, may_measure, platform)
+    else:
+        add_candidates(_subsets(levels), platform)
+        shares = session.resolve_choices(_subsets(levels), settings, may_measure=may_measure)
+    subsets = _subsets(levels)
+    unknown = session.is_collecting() or _postponed([s for level in levels for s in level.subset_cache.values()])
+    if settings.tune != "auto" or not may_measure or unknown:
+        return Summary("greedy")
+    if platform != "cpu" and lasting and all(s.choice is not None and s.choice.origin == "measured" for s in subsets):
+        _store_partition(levels, shares, key)
+    return _search(levels, settings, shares, key) if searching and subsets else Summary("greedy")
+
+
+def _stored(key: str, platform: str) -> dict[str, Any] | None:
+    """The stored cover; those of GPUs hold programs, and count only where this cache has made them."""
+    cover, source = session.store().entry("partition", key)
+    if cover is not None and platform != "cpu" and source == FOREIGN:
+        log.info("a stored cover of another cache is not used")
+        return None
+    return cover
+
+
+def _select_on_gpu(
+    levels: Sequence[Computation], settings: Settings, may_measure: bool, platform: str
+) -> dict[str, int]:
+    """Chooses what the form's subsets are, and their winners; returns the shares of candidates."""
+    add_candidates(_subsets(levels), platform)
+    regions = settings.form.regions if settings.form is not None else "all"
+    if settings.mode != "no_fusion":
+        covers = (split_prologues, move_epilogues if regions == "absorbing" else fuse_prologues)
+        for cover in covers:
+            for level in levels:
+                level.set_partition(cover(level.graph, [(s.members, s.program) for s in level.subsets], has_gpu_kernel))
+            add_candidates(_subsets(levels), platform)
+    # Before any are left: the forms that leave some share the problems, and so the times, of those that do not.
+    shares = session.candidate_budget([s for s in _subsets(levels) if s.ranked], on_gpu=True)
+    blocks: list[tuple[Computation, Region, list[Region]]] = []
+    if regions in ("all", "anchored") and settings.mode != "no_fusion" and settings.tune != "off":
+        blocks = _blocks(levels)
+        shares.update({s.identity: BLOCK_CANDIDATES for _, s, _ in blocks})
+    _leave_on_gpu(levels, regions, measured=settings.tune != "off")
+    rivals = [subset for _, subset, _ in blocks]
+    pieces = {subset.identity: [part.identity for part in parts] for _, subset, parts in blocks}
+    level_of = {id(subset): level for level in levels for subset in level.subsets}
+    level_of.update({id(subset): level for level, subset, _ in blocks})
+
+    def further(subset: Region, chosen: Program) -> list[Program]:
+        return inplace_update.programs(level_of[id(subset)], subset, chosen)
+
+    shares = session.resolve_choices(
+        [*_subsets(levels), *rivals],
+        settings,
+        may_measure=may_measure,
+        shares=shares,
+        device=_device(platform),
+        parts=pieces,
+        further=further,
+    )
+    for level, subset, parts in blocks:
+        if _is_better(subset, parts):
+            level.merge_into(subset)
+    return shares
+
+
+def _device(platform: str) -> str:
+    return "" if platform == "cpu" else xla_devices.this().identity()
+
+
+def _store_partition(levels: Sequence[Computation], shares: dict[str, int], key: str) -> None:
+    """Stores the cover of a GPU's form: with it a later process need not rank what has a kernel form at all."""
+    used = {s.identity for s in _subsets(levels)}
+    session.store().put_partition(
+        key,
+        {
+            "covers": [partition_store.load_partition(level) for level in levels],
+            "shares": {k: n for k, n in sorted(shares.items()) if k in used},
+        },
+        is_news=False,  # it is what plans that are remembered have come to
+    )
+
+
+def _choose(
+    subsets: Sequence[Region], settings: Settings, may_measure: bool, shares: dict[str, int], platform: str = "cpu"
+) -> None:
+    """Every subset's winner; kernels that lost by little win where the form has ``every`` one."""
+    if settings.form is None or settings.form.regions != "every":
+        session.resolve_choices(subsets, settings, may_measure=may_measure, shares=shares, device=_device(platform))
+        return
+    session.resolve_choices(subsets, replace(settings, mode="fusion"), may_measure=may_measure, shares=shares)
+    for subset in subsets:
+        mine, xla = _measured(subset), None if subset.choice is None else subset.choice.seconds(LIBRARY)
+        if subset.origin != "measured" or mine is None or xla is None or mine > NEAR_TIE_RATIO * xla:
+            subset.chosen = None
+
+
+def _add_small_regions(level: Computation) -> None:
+    """Makes subsets of what has little work, too, where few kernels do for that."""
+    covered = {m for s in level.subsets for m in s.members}
+    small = [
+        level.subset(members, program)
+        for members, program in level.grouping.subsets
+        if level.is_small(program) and not members & covered
+    ]
+    if not small or len({s.identity for s in small}) > MOST_SMALL:
+        return
+    if partition_store.is_partition(level, [s.members for s in (*level.subsets, *small)]):
+        for subset in small:
+            level.merge_into(subset)
+
+
+def _blocks(levels: Sequence[Computation]) -> list[tuple[Computation, Region, list[Region]]]:
+    """Subsets that could be one kernel, each with its level and its parts (`fusion.match_inverted_residual`)."""
+    if knobs.current().fuel is not None:
+        return []
+    found = []
+    for level in levels:
+        cover = [(s.members, s.program) for s in level.subsets]
+        for block in inverted_residual_groups(level.graph, cover, has_gpu_kernel):
+            parts = [level.subset(members, program) for members, program in block.parts]
+            found.append((level, level.subset(block.members, block.program), parts))
+    add_candidates([subset for _, subset, _ in found], "cuda")
+    return found
+
+
+def _is_better(subset: Region, parts: Sequence[Region]) -> bool:
+    """Whether a kernel was measured to be faster than XLA's code for its operations, and than its parts together."""
+    mine, each = _measured(subset), [_measured(part) for part in parts]
+    if subset.chosen is None or mine is None:
+        return False
+    return mine < sum(time if time is not None else math.inf for time in each)
+
+
+def _leave_on_gpu(levels: Sequence[Computation], regions: str, *, measured: bool = True) -> None:
+    """Leaves subsets to XLA that have no kernel form on a GPU, or no business being one.
+
+    Element-wise subsets gain little over XLA's fusions, and cutting them out may cost more than that: only ``all``
+    tries them, the large ones, those that move most bytes.  Products compete with the libraries wherever they are
+    ``measured``, but for ``absorbing``: there their element-wise tails belong to the kernels that read them, and a
+    product alone is what libraries are best at.
+    """
+    traffic: dict[str, int] = {}
+    for level in levels:
+        for subset in level.subsets:
+            if subset.ranked and not level.has_reduction(subset.members):
+                traffic[subset.identity] = traffic.get(subset.identity, 0) + sum(
+                    b.bytes for b in subset.program.buffers if b.role != "local"
+                )
+    worth = sorted((k for k in traffic if traffic[k] >= LEAST_MOVED), key=lambda k: -traffic[k])[:MOST_ELEMENTWISE]
+    for level in levels:
+        constants = set(level.closed.jaxpr.constvars)
+
+        def reason(subset: Region, level: Computation = level, constants: set[Any] = constants) -> str:
+            if not subset.ranked:
+                return "no kernel form on cuda"
+            if constants.issuperset(subset.inputs):
+                return CONSTANT
+            if (
+                level.mixed
+                and not level.has_reduction(subset.members)
+                and (regions != "all" or subset.identity not in worth)
+            ):
+                return TO_FUSE
+            alone = subset.program.template != "attention"
+            to_library = level.mixed and alone and (regions == "absorbing" or not measured)
+            return OF_LIBRARY if to_library and is_library_contraction(level.graph, subset.members) else ""
+
+        level.leave_to_xla(reason)
+
+
+def partition_key(top: Computation, settings: Settings, platform: str = "cpu") -> str:
+    """What a stored cover belongs to: the function and everything that decides which kernels may win."""
+    here = knobs.current()
+    more: tuple[str, ...] = ()
+    if platform != "cpu":
+        rounded = [[t.tf32 for t in level.graph.tensors] for level in top.walk()]
+        more = (_device(platform), repr(xla_devices.machine()), str(Variant.tuned(settings.form)), repr(rounded))
+    return fingerprint.digest(
+        canonical_digest(top.closed),
+        settings.mode,
+        str(settings.tolerance),
+        str(here.max_candidates),
+        str(here.top_percent),
+        *more,
+    )
+
+
+def _search(levels: Sequence[Computation], settings: Settings, shares: dict[str, int], key: str) -> Summary:
+    spaces = [explore(level.graph, level.grouping) for level in levels]
+    times: list[dict[Members, float]] = [{} for _ in levels]
+    _note_times(levels, spaces, times)
+    before = _total(spaces, times, greedy=True)
+    tried, postponed = 0, False
+    for _ in range(ROUNDS):
+        fresh: dict[str, list[Region]] = {}
+        for level, space, known in zip(levels, spaces, times, strict=True):
+            for members in space.next_to_measure(known, 4 * MOST_PER_ROUND):
+                if level.is_small(space.programs[members]):
+                    continue
+                subset = level.subset(members, space.programs[members])
+                if len(fresh) < MOST_PER_ROUND or subset.identity in fresh:
+                    fresh.setdefault(subset.identity, []).append(subset)
+        if not fresh:
+            break
+        new = [subset for group in fresh.values() for subset in group]
+        tried += len(fresh)
+        add_candidates(new)
+        extra = dict.fromkeys(fresh, session.MIN_CANDIDATES)
+        shares.update({k: n for k, n in extra.items() if k not in shares})
+        session.resolve_choices(new, settings, may_measure=True, shares=shares)
+        postponed = postponed or _postponed(new)
+        if not _note_times(levels, spaces, times):
+            break
+    for level, space, known in zip(levels, spaces, times, strict=True):
+        cover = space.best_measured_partition(known)
+        level.set_partition((members, space.programs[members]) for members in cover if members in space.programs)
+    used = {s.identity for s in _subsets(levels)}
+    if not postponed:  # a later call searches to the end
+        session.store().put_partition(
+            key,
+            {
+                "levels": [[sorted(s.members) for s in level.subsets] for level in levels],
+                "shares": {k: n for k, n in sorted(shares.items()) if k in used},
+            },
+        )
+    found = Summary("measured", sum(len(s.programs) for s in spaces), tried, before, _total(spaces, times))
+    log.info("%s", found)
+    return found
+
+
+def _postponed(subsets: Sequence[Region]) -> bool:
+    return any(s.choice is not None and s.choice.is_postponed for s in subsets)
+
+
+def _note_times(levels: Sequence[Computation], spaces: Sequence[Space], times: list[dict[Members, float]]) -> int:
+    """Takes over what has been measured; returns how many subsets are new."""
+    new = 0
+    for level, space, known in zip(levels, spaces, times, strict=True):
+        for members, subset in level.subset_cache.items():
+            seconds = _measured(subset)
+            if seconds is not None and members in space.estimates and members not in known:
+                known[members] = seconds
+                new += 1
+    return new
+
+
+def _measured(subset: Region) -> float | None:
+    """Time of what was chosen for the subset, kernel or XLA [s]; None if it was not measured."""
+    return None if subset.choice is None else subset.choice.seconds(subset.choice.winner)
+
+
+def _total(spaces: Sequence[Space], times: Sequence[dict[Members, float]], greedy: bool = False) -> float:
+    total = 0.0
+    for space, known in zip(spaces, times, strict=True):
+        predicted = space.predicted_seconds(known)
+        total += sum(predicted[s] for s in (space.greedy if greedy else space.best_measured_partition(known)))
+    return total
+
+
+def _subsets(levels: Sequence[Computation]) -> list[Region]:
+    return [subset for level in levels for subset in level.subsets]
+
+
+def _restore(levels: Sequence[Computation], stored: dict[str, Any], platform: str = "cpu") -> bool:
+    """Takes over a stored cover of every level; False (and the greedy covers) if it does not fit."""
+    found = stored.get("levels" if platform == "cpu" else "covers")
+    usable = isinstance(found, list) and len(found) == len(levels)
+    take = partition_store.apply_stored if platform == "cpu" else partition_store.from_json
+    try:
+        usable = usable and all(take(level, cover) for level, cover in zip(levels, found or [], strict=True))
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, IRError):
+        usable = False
+    if not usable:
+        log.warning("the stored partition does not fit the function: searching again")
+        for level in levels:
+            level.library = []
+            level.subset_cache.clear()  # with programs of the stored cover
+            level.set_partition(level.grouping.subsets)
+    return usable
+
+
+def _shares(stored: dict[str, Any]) -> dict[str, int]:
+    found = stored.get("shares")
+    if not isinstance(found, dict):
+        return {}
+    return {str(k): n for k, n in found.items() if isinstance(n, int) and n > 0}

@@ -1,0 +1,64 @@
+"""The calls that prepare arguments (`rewrite.tf32_weight_args`, `rewrite.hoist_vectors`) as one kernel each, not a
+launch per layer.
+
+Turned weights have no rounding of their own to be judged: each is an operand rounded to TF32, bit by bit what XLA makes
+of it.  Vectors are element operations, whose errors are stated (`docs/vecmath.md`).  Whether a program with these
+kernels is right, and whether it pays, is found out with the program.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jcuts.fusion import greedy
+from jcuts.kernel_ir.program import Program
+from jcuts.lower import horizontal, weight_transpose
+from jcuts.lower.tensor_graph import build_graph
+from jcuts.pipeline.computation import Computation
+from jcuts.rewrite import hoist_vectors, tf32_weight_args
+
+
+def add_weight_prep_kernels(level: Computation) -> int:
+    """Gives a kernel to every such call of a level that can have one; gives how many there are.
+
+    None where no kernel of the level is chosen: then there is nobody to prepare anything for.
+    """
+    found = 0
+    if not any(subset.chosen for subset in level.subsets):
+        return 0
+    for number, eqn in enumerate(level.closed.jaxpr.eqns):
+        program = _program(eqn)
+        if program is None:
+            continue
+        subset = level.subset(frozenset({number}), program)
+        if subset.inputs != list(eqn.invars) or subset.outputs != list(eqn.outvars):
+            continue  # an argument twice, or a result that nothing reads
+        subset.chosen, subset.origin = program, "estimated"
+        level.merge_into(subset)
+        found += 1
+    return found
+
+
+def _program(eqn: Any) -> Program | None:
+    shapes = tf32_weight_args.turned_shapes(eqn)
+    if shapes is not None:
+        return weight_transpose.transpose_program(shapes)
+    inside = hoist_vectors.body(eqn)
+    if inside is None:
+        return None
+    graph = build_graph(inside.jaxpr)
+    grouping = greedy.group(graph)
+    covered = frozenset[int]().union(*(members for members, _ in grouping.subsets))
+    if len(covered) < len(graph.nodes):
+        return None
+    operands = {graph.of_var[v]: k for k, v in enumerate(inside.jaxpr.invars)}
+    results = {graph.of_var[v]: k for k, v in enumerate(inside.jaxpr.outvars)}
+    reads = [graph.subset_inputs(members) for members, _ in grouping.subsets]
+    makes = [graph.subset_outputs(members) for members, _ in grouping.subsets]
+    if not all(t in operands for ts in reads for t in ts) or not all(t in results for ts in makes for t in ts):
+        return None  # one needs what another makes
+    return horizontal.horizontal_fuse(
+        [program for _, program in grouping.subsets],
+        [[operands[t] for t in ts] for ts in reads],
+        [[results[t] for t in ts] for ts in makes],
+    )

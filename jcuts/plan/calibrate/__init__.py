@@ -1,0 +1,1 @@
+"""Calibration of the planner: measures a cluster, fits its parameters, validates predictions."""

@@ -1,0 +1,15 @@
+"""The planner's measured tables."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+from jcuts.base.csv_file import read_csv
+
+__all__ = ["read_csv", "shipped"]
+
+
+def shipped(name: str) -> Path:
+    """Path of a table that comes with the package, e.g. ``table_5_6.csv``."""
+    return Path(str(resources.files("jcuts.plan") / "data" / name))

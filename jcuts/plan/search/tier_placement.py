@@ -1,0 +1,166 @@
+"""Which tensor lives in which tier: a mixed-integer program over tensor classes of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jcuts.base.errors import UsageError
+from jcuts.plan.cost.sharded_sizes import sizes
+from jcuts.plan.cost.training_step import estimate
+from jcuts.plan.search.exhaustive import NoPlanError
+from jcuts.plan.search.plan import TIERS, Plan, Plans
+from jcuts.plan.spec.cluster import Cluster
+from jcuts.plan.spec.layers import BYTES, Model
+from jcuts.plan.spec.workload import Training
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Something to place: bytes per GPU, and bytes read from and written to its tier in a step if it is below the GPU.
+
+    ``hidden``: whether its traffic runs beside forward and backward; the optimiser's does not.
+    ``buffer``: bytes of GPU memory that streaming it takes.
+    """
+
+    name: str
+    bytes: float
+    read: float
+    write: float
+    hidden: bool = True
+    buffer: float = 0.0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``fractions[tensor][tier]`` add up to 1; ``exposed``: seconds of a step that wait for tiers; ``memory``: bytes
+    per GPU."""
+
+    fractions: dict[str, dict[str, float]]
+    exposed: float
+    memory: dict[str, float]
+
+
+def tensors_of(model: Model, cluster: Cluster, plan: Plan, work: Training) -> tuple[list[Tensor], float, float]:
+    """(tensors of a plan, bytes of GPU memory that cannot move, seconds of forward and backward to hide traffic
+    behind).
+
+    Classes: parameters, gradients, optimiser state and activations of each of at most 8 runs of layers, so that parts
+    of a class can go to different tiers.
+    """
+    everything = replace(plan, parameters="gpu", gradients="gpu", optimizer="gpu", activations="gpu")
+    plans = Plans.of([everything])
+    found = estimate(model, cluster, plans, work)
+    held = sizes(model, plans, work.autodiff)
+    runs = int(min(held.layers[0], 8))
+    count = work.batch / (plan.data * plan.micro)
+    visits = float(np.ceil(count / plan.group))
+    memory = found.memory
+    fixed = float(memory.working[0]) + cluster.gpu.reserved
+    layer = BYTES * float(held.layer_parameters[0])
+    made = []
+    kept = float(count * held.layers[0] * held.saved_layer[0])
+    for run in range(runs):
+        share = {
+            name: float(getattr(memory, name)[0]) / runs
+            for name in ("parameters", "gradients", "optimizer", "activations")
+        }
+        made += [
+            Tensor(
+                f"parameters {run}", share["parameters"], 2 * visits * share["parameters"], 0.0, True, 2 * layer / runs
+            ),
+            Tensor(
+                f"gradients {run}",
+                share["gradients"],
+                (visits - 1) * share["gradients"],
+                visits * share["gradients"],
+                True,
+                2 * layer / runs,
+            ),
+            Tensor(f"optimizer {run}", share["optimizer"], share["optimizer"], share["optimizer"], False, layer / runs),
+            Tensor(f"activations {run}", share["activations"], kept / runs, kept / runs, True, 0.0),
+        ]
+    total = found.time
+    busy = float((total.total - total.optimizer - total.overhead)[0])
+    return made, fixed, busy
+
+
+def place(cluster: Cluster, tensors: Sequence[Tensor], fixed: float, busy: float) -> Placement:
+    """Places tensors so that a step waits least for tiers.
+
+        minimise  hidden wait + sum over unhidden tensors of their transfer
+        hidden wait >= traffic_tier / bandwidth - overlap busy         (per tier; read and write of storage add up)
+        sum over tiers x[i, tier] = 1,   sum_i x[i, tier] bytes_i <= capacity,   x >= 0
+        z[i] in {0, 1}, x[i, below] <= z[i]: a tensor that leaves the GPU at all pays its streaming buffers once
+
+    Solved by HiGHS through cvxpy.
+    Args: fixed: bytes of GPU memory that stay; busy: seconds of forward and backward.
+    Raises: NoPlanError if it does not fit anywhere; UsageError without tensors.
+    """
+    import cvxpy as cp
+
+    if not tensors:
+        raise UsageError("there is nothing to place")
+    tiers = [i for i in range(3) if i == 0 or cluster.tier(i) is not None]
+    capacity = [cluster.gpu.memory - fixed]
+    for i in tiers[1:]:
+        tier = cluster.tier(i)
+        assert tier is not None  # by the selection above
+        capacity.append(tier.capacity / cluster.gpus_per_node)
+    size = np.array([tensor.bytes for tensor in tensors]) / 2**30  # GiB: well-scaled
+    buffer = np.array([tensor.buffer for tensor in tensors]) / 2**30
+    x = cp.Variable((len(tensors), len(tiers)), nonneg=True)
+    z = cp.Variable(len(tensors), boolean=True)
+    wait = cp.Variable(nonneg=True)
+    limits: list[Any] = (
+        [cp.sum(x, axis=1) == 1, cp.sum(x[:, 1:], axis=1) <= z] if len(tiers) > 1 else [x[:, 0] == 1, z == 0]
+    )
+    limits.append(size @ x[:, 0] + buffer @ z <= capacity[0] / 2**30)
+    cost = wait
+    for column, i in enumerate(tiers[1:], 1):
+        tier = cluster.tier(i)
+        assert tier is not None
+        read, write = tier.per_gpu(cluster.gpus_per_node)
+        limits.append(size @ x[:, column] <= capacity[column] / 2**30)
+        inward = np.array([tensor.read / read for tensor in tensors])
+        outward = np.array([tensor.write / write for tensor in tensors])
+        hidden = np.array([tensor.hidden for tensor in tensors])
+        slack = cluster.overlap_tiers * busy
+        if i == 1:  # PCIe carries both directions at once
+            limits += [
+                (inward * hidden) @ x[:, column] <= slack + wait,
+                (outward * hidden) @ x[:, column] <= slack + wait,
+            ]
+            cost = cost + np.maximum(inward, outward) * ~hidden @ x[:, column]
+        else:
+            limits.append(((inward + outward) * hidden) @ x[:, column] <= slack + wait)
+            cost = cost + (inward + outward) * ~hidden @ x[:, column]
+    # A whisper of preference for the higher tier, so that nothing moves down for free.
+    order = 1e-6 * cp.sum(cp.multiply(x, np.outer(size, np.arange(len(tiers)))))
+    problem = cp.Problem(cp.Minimize(cost + order), limits)
+    problem.solve(solver=cp.HIGHS)
+    if x.value is None or z.value is None or cost.value is None:
+        need = float(size.sum())
+        have = sum(capacity) / 2**30
+        raise NoPlanError(
+            f"{need:.1f} GiB of tensors do not fit into {have:.1f} GiB of tiers per GPU",
+            short={"all": (need - have) * 2**30},
+            change="more memory or GPUs",
+        )
+    found = np.clip(x.value, 0, 1)
+    fractions = {
+        tensor.name: {TIERS[i]: round(float(found[row, column]), 6) for column, i in enumerate(tiers)}
+        for row, tensor in enumerate(tensors)
+    }
+    memory = {TIERS[i]: float(size @ found[:, column]) * 2**30 for column, i in enumerate(tiers)}
+    memory["gpu"] += fixed + float(buffer @ np.round(z.value)) * 2**30
+    return Placement(fractions, float(cost.value), memory)
+
+
+def refine(model: Model, cluster: Cluster, plan: Plan, work: Training) -> Placement:
+    """The best fractions for a plan's tensors, all classes free."""
+    tensors, fixed, busy = tensors_of(model, cluster.resized(plan.gpus), plan, work)
+    return place(cluster.resized(plan.gpus), tensors, fixed, busy)

@@ -1,0 +1,1 @@
+"""Planner inputs: models, layers, clusters, workloads; TOML files."""

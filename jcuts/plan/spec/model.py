@@ -1,0 +1,304 @@
+"""Model specifications: presets, TOML files, and the transformer that both describe."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from jcuts.base.errors import ModelError, UsageError
+from jcuts.plan.spec import toml_file
+from jcuts.plan.spec.layers import BYTES, Block, Gemm, Model, Stream, embedding, transformer_layer, vocabulary_head
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """Sizes of a transformer.  ``ffn=0`` is 4 hidden, ``kv_heads=0`` is heads; ``batch`` is the usual global batch in
+    sequences.
+
+    ``flash``: attention never writes its scores.  ``vocabulary_divided``: the tensor axis divides embedding and logits.
+    ``experts``/``chosen``: mixture of experts in every layer.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    vocabulary: int
+    ffn: int = 0
+    kv_heads: int = 0
+    batch: int = 1
+    gated: bool = False
+    flash: bool = False
+    dropout: bool = True
+    tied: bool = True
+    positions: bool = True
+    vocabulary_divided: bool = True
+    experts: int = 1
+    chosen: int = 1
+
+    def build(self) -> Model:
+        """The blocks of the network.
+
+        Raises: ModelError if a size is not positive or hidden does not divide into heads.
+        """
+        for name in ("layers", "hidden", "heads", "sequence", "vocabulary", "batch", "experts", "chosen"):
+            if getattr(self, name) < 1:
+                raise ModelError(
+                    f"model {self.name}: {name}={getattr(self, name)} must be at least 1", model=self.name, key=name
+                )
+        if self.hidden % self.heads:
+            raise ModelError(
+                f"model {self.name}: hidden={self.hidden} does not divide into {self.heads} heads",
+                model=self.name,
+                key="heads",
+            )
+        if self.chosen > self.experts:
+            raise ModelError(
+                f"model {self.name}: {self.chosen} of {self.experts} experts cannot be chosen",
+                model=self.name,
+                key="chosen",
+            )
+        kv_heads = self.kv_heads or self.heads
+        ffn = self.ffn or 4 * self.hidden
+        head_size = self.hidden // self.heads
+        layer = transformer_layer(
+            hidden=self.hidden,
+            ffn=ffn,
+            heads=self.heads,
+            kv_heads=kv_heads,
+            sequence=self.sequence,
+            count=self.layers,
+            gated=self.gated,
+            flash=self.flash,
+            dropout=self.dropout,
+            experts=self.experts,
+            chosen=self.chosen,
+            head_size=head_size,
+        )
+        vocabulary = -(-self.vocabulary // 128) * 128  # padded so that the tensor axis divides it
+        positions = self.sequence if self.positions else 0
+        edges = {"hidden": self.hidden, "vocabulary": vocabulary, "sequence": self.sequence}
+        divided = self.vocabulary_divided
+        return Model(
+            name=self.name,
+            blocks=(layer,),
+            embed=embedding(positions=positions, divided=divided, **edges),
+            head=vocabulary_head(divided=divided, **edges),
+            tied=self.tied,
+            batch=self.batch,
+            tensor_limit=kv_heads,
+            context_limit=self.sequence // 128 or 1,
+            experts=self.experts,
+            hidden=self.hidden,
+            sequence=self.sequence,
+            cache_bytes=2.0 * BYTES * kv_heads * head_size * self.layers,
+            details=asdict(self),
+        )
+
+
+_T = Transformer
+_PRESETS: dict[str, Transformer] = {
+    preset.name: preset
+    for preset in (
+        # GPT-3 paper (arXiv 2005.14165) table 2.1; 3.2 M tokens a batch for 175B.
+        _T("gpt3-125m", 12, 768, 12, 2048, 50257, batch=256),
+        _T("gpt3-350m", 24, 1024, 16, 2048, 50257, batch=256),
+        _T("gpt3-1.3b", 24, 2048, 16, 2048, 50257, batch=512),
+        _T("gpt3-2.7b", 32, 2560, 32, 2048, 50257, batch=512),
+        _T("gpt3-6.7b", 32, 4096, 32, 2048, 50257, batch=1024),
+        _T("gpt3-13b", 40, 5120, 40, 2048, 50257, batch=1024),
+        _T("gpt3-175b", 96, 12288, 96, 2048, 50257, batch=1536),
+        # Turing-NLG (Microsoft, 2020): 78 layers, hidden 4256, 28 heads, sequence 1024, batch 512.
+        _T("turing-nlg-17b", 78, 4256, 28, 1024, 50257, batch=512),
+        # Megatron models of arXiv 2205.05198 table 3.
+        _T("megatron-22b", 48, 6144, 64, 2048, 51200, batch=4),
+        _T("turing-530b", 105, 20480, 128, 2048, 51200, batch=280),
+        _T("megatron-1t", 128, 25600, 160, 2048, 51200, batch=512),
+        # BERT (arXiv 1810.04805) at sequence 512.
+        _T("bert-base", 12, 768, 12, 512, 30522, batch=256),
+        _T("bert-large", 24, 1024, 16, 512, 30522, batch=256),
+        # OPT (arXiv 2205.01068) table 1.
+        _T("opt-1.3b", 24, 2048, 32, 2048, 50272, batch=512, dropout=False),
+        _T("opt-6.7b", 32, 4096, 32, 2048, 50272, batch=1024, dropout=False),
+        _T("opt-30b", 48, 7168, 56, 2048, 50272, batch=2048, dropout=False),
+        _T("opt-175b", 96, 12288, 96, 2048, 50272, batch=1024, dropout=False),
+        # Llama 2 and 3 (arXiv 2307.09288, 2407.21783).
+        _T(
+            "llama2-7b",
+            32,
+            4096,
+            32,
+            4096,
+            32000,
+            ffn=11008,
+            batch=1024,
+            gated=True,
+            flash=True,
+            dropout=False,
+            tied=False,
+            positions=False,
+        ),
+        _T(
+            "llama3-8b",
+            32,
+            4096,
+            32,
+            8192,
+            128256,
+            ffn=14336,
+            kv_heads=8,
+            batch=512,
+            gated=True,
+            flash=True,
+            dropout=False,
+            tied=False,
+            positions=False,
+        ),
+        _T(
+            "llama3-70b",
+            80,
+            8192,
+            64,
+            8192,
+            128256,
+            ffn=28672,
+            kv_heads=8,
+            batch=512,
+            gated=True,
+            flash=True,
+            dropout=False,
+            tied=False,
+            positions=False,
+        ),
+        # Mixtral 8x7B (arXiv 2401.04088).
+        _T(
+            "mixtral-8x7b",
+            32,
+            4096,
+            32,
+            4096,
+            32000,
+            ffn=14336,
+            kv_heads=8,
+            batch=1024,
+            gated=True,
+            flash=True,
+            dropout=False,
+            tied=False,
+            positions=False,
+            experts=8,
+            chosen=2,
+        ),
+    )
+}
+
+
+def resnet50(batch: int = 256) -> Model:
+    """ResNet-50 v1.5 (arXiv 1512.03385) at 224 x 224, as implicit matrix products; every residual block is a block."""
+
+    def convolution(name: str, size: int, channels: int, filters: int, window: int = 1) -> list[Gemm | Stream]:
+        out = float(size * size)
+        moved = BYTES * out * filters
+        return [
+            Gemm(name, out, filters, channels * window * window),
+            Stream(f"{name} norm, relu", 4 * moved, 6 * moved, "no", 3, 3),
+        ]
+
+    blocks = [
+        Block(
+            "stem",
+            1,
+            tuple(convolution("7x7", 112, 3, 64, 7)),
+            replicated=3 * 64 * 49 + 128,
+            saved_replicated=2.0 * BYTES * 112 * 112 * 64,
+            boundary=BYTES * 56.0 * 56 * 64,
+        )
+    ]
+    channels = 64
+    for size, narrow, count in ((56, 64, 3), (28, 128, 4), (14, 256, 6), (7, 512, 3)):
+        wide = 4 * narrow
+        for index in range(count):
+            ops = convolution("1x1 in", size, channels, narrow) + convolution("3x3", size, narrow, narrow, 3)
+            ops += convolution("1x1 out", size, narrow, wide)
+            values = channels * narrow + 9 * narrow * narrow + narrow * wide + 2 * (2 * narrow + wide)
+            if index == 0:
+                ops += convolution("shortcut", size, channels, wide)
+                values += channels * wide + 2 * wide
+            kept = 2.0 * BYTES * size * size * (2 * narrow + wide)
+            blocks.append(
+                Block(
+                    f"{narrow}-wide block {index + 1}",
+                    1,
+                    tuple(ops),
+                    replicated=float(values),
+                    saved_replicated=kept,
+                    boundary=BYTES * float(size * size * wide),
+                )
+            )
+            channels = wide
+    head = Block(
+        "classifier", 1, (Gemm("dense", 1, 1000, 2048),), replicated=2048 * 1000 + 1000, boundary=BYTES * 2048.0
+    )
+    return Model("resnet50", tuple(blocks), head=head, batch=batch, sample="image")
+
+
+def presets() -> list[str]:
+    """Names of the models that come with the package."""
+    return sorted([*_PRESETS, "resnet50"])
+
+
+def preset(name: str) -> Transformer:
+    """The sizes of a transformer preset.  Raises: UsageError with the nearest name."""
+    if name not in _PRESETS:
+        raise UsageError(f"model {name!r} is unknown{toml_file.nearest(name, presets())}", name=name)
+    return _PRESETS[name]
+
+
+def load(name_or_path: str, *, sequence: int | None = None, flash: bool = False) -> Model:
+    """A preset by name, or a TOML file by path; ``sequence`` overrides the length, ``flash`` makes
+    attention one kernel that keeps no scores.
+
+    Raises: UsageError (unknown preset, with the nearest), ModelError (malformed file, with file, line and key).
+    """
+    if name_or_path == "resnet50":
+        if sequence is not None:
+            raise UsageError("resnet50 has no sequence", sequence=sequence)
+        if flash:
+            raise UsageError("resnet50 has no attention", flash=flash)
+        return resnet50()
+    if name_or_path.endswith(".toml") or "/" in name_or_path:
+        sizes = from_table(toml_file.read(name_or_path))
+    else:
+        sizes = preset(name_or_path)
+    sizes = sizes if sequence is None else replace(sizes, sequence=sequence)
+    return replace(sizes, flash=sizes.flash or flash).build()
+
+
+def from_table(table: toml_file.Table) -> Transformer:
+    """A transformer from its TOML table; keys are the fields of ``Transformer``."""
+    made = Transformer(
+        name=table.text_of("name", Path(table.path).stem),
+        layers=table.integer("layers"),
+        hidden=table.integer("hidden"),
+        heads=table.integer("heads"),
+        sequence=table.integer("sequence"),
+        vocabulary=table.integer("vocabulary"),
+        ffn=table.integer("ffn", 0, zero=True),
+        kv_heads=table.integer("kv_heads", 0, zero=True),
+        batch=table.integer("batch", 1),
+        gated=table.flag("gated", False),
+        flash=table.flag("flash", False),
+        dropout=table.flag("dropout", True),
+        tied=table.flag("tied", True),
+        positions=table.flag("positions", True),
+        vocabulary_divided=table.flag("vocabulary_divided", True),
+        experts=table.integer("experts", 1),
+        chosen=table.integer("chosen", 1),
+    )
+    table.done()
+    if made.hidden % made.heads:
+        raise table.error("heads", f"must divide hidden={made.hidden}")
+    if made.chosen > made.experts:
+        raise table.error("chosen", f"must be at most experts={made.experts}")
+    return made

@@ -1,0 +1,1 @@
+"""What `explain` shows: report data, text, HTML (`function_report.py`) and rich tables."""

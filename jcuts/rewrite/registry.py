@@ -1,0 +1,369 @@
+"""Registry and driver of the optional rewrites: they keep a program's meaning but may change roundings.
+
+    scales   y = conv(x, w) * s   ->  conv(x, w * s)          w, s constants, s one factor per output channel
+    dots     conv(x, w), 1x1      ->  dot(x, w)               no padding, stride, dilation or groups
+    pools    pool(x . w), pool(x) . w  ->  each other, where that is less work         (`commute_pool_matmul`)
+    siblings x . w1, x . w2, ...  ->  slices of x . [w1 w2 ...]                          (`horizontal_matmul`)
+    rounds   x . w                ->  x . v^T, where v is w^T rounded to TF32                 (`tf32_weights`)
+    joins    x . w1, x . w2, ...  ->  the same as siblings, concatenated in every call    (`horizontal_matmul_args`)
+    turns    x . w                ->  x . v^T, v = round(w^T) in every call: w is an argument (`tf32_weight_args`)
+    vectors  gain * rsqrt(variance) of arguments  ->  one call before everything else        (`hoist_vectors`)
+    slots    concatenations that grow, or of what kernels make  ->  updates of one array, in place
+                                                                 (`inplace_concat_chain`, `inplace_concat`)
+
+Which of them are applied together is decided in `jit.variant_space`, by measurement.  `scales` (scale folding) turns an
+inference batch norm, also one behind a bias, into one addition, which XLA and jcuts fuse into what makes or uses it.
+Weights and factors must be constants: an argument would be multiplied again in every call.  `dots` hands a pointwise
+convolution to the matrix product's libraries and to XLA's own fused products; `pools` and `siblings` come after it, and
+take convolutions as well.  `rounds` does once what libraries do in every call, for kernels that ask for it.  All but
+`slots` and `vectors` change roundings (of a weight; of the order of a sum), so whoever uses them checks results against
+float64.  A scan's body is rewritten with the constants that the scan hands to it; its weights are not rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from jcuts.rewrite.commute_pool_matmul import commute_pool_matmul
+from jcuts.rewrite.hoist_vectors import hoist_vectors
+from jcuts.rewrite.horizontal_matmul import horizontal_matmul
+from jcuts.rewrite.horizontal_matmul_args import horizontal_matmul_args
+from jcuts.rewrite.inplace_concat import undo_eliminated_concat
+from jcuts.rewrite.inplace_concat_chain import inplace_concat_chain
+from jcuts.rewrite.matmul_patterns import CONVOLUTION, Program, channel_of, constant_of, is_point_by_point, new_value
+from jcuts.rewrite.simplify import simplify
+from jcuts.rewrite.tf32_weight_args import tf32_weight_args
+from jcuts.rewrite.tf32_weights import tf32_weights
+from jcuts.trace import jaxapi
+
+CONTROL_FLOW = ("scan", "while", "cond")
+MULTIPLY, ADD = "mul", "add"
+FLOATS = ("float32", "float64")
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A program after rewriting.
+
+    Attributes:
+        closed: the program.
+        counts: rule -> how often it was applied (rules that found nothing are missing).
+    """
+
+    closed: jaxapi.Closed
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if not self.counts:
+            return "rewrites: none applied"
+        return "rewrites: " + ", ".join(f"{name} {count} times" for name, count in self.counts.items())
+
+
+Rule = Callable[[jaxapi.Closed], tuple[jaxapi.Closed, int]]
+
+
+def rewritten(closed: jaxapi.Closed, rules: Sequence[str]) -> Rewritten:
+    """Applies rules, in the order of `RULES`, to a program that `simplify` has seen, and to its loop bodies.
+
+    Raises: KeyError for a rule that there is not.
+    """
+    counts: dict[str, int] = {}
+    unknown = set(rules) - set(RULES)
+    if unknown:
+        raise KeyError(f"unknown rewrites {sorted(unknown)}: choose from {list(RULES)}")
+    for name in (name for name in RULES if name in rules):
+        closed, count = _applied(closed, name)
+        if count:
+            counts[name] = count
+            closed = simplify(closed)  # products of constants that a rule made, broadcasts that it left behind
+    return Rewritten(
+        _everywhere(closed, lambda body: (undo_eliminated_concat(body), 1))[0] if "slots" in counts else closed, counts
+    )
+
+
+def applicable(closed: jaxapi.Closed) -> tuple[str, ...]:
+    """The rules that change a program."""
+    return tuple(name for name in RULES if _applied(closed, name)[1])
+
+
+def _applied(closed: jaxapi.Closed, name: str) -> tuple[jaxapi.Closed, int]:
+    return RULES[name](closed) if name in OUTSIDE else _everywhere(closed, RULES[name])
+
+
+def _everywhere(closed: jaxapi.Closed, rule: Rule) -> tuple[jaxapi.Closed, int]:
+    total, eqns = 0, []
+    consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    for eqn in closed.jaxpr.eqns:
+        name = jaxapi.primitive_name(eqn)
+        bodies = [body for _, _, body in jaxapi.inner_jaxprs(eqn)] if name in CONTROL_FLOW else []
+        # These primitives pass no constants to their bodies.
+        if bodies and not any(body.consts for body in bodies):
+            if name == "scan":
+                eqn, count = _in_scan(eqn, bodies[0], consts, rule)
+            else:
+                eqn, count = _in_bodies(eqn, bodies, rule)
+            total += count
+        eqns.append(eqn)
+    if total:
+        closed = jaxapi.make_closed(
+            list(consts), closed.jaxpr.invars, closed.jaxpr.outvars, eqns, list(consts.values()), like=closed
+        )
+        closed = Program(closed).with_eqns({})
+    closed, count = rule(closed)
+    return closed, total + count
+
+
+def _in_bodies(eqn: Any, bodies: Sequence[jaxapi.Closed], rule: Rule) -> tuple[Any, int]:
+    done = [_everywhere(body, rule) for body in bodies]
+    count = sum(count for _, count in done)
+    if not count or any(body.consts for body, _ in done):
+        return eqn, 0
+    return jaxapi.with_inner_jaxprs(eqn, [body for body, _ in done]), count
+
+
+def _in_scan(eqn: Any, body: jaxapi.Closed, consts: dict[Any, Any], rule: Rule) -> tuple[Any, int]:
+    """A scan whose body is rewritten with the constants of the program that it reads in every step.
+
+    Args: consts: of the program around it; constants that the body needs then are added.
+    """
+    fixed, jaxpr = jaxapi.scan_constants(eqn), body.jaxpr
+    known = {
+        v: consts[a]
+        for v, a in zip(jaxpr.invars[:fixed], eqn.invars[:fixed], strict=True)
+        if not jaxapi.is_literal(a) and a in consts
+    }
+    given = [v for v in jaxpr.invars if v not in known]
+    bound = jaxapi.make_closed(list(known), given, jaxpr.outvars, jaxpr.eqns, list(known.values()), like=body)
+    bound, count = _everywhere(bound, rule)
+    if not count:
+        return eqn, 0
+    atoms: dict[int, Any] = {id(value): atom for atom, value in consts.items()}
+    for var, value in zip(bound.jaxpr.constvars, bound.consts, strict=True):
+        if id(value) not in atoms:
+            atoms[id(value)] = jaxapi.new_var(var.aval)
+            consts[atoms[id(value)]] = value
+    kept = [v not in known for v in jaxpr.invars]
+    operands = [atoms[id(value)] for value in bound.consts]
+    opened = jaxapi.make_closed(
+        [], [*bound.jaxpr.constvars, *bound.jaxpr.invars], bound.jaxpr.outvars, bound.jaxpr.eqns, [], like=bound
+    )
+    rest = [a for a, k in zip(eqn.invars, kept, strict=True) if k]
+    fixed = len(operands) + sum(kept[:fixed])
+    return jaxapi.with_scan_body(eqn, [*operands, *rest], fixed, opened), count
+
+
+# -- a pointwise convolution as a product ---------------------------------------------------------------------------
+def _is_pointwise(eqn: Any) -> bool:
+    lhs, rhs = eqn.invars
+    numbers = eqn.params["dimension_numbers"]
+    return (
+        is_point_by_point(eqn)
+        and lhs.aval.size > 0
+        and rhs.aval.size > 0
+        # Features innermost on both sides: the product then reads and writes both as they lie.
+        and numbers.lhs_spec[1] == numbers.out_spec[1] == len(numbers.lhs_spec) - 1
+        and _kept_order(numbers)
+    )
+
+
+def _kept_order(numbers: Any) -> bool:
+    """Whether batch and space lie in the same order in the operand and in the result."""
+    return (numbers.lhs_spec[0], *numbers.lhs_spec[2:]) == (numbers.out_spec[0], *numbers.out_spec[2:])
+
+
+def _conv1x1_to_dot(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+    eqns: list[Any] = []
+    count = 0
+    for eqn in closed.jaxpr.eqns:
+        if jaxapi.primitive_name(eqn) == CONVOLUTION and _is_pointwise(eqn):
+            eqns.extend(_as_dot(eqn))
+            count += 1
+        else:
+            eqns.append(eqn)
+    return (jaxapi.with_eqns(closed, eqns), count) if count else (closed, 0)
+
+
+def _as_dot(eqn: Any) -> list[Any]:
+    """(N, H, W, C) x (C, K) -> (N, H, W, K): all but the features of the operand are rows, as they lie."""
+    lhs, rhs = eqn.invars
+    spec = eqn.params["dimension_numbers"].rhs_spec
+    features, made = rhs.aval.shape[spec[1]], rhs.aval.shape[spec[0]]
+    swapped = spec[0] < spec[1]  # weights lie as (K, C)
+    weights = new_value((made, features) if swapped else (features, made), rhs.aval)
+    params = {
+        "dimension_numbers": (((lhs.aval.ndim - 1,), (1 if swapped else 0,)), ((), ())),
+        "precision": eqn.params["precision"],
+        "preferred_element_type": eqn.params["preferred_element_type"],
+        "out_sharding": None,
+    }
+    return [
+        _reshape(rhs, weights, eqn),
+        jaxapi.new_eqn([lhs, weights], eqn.outvars, jax.lax.dot_general_p, params, like=eqn),
+    ]
+
+
+def _reshape(source: Any, target: Any, like: Any) -> Any:
+    params = {"new_sizes": tuple(target.aval.shape), "dimensions": None, "sharding": None}
+    return jaxapi.new_eqn([source], [target], jax.lax.reshape_p, params, like=like)
+
+
+# -- a factor per channel in the weights ----------------------------------------------------------------------------
+def _fold_scale(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+    """Factors behind a bias go before it, factors into the weights, then biases of one result become one."""
+    closed, _ = _swapped(closed)
+    closed, count = _absorbed(closed)
+    if count:
+        closed, _ = _joined(closed)
+    return closed, count
+
+
+def _floats(eqn: Any, name: str) -> bool:
+    return jaxapi.primitive_name(eqn) == name and str(eqn.outvars[0].aval.dtype) in FLOATS
+
+
+def _swapped(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+    """(y + b) * s -> y * s + b s, where y is a product whose weights can take s."""
+    program = Program(closed)
+    replaced: dict[int, list[Any]] = {}
+    for eqn in closed.jaxpr.eqns:
+        if not _floats(eqn, MULTIPLY):
+            continue
+        for total, factor in (eqn.invars, eqn.invars[::-1]):
+            addition = program.maker(total, ADD)
+            if addition is None:
+                continue
+            for y, bias in (addition.invars, addition.invars[::-1]):
+                product = program.product(y)
+                if product is None:
+                    continue
+                scale, shift = (_per_channel(a, product, program.made, program.consts) for a in (factor, bias))
+                if scale is None or shift is None or _scaled(product, scale, program.consts) is None:
+                    continue
+                moved = shift.astype(np.float64) * scale.astype(np.float64)
+                if not np.isfinite(moved.astype(eqn.outvars[0].aval.dtype)).all():
+                    continue
+                operand, before = program.operand(moved, product, bias, eqn)
+                scaled = new_value(eqn.outvars[0].aval.shape, eqn.outvars[0].aval)
+                replaced[id(addition)] = []
+                replaced[id(eqn)] = [
+                    *before,
+                    eqn.replace(invars=[y, factor], outvars=[scaled]),
+                    addition.replace(invars=[scaled, operand], outvars=eqn.outvars),
+                ]
+                break
+            if id(eqn) in replaced:
+                break
+    return (program.with_eqns(replaced), len(replaced)) if replaced else (closed, 0)
+
+
+def _joined(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+    """(y + b) + c -> y + (b + c), where y is a product and b and c are constants per channel."""
+    program = Program(closed)
+    replaced: dict[int, list[Any]] = {}
+    for eqn in closed.jaxpr.eqns:
+        if not _floats(eqn, ADD):
+            continue
+        for total, second in (eqn.invars, eqn.invars[::-1]):
+            addition = program.maker(total, ADD)
+            if addition is None or id(addition) in replaced:
+                continue
+            for y, first in (addition.invars, addition.invars[::-1]):
+                product = program.product(y)
+                if product is None:
+                    continue
+                shifts = [_per_channel(a, product, program.made, program.consts) for a in (first, second)]
+                if shifts[0] is None or shifts[1] is None:
+                    continue
+                joined = shifts[0].astype(np.float64) + shifts[1].astype(np.float64)
+                operand, before = program.operand(joined, product, second, eqn)
+                replaced[id(addition)] = []
+                replaced[id(eqn)] = [*before, eqn.replace(invars=[y, operand])]
+                break
+            if id(eqn) in replaced:
+                break
+    return (program.with_eqns(replaced), len(replaced)) if replaced else (closed, 0)
+
+
+def _absorbed(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+    """y * s -> the product that makes y, its weights times s."""
+    program = Program(closed)
+    replaced: dict[int, list[Any]] = {}
+    count = 0
+    for eqn in closed.jaxpr.eqns:
+        if not _floats(eqn, MULTIPLY):
+            continue
+        for y, factor in (eqn.invars, eqn.invars[::-1]):
+            product = program.product(y)
+            if product is None:
+                continue
+            scale = _per_channel(factor, product, program.made, program.consts)
+            if scale is None or (scaled := _scaled(product, scale, program.consts)) is None:
+                continue
+            weights = jaxapi.new_var(product.invars[1].aval)
+            program.consts[weights] = scaled
+            replaced[id(product)] = [
+                product.replace(invars=[product.invars[0], weights, *product.invars[2:]], outvars=eqn.outvars)
+            ]
+            replaced[id(eqn)] = []
+            count += 1
+            break
+    return (program.with_eqns(replaced), count) if count else (closed, 0)
+
+
+def _per_channel(factor: Any, product: Any, made: dict[Any, Any], constants: dict[Any, Any]) -> np.ndarray | None:
+    """The factors, one per output channel; None where they are no constants or vary along another dimension."""
+    place = channel_of(product)
+    if place is None:
+        return None
+    shape = product.outvars[0].aval.shape
+    if jaxapi.is_literal(factor):
+        return np.full(shape[place[0]], factor.val) if np.ndim(factor.val) == 0 else None
+    value = constant_of(factor, made, constants)
+    if value is None:
+        return None
+    if value.ndim == 0:
+        return np.full(shape[place[0]], value)
+    wanted = [1] * len(shape)
+    wanted[place[0]] = shape[place[0]]
+    return value.reshape(-1) if list(value.shape) == wanted else None
+
+
+def _scaled(product: Any, scale: np.ndarray, constants: dict[Any, Any]) -> Any:
+    """Weights times factors, in the weights' own type; None where they are no constants or leave its range."""
+    atom = product.invars[1]
+    value = None if jaxapi.is_literal(atom) else constants.get(atom)
+    place = channel_of(product)
+    if value is None or place is None or jaxapi.is_tracer(value) or not hasattr(value, "dtype"):
+        return None
+    if value.size == 0 or str(value.dtype) not in FLOATS or value.dtype != product.outvars[0].aval.dtype:
+        return None
+    shape = [1] * value.ndim
+    shape[place[1]] = scale.size
+    weights = np.asarray(value)
+    with np.errstate(all="ignore"):
+        found = (weights.astype(np.float64) * scale.astype(np.float64).reshape(shape)).astype(weights.dtype)
+    tiny = np.finfo(weights.dtype).smallest_normal
+    # A weight that overflows, or that falls below the normal numbers, has lost what the factor alone would keep.
+    lost = ~np.isfinite(found) | ((np.abs(found) < tiny) & (weights != 0) & (scale.reshape(shape) != 0))
+    return None if lost.any() or not np.isfinite(scale).all() else jaxapi.constant(found)
+
+
+RULES: dict[str, Rule] = {
+    "scales": _fold_scale,
+    "dots": _conv1x1_to_dot,
+    "pools": commute_pool_matmul,
+    "siblings": horizontal_matmul,
+    "rounds": tf32_weights,
+    "joins": horizontal_matmul_args,
+    "turns": tf32_weight_args,
+    "vectors": hoist_vectors,
+    "slots": inplace_concat_chain,
+}
+"""Every rewrite by its name, in the order in which they are applied."""
+OUTSIDE = ("rounds", "joins", "turns", "vectors")
+"""Rules that leave bodies of control flow alone: kernels there do not know what their operands are."""

@@ -1,0 +1,284 @@
+"""Clean-up of a flat jaxpr: split as slices, dead code, CSE, constant folding, broadcasts copied to users; no value
+changes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import numpy as np
+
+from jcuts.trace import jaxapi
+
+CHEAP = ("broadcast_in_dim", "iota")
+CONVERT = "convert_element_type"
+WIDER = {"float32": ("float64",), "bfloat16": ("float32", "float64"), "float16": ("float32", "float64")}
+"""Floats that hold all numbers of another type."""
+CONTROL_FLOW = ("scan", "while", "cond")
+FOLD_LIMIT = 64 << 20  # bytes of one folded constant
+SMALL = 1 << 16  # elements up to which a constant may grow by folding
+
+
+def simplify(closed: jaxapi.Closed) -> jaxapi.Closed:
+    """Splits as slices, dead code, equal equations, constants, shared broadcasts; bodies of control flow as well.
+
+    Closed-over weights are constants, so what depends on them alone is computed once (a folded batch norm, a transposed
+    matrix); arguments never are.  A broadcast that several subsets use is copied to each of them, where it becomes an
+    index map, instead of being written to memory by one of them.
+    """
+    closed = _fold(_merge_equal(jaxapi.dce(_there_and_back(_sliced(closed)))))
+    eqns = []
+    for eqn in closed.jaxpr.eqns:
+        if jaxapi.primitive_name(eqn) in CONTROL_FLOW:
+            eqn = jaxapi.with_inner_jaxprs(
+                eqn, [_copied(_merge_equal(jaxapi.dce(body))) for _, _, body in jaxapi.inner_jaxprs(eqn)]
+            )
+        eqns.append(eqn)
+    return _copied(jaxapi.dce(jaxapi.with_eqns(closed, eqns)))
+
+
+def _sliced(closed: jaxapi.Closed) -> jaxapi.Closed:
+    """Every ``split`` as one slice per part (which is how XLA has it, too).
+
+    A part then fuses into the kernel that uses it; one equation with results of several shapes would keep all parts in
+    one kernel, or out of every kernel.
+    """
+    eqns: list[Any] = []
+    for eqn in closed.jaxpr.eqns:
+        if jaxapi.primitive_name(eqn) in CONTROL_FLOW:
+            bodies = [body for _, _, body in jaxapi.inner_jaxprs(eqn)]
+            new = [_sliced(body) for body in bodies]
+            if any(a is not b for a, b in zip(bodies, new, strict=True)):
+                eqn = jaxapi.with_inner_jaxprs(eqn, new)
+        eqns.extend(_slices(eqn) if jaxapi.primitive_name(eqn) == "split" else (eqn,))
+    old = closed.jaxpr.eqns
+    if len(old) == len(eqns) and all(a is b for a, b in zip(old, eqns, strict=True)):
+        return closed
+    return jaxapi.with_eqns(closed, eqns)
+
+
+def _slices(eqn: Any) -> list[Any]:
+    axis, start = eqn.params["axis"], 0
+    shape = eqn.invars[0].aval.shape
+    slices = []
+    for size, part in zip(eqn.params["sizes"], eqn.outvars, strict=True):
+        starts, limits = [0] * len(shape), list(shape)
+        starts[axis], limits[axis] = start, start + size
+        start += size
+        if not jaxapi.is_dropvar(part):
+            params = {"start_indices": tuple(starts), "limit_indices": tuple(limits), "strides": None}
+            slices.append(jaxapi.new_eqn(eqn.invars, [part], jax.lax.slice_p, params, like=eqn))
+    return slices
+
+
+def _there_and_back(closed: jaxapi.Closed) -> jaxapi.Closed:
+    """Without conversions to a wider float and back to the type that a value had (a policy's casts of an input)."""
+    made: dict[Any, Any] = {}
+    same: dict[Any, Any] = {}
+    for eqn in closed.jaxpr.eqns:
+        if jaxapi.primitive_name(eqn) != CONVERT or jaxapi.is_literal(eqn.invars[0]):
+            continue
+        (source,), (result,) = eqn.invars, eqn.outvars
+        source = same.get(source, source)
+        first = made.get(source)
+        if first is not None and first.aval == result.aval and result not in closed.jaxpr.outvars:
+            same[result] = first
+        elif str(result.aval.dtype) in WIDER.get(str(source.aval.dtype), ()):
+            made[result] = source
+    if not same:
+        return closed
+    eqns = []
+    for eqn in closed.jaxpr.eqns:
+        if any(not jaxapi.is_literal(a) and a in same for a in eqn.invars):
+            eqn = eqn.replace(invars=[a if jaxapi.is_literal(a) else same.get(a, a) for a in eqn.invars])
+        eqns.append(eqn)
+    return jaxapi.with_eqns(closed, eqns)
+
+
+def _pure(eqn: Any) -> bool:
+    if eqn.effects or jaxapi.inner_jaxprs(eqn) or jaxapi.primitive_name(eqn) == "ffi_call":
+        return False
+    return not any(isinstance(p, (np.ndarray, jax.Array)) for p in eqn.params.values())
+
+
+def _merge_equal(closed: jaxapi.Closed) -> jaxapi.Closed:
+    """Equal equations on equal operands are computed once (one activation that three layers apply)."""
+    seen: dict[Any, Any] = {}
+    renamed: dict[Any, Any] = {}
+    eqns: list[Any] = []
+
+    def current(atom: Any) -> Any:
+        return atom if jaxapi.is_literal(atom) else renamed.get(atom, atom)
+
+    def name(atom: Any) -> Any:
+        if not jaxapi.is_literal(atom):
+            return atom
+        value = np.asarray(atom.val)
+        return (str(atom.aval), value.tobytes()) if value.size <= 16 else id(atom)
+
+    for eqn in closed.jaxpr.eqns:
+        invars = [current(a) for a in eqn.invars]
+        if any(a is not b for a, b in zip(invars, eqn.invars, strict=True)):
+            eqn = eqn.replace(invars=invars)
+        if _pure(eqn) and len(eqn.outvars) == 1 and not jaxapi.is_dropvar(eqn.outvars[0]):
+            key = (jaxapi.primitive_name(eqn), tuple(name(a) for a in invars), str(sorted(eqn.params.items(), key=str)))
+            first = seen.setdefault(key, eqn.outvars[0])
+            if first is not eqn.outvars[0] and first.aval == eqn.outvars[0].aval:
+                renamed[eqn.outvars[0]] = first
+                continue
+        eqns.append(eqn)
+    if not renamed:
+        return closed
+    outvars = [current(v) for v in closed.jaxpr.outvars]
+    jaxpr = closed.jaxpr
+    return jaxapi.make_closed(jaxpr.constvars, jaxpr.invars, outvars, eqns, closed.consts, like=closed)
+
+
+def _fold(closed: jaxapi.Closed) -> jaxapi.Closed:
+    """Evaluates equations whose operands are all constants."""
+    known: dict[Any, Any] = {
+        v: c for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True) if not jaxapi.is_tracer(c)
+    }
+    known = {v: c for v, c in known.items() if hasattr(c, "shape") and hasattr(c, "dtype")}
+    if not known:
+        return closed
+    constant = set(known)
+    folding: list[Any] = []
+    rest: list[Any] = []
+    for eqn in closed.jaxpr.eqns:
+        if _foldable(eqn, constant):
+            folding.append(eqn)
+            constant.add(eqn.outvars[0])
+        else:
+            rest.append(eqn)
+    if not folding:
+        return closed
+    jaxpr = closed.jaxpr
+    used = {a for e in rest for a in e.invars if not jaxapi.is_literal(a)}
+    used |= {v for v in jaxpr.outvars if not jaxapi.is_literal(v)}
+    made = [e.outvars[0] for e in folding if e.outvars[0] in used]
+    values = _evaluate(folding, made, known)
+    pairs = [(v, c) for v, c in zip(jaxpr.constvars, closed.consts, strict=True) if v in used]
+    pairs += list(zip(made, values, strict=True))
+    return jaxapi.make_closed(
+        [v for v, _ in pairs], jaxpr.invars, jaxpr.outvars, rest, [c for _, c in pairs], like=closed
+    )
+
+
+def _evaluate(eqns: list[Any], wanted: list[Any], known: dict[Any, Any]) -> list[Any]:
+    """The wanted values, by NumPy: nothing is compiled for a handful of small arrays."""
+    values: dict[Any, np.ndarray] = {}
+
+    def read(atom: Any) -> np.ndarray:
+        if jaxapi.is_literal(atom):
+            return np.asarray(atom.val, atom.aval.dtype)
+        if atom not in values:
+            values[atom] = np.asarray(known[atom])
+        return values[atom]
+
+    with np.errstate(all="ignore"):
+        for eqn in eqns:
+            aval = eqn.outvars[0].aval
+            result = FOLD[jaxapi.primitive_name(eqn)]([read(a) for a in eqn.invars], eqn.params)
+            values[eqn.outvars[0]] = np.broadcast_to(np.asarray(result, aval.dtype), aval.shape)
+    return [jaxapi.constant(values[v]) for v in wanted]
+
+
+def _broadcast(operands: list[np.ndarray], params: dict[str, Any]) -> np.ndarray:
+    source, shape = operands[0], params["shape"]
+    placed = [1] * len(shape)
+    for own, target in enumerate(params["broadcast_dimensions"]):
+        placed[target] = source.shape[own]
+    return np.broadcast_to(source.reshape(placed), shape)
+
+
+FOLD: dict[str, Any] = {
+    "add": lambda x, p: x[0] + x[1],
+    "sub": lambda x, p: x[0] - x[1],
+    "mul": lambda x, p: x[0] * x[1],
+    "div": lambda x, p: x[0] / x[1],
+    "neg": lambda x, p: -x[0],
+    "sqrt": lambda x, p: np.sqrt(x[0]),
+    "rsqrt": lambda x, p: 1 / np.sqrt(x[0]),
+    "square": lambda x, p: x[0] * x[0],
+    "reshape": lambda x, p: x[0].reshape(p["new_sizes"]),
+    "squeeze": lambda x, p: np.squeeze(x[0], tuple(p["dimensions"])),
+    "expand_dims": lambda x, p: np.expand_dims(x[0], tuple(p["dimensions"])),
+    "transpose": lambda x, p: np.ascontiguousarray(x[0].transpose(p["permutation"])),
+    "broadcast_in_dim": _broadcast,
+    CONVERT: lambda x, p: x[0],
+}
+"""What is folded, and how: arithmetic of float32 and float64, conversions among floats, and changes of layout."""
+
+CONVERTED = frozenset({"float32", "bfloat16", "float16"})
+ARITHMETIC = frozenset({"add", "sub", "mul", "div", "neg", "sqrt", "rsqrt", "square"})
+
+
+def _foldable(eqn: Any, known: set[Any]) -> bool:
+    name = jaxapi.primitive_name(eqn)
+    if name not in FOLD or not _pure(eqn) or jaxapi.is_dropvar(eqn.outvars[0]):
+        return False
+    if name in ARITHMETIC and str(eqn.outvars[0].aval.dtype) not in ("float32", "float64"):
+        return False
+    operands = [a for a in eqn.invars if not jaxapi.is_literal(a)]
+    if name == CONVERT and not _is_small(eqn):
+        return False
+    if not operands or any(a not in known for a in operands):
+        return False
+    out = eqn.outvars[0].aval
+    if not hasattr(out, "dtype") or not isinstance(out.dtype, np.dtype) or out.size * out.dtype.itemsize > FOLD_LIMIT:
+        return False
+    return out.size <= SMALL or out.size <= 2 * max(int(np.prod(a.aval.shape)) for a in operands)
+
+
+def _is_small(conversion: Any) -> bool:
+    """Whether a conversion is one of floats to no more bytes, or of few: weights that are kept short stay so."""
+    types = [v.aval.dtype for v in (conversion.invars[0], conversion.outvars[0])]
+    if any(str(dtype) not in CONVERTED for dtype in types):
+        return False
+    return conversion.outvars[0].aval.size <= SMALL or types[1].itemsize <= types[0].itemsize
+
+
+def _copied(closed: jaxapi.Closed) -> jaxapi.Closed:
+    cheap: dict[Any, Any] = {}
+    for eqn in closed.jaxpr.eqns:
+        if (jaxapi.primitive_name(eqn) in CHEAP and _grows(eqn)) or _is_number(eqn):
+            cheap[eqn.outvars[0]] = eqn
+    uses: Counter[Any] = Counter()
+    for eqn in closed.jaxpr.eqns:
+        uses.update({a for a in eqn.invars if not jaxapi.is_literal(a)})
+    shared = {v: e for v, e in cheap.items() if uses[v] > 1 or _is_number(e)}
+    if not shared:
+        return closed
+    eqns: list[Any] = []
+    for eqn in closed.jaxpr.eqns:
+        new: dict[Any, Any] = {}
+        for atom in eqn.invars:
+            if not jaxapi.is_literal(atom) and atom in shared and atom not in new:
+                if _is_number(shared[atom]):
+                    new[atom] = _number(shared[atom])
+                    continue
+                new[atom] = jaxapi.new_var(atom.aval)
+                eqns.append(shared[atom].replace(outvars=[new[atom]]))
+        if new:
+            eqn = eqn.replace(invars=[a if jaxapi.is_literal(a) else new.get(a, a) for a in eqn.invars])
+        eqns.append(eqn)
+    return jaxapi.dce(jaxapi.with_eqns(closed, eqns))
+
+
+def _is_number(eqn: Any) -> bool:
+    """Whether an equation converts a known number, which then is one in every subset that uses it."""
+    return jaxapi.primitive_name(eqn) == CONVERT and jaxapi.is_literal(eqn.invars[0])
+
+
+def _number(eqn: Any) -> Any:
+    """The converted number as a literal."""
+    aval = eqn.outvars[0].aval
+    return jaxapi.new_literal(np.asarray(eqn.invars[0].val).astype(aval.dtype), aval)
+
+
+def _grows(eqn: Any) -> bool:
+    size = eqn.outvars[0].aval.size
+    return not eqn.invars or all(getattr(a.aval, "size", 1) * 4 <= size or size <= 64 for a in eqn.invars)

@@ -1,0 +1,75 @@
+"""Work and time bound of a scheduled program on a CPU, for `estimate.cpu`."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from jcuts.arch.cpu import CpuArch
+from jcuts.arch.detect import describe_cpu
+from jcuts.estimate.cpu import CpuWork
+from jcuts.kernel_ir.program import ITEM_SIZE, Phase, Program
+from jcuts.schedule.cpu.machine import Machine
+
+FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
+
+
+@functools.cache
+def host_arch() -> CpuArch:
+    """This CPU as files describe it; nothing is measured, so that a bound does not depend on the day."""
+    return describe_cpu()
+
+
+def machine_of(arch: CpuArch, vector_bytes: int, registers: int, threads: int) -> Machine:
+    """The CPU as the enumeration of schedules sees it, with the registers that the code generator uses."""
+    return Machine(
+        vector_bytes, registers, threads, arch.l1d, arch.l2, arch.fma_ports, arch.load_ports, arch.store_ports
+    )
+
+
+def work_of(program: Program, arch: CpuArch) -> CpuWork:
+    """What the kernel must do whatever its code: accumulations, results, operands that it reads.
+
+    Counted are only operations that no compiler can remove: one multiply-add (2 FLOP) or one operation per accumulated
+    term. Element operations of exit graphs are left out (invariant ones are hoisted), so the bound stays a bound.
+    """
+    flop: dict[str, float] = {}
+    touched: dict[str, float] = {}
+    for phase in program.phases:
+        if phase.when:  # runs rarely, or never
+            continue
+        points = math.prod(a.extent for a in phase.axes)
+        inner = math.prod(r.extent for r in phase.reds)
+        for acc in phase.accs:
+            kind = "float32" if acc.dtype in ("bfloat16", "float16") else acc.dtype
+            if kind in FLOATS:
+                fused = phase.body.nodes[acc.values[0]].op == "mul" and acc.combine == "add"
+                flop[kind] = flop.get(kind, 0.0) + (2.0 if fused else 1.0) * points * inner
+        for name, count in _reads(phase).items():
+            touched[name] = touched.get(name, 0.0) + count
+    reads = sum(min(b.bytes, touched.get(b.name, 0.0) * ITEM_SIZE[b.dtype]) for b in program.inputs)
+    written = float(sum(b.bytes for b in program.outputs))
+    stores = sum(b.bytes / (arch.simd_bits / 8) for b in program.outputs)
+    # Tasks are handed out as cores become free and the last may be short: only a single task is surely unbalanced.
+    tiles = 1 if program.tiles == 1 else 1 << 20
+    return CpuWork(flop=flop, vector_ops={"store": stores}, input_bytes=reads, output_bytes=written, tiles=tiles)
+
+
+def _reads(phase: Phase) -> dict[str, float]:
+    """At most this many elements of each operand are read (points of the axes that the address depends on)."""
+    ranges = phase.ranges()
+    found: dict[str, float] = {}
+    for graph in (phase.body, phase.exit):
+        for node in graph.nodes:
+            if node.op != "load" or node.index is None:
+                continue
+            axes = node.index.axes()
+            for value in node.index.values():
+                for needed in graph.needed([value]):
+                    index = graph.nodes[needed].index
+                    axes |= index.axes() if index is not None else frozenset()
+            # A guarded load reads nothing where its guard fails.
+            share = 0.0 if node.guards else 1.0
+            count = share * math.prod(ranges.get(a, 1) for a in axes)
+            found[node.buffer] = found.get(node.buffer, 0.0) + count
+    return found

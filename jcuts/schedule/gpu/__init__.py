@@ -1,0 +1,7 @@
+"""GPU schedules: which tiles, stages, splits and clusters to try for a program, ranked by a cycle model per kernel
+family.
+
+In: an unscheduled program and a `machine.GpuMachine`.  Out: scheduled programs with a score, best first
+(`candidates.py`); what is chosen is measured.  A folder per kernel family, named as in `codegen/cuda`;
+`launch_stats.py` and `coalescing.py` give the statistics behind the PUL score.
+"""

@@ -1,0 +1,1 @@
+"""Flash-attention schedules: block tiles of queries and keys, and their cycle model."""

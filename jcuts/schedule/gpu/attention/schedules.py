@@ -1,0 +1,167 @@
+"""Flash-attention schedules for tensor cores, ranked by a cycle model.
+
+A multiprocessor has ``queue`` blocks to run, ``resident`` of them at once (occupancy):
+
+    cycles = sum over its waves of hypot(blocks * work, ENDS + tiles * chain),  at least bytes / memory
+    work = tiles * longest(units, shared memory, issue, L2 cache)    chain = what one warp waits for itself
+
+A quarter of a multiprocessor issues for the warps that it has: with five warps, one quarter has two.
+
+Constants are fitted to 190 schedules of 14 sizes on an H200, in float32 and bfloat16: the median of measured over
+estimated time is within 25 % of 1 for each of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from jcuts.base.errors import Refusal
+from jcuts.kernel_ir.program import Program
+from jcuts.lower.patterns.attention import Attention, match
+from jcuts.schedule import fit
+from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STEP, FlashTile
+from jcuts.schedule.gpu.gemm.mma import (
+    AGAIN,
+    BLOCKS,
+    LATENCY,
+    MEMORY,
+    MOST,
+    MOST_SHARED,
+    OVERLAP,
+    REGISTERS,
+    SHARED,
+    UNIT,
+)
+from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine, scheduled
+
+_FIT = fit.coefficients("gpu/attention", "cycles")
+_REGISTERS = fit.coefficients("gpu/attention", "registers")
+HIGH = (16, 32)
+"""Rows of a warp."""
+WIDE = (16, 32, 64)
+"""Keys of a warp."""
+WARPS = (1, 2, 3, 4, 6, 8, 12)
+"""Warps along rows."""
+PARTS = (1, 2, 4, 8)
+"""Warps along keys."""
+STAGES = (2, 3, 4)
+MOST_WARPS = 12
+FEWEST_WARPS = 2
+FEW = 264
+"""So few blocks may take more shared memory each, where an SM has it."""
+FEW_SHARED = 208 << 10
+"""Bytes of shared memory of such a block."""
+QUARTERS = 4
+"""Parts of a multiprocessor, each with registers and warps of its own."""
+
+
+def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterator[Candidate]:
+    """Schedules of an attention, at most so many, the best of every kind of tile; none for other programs."""
+    attention = match(program)
+    if isinstance(attention, Refusal):
+        return
+    best: dict[tuple[object, ...], tuple[float, FlashTile]] = {}
+    for shape in shapes(attention, machine):
+        count = cycles(shape, program, machine)
+        key = (shape.rows, shape.warps, shape.rounded)
+        if key not in best or count < best[key][0]:
+            best[key] = (count, shape)
+    least = min(bound(attention, program, machine), *(count for count, _ in best.values())) if best else 0.0
+    seen: dict[object, int] = {}
+    scored = []
+    for count, shape in sorted(best.values(), key=lambda found: found[0]):
+        kind = (shape.warp[0], shape.rounded)
+        scored.append((least / count * AGAIN ** seen.get(kind, 0), shape))
+        seen[kind] = seen.get(kind, 0) + 1
+    for score, shape in sorted(scored, key=lambda found: -found[0])[:most]:
+        yield apply_tile(program, shape), score
+
+
+def apply_tile(program: Program, shape: FlashTile) -> Program:
+    """The scheduled program."""
+    more = (("rounded", True),) if shape.rounded else ()
+    params = (("tile", (shape.rows, shape.keys)), ("warps", shape.warps), ("stages", shape.stages), *more)
+    return scheduled(program, "attention", shape.threads, *params)
+
+
+def shapes(attention: Attention, machine: GpuMachine) -> Iterator[FlashTile]:
+    """What a block may do, within registers and shared memory."""
+    rounded = (False, True) if attention.kind == "tf32" else (False,)
+    most = FEW_SHARED if machine.capability >= (9, 0) else MOST_SHARED
+    for high, wide, along, parts in itertools.product(HIGH, WIDE, WARPS, PARTS):
+        rows, keys = high * along, wide * parts
+        if not FEWEST_WARPS <= along * parts <= MOST_WARPS or (rows > SIXTEEN and rows >= 2 * attention.rows):
+            continue
+        if keys > SIXTEEN and keys >= 2 * attention.keys:
+            continue
+        for stages, early in itertools.product(STAGES, rounded):
+            shape = FlashTile(attention, rows, keys, (along, parts), stages, early)
+            if (stages > 2 and stages > shape.tiles) or (shape.shared > MOST_SHARED and math.prod(shape.blocks) > FEW):
+                continue
+            if (
+                shape.fits
+                and shape.shared <= most
+                and registers(shape) <= min(_REGISTERS.maximum, register_budget(shape))
+            ):
+                yield shape
+
+
+def registers(shape: FlashTile) -> float:
+    """Of a thread: fragments of queries, sums of values, scores."""
+    high, wide = shape.warp
+    kept = shape.steps + shape.padded_head_dim // EIGHT + wide // EIGHT
+    bands = high // SIXTEEN
+    found = _REGISTERS.base + _REGISTERS.per_value * bands * 4 * kept
+    return found + _REGISTERS.per_16_keys * wide / SIXTEEN + _REGISTERS.per_16_rows * bands
+
+
+def register_budget(shape: FlashTile) -> float:
+    """Registers that a thread of one block can have."""
+    return REGISTERS / shape.threads
+
+
+def bound(attention: Attention, program: Program, machine: GpuMachine) -> float:
+    """Cycles below which no schedule is: units, memory."""
+    work = attention.batches * attention.rows * attention.keys * (attention.key.length + attention.value.length)
+    moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
+    return max(work / (machine.sms * 2 * UNIT[attention.key.item]), moved / MEMORY, LATENCY)
+
+
+def cycles(shape: FlashTile, program: Program, machine: GpuMachine) -> float:
+    """Estimated cycles of a launch."""
+    attention = shape.attention
+    item, (high, wide), (along, parts) = attention.key.item, shape.warp, shape.warps
+    depth, features = shape.steps * STEP // item, shape.padded_head_dim
+    count, bands = along * parts, high // SIXTEEN
+    line = (depth + features) * item
+    values = wide * item // STEP  # steps along the keys of a warp
+    products = bands * (wide // EIGHT * shape.steps + features // EIGHT * values)
+    reads = wide // SIXTEEN * shape.steps + features // SIXTEEN * values * (2 if item == 4 else 1)
+    turned = 4 * reads if item == 4 and not shape.rounded else 0
+    each = high * wide / WARP * (_FIT.score_instructions + attention.score_ops)
+    each = each + high * features / WARP + _FIT.row_tile_instructions * bands
+    copies = shape.keys * line / 16 / WARP
+    early = 2 * copies + 4 * copies if shape.rounded else 0
+    limits = [
+        shape.rows * shape.keys * (depth + features) / (2 * UNIT[item]),
+        (along + 1 + (2 if shape.rounded else 0)) * shape.keys * line / _FIT.smem_bytes_per_cycle,
+        (count * (products + reads + turned + each) + 2 * copies + early) * _FIT.instruction_issue_cycles / QUARTERS,
+        shape.keys * line / _FIT.l2_bytes_per_cycle,
+    ]
+    chain = _FIT.k_tile_chain_cycles + _FIT.product_chain_cycles * products + _FIT.instruction_chain_cycles * each
+    own = shape.tiles * chain + _FIT.block_ends_cycles * (1 if parts == 1 else 2)
+    taken = -(-registers(shape) // EIGHT) * EIGHT * WARP
+    beside = QUARTERS * int(REGISTERS // QUARTERS // taken) // count
+    resident = max(1, min(SHARED // (shape.shared + 1024), beside, BLOCKS, machine.threads_per_sm // shape.threads))
+    full, rest = divmod(-(-math.prod(shape.blocks) // machine.sms), resident)
+
+    def wave(blocks: int) -> float:
+        uneven = -(-blocks * count // QUARTERS) * QUARTERS / (blocks * count)  # a quarter has whole warps
+        parts = [*limits[:2], limits[2] * uneven, *limits[3:]]
+        return math.hypot(blocks * shape.tiles * (max(parts) + OVERLAP * (sum(parts) - max(parts))), own)
+
+    total = full * wave(resident) + (wave(rest) if rest else 0.0)
+    moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
+    return max(total, moved / MEMORY + LATENCY)

@@ -1,0 +1,124 @@
+"""Block tile of flash attention: shared-memory layout of K/V stages, split of queries and keys over warps.
+
+A block takes ``rows`` queries of one head and goes over the keys, ``keys`` at a time: tiles of keys and of values lie
+side by side in a ring of ``stages``.  Warps share the rows, and, where ``warps[1]`` is more than 1, the keys of every
+tile: those merge in the end.  Lines have an odd number of 16 bytes, so that a warp's reads have no bank conflicts: keys
+and 16-bit values are read as matrices (``ldmatrix``), float32 values as pairs of neighbours of two lines that follow
+each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jcuts.base.errors import Refusal
+from jcuts.kernel_ir.program import Program
+from jcuts.lower.patterns.attention import Attention, Operand, match
+from jcuts.schedule.gpu.machine import WARP
+
+SIXTEEN = 16
+"""Rows of an mma instruction."""
+STEP = 32
+"""Bytes along K of an instruction."""
+PAD = 16
+"""Bytes behind a line in shared memory."""
+STATE = 2
+"""Words that a row of scores keeps: its largest score, its sum."""
+EIGHT = 8
+"""Rows of which a lane of a warp has one."""
+
+
+@dataclass(frozen=True)
+class FlashTile:
+    """Block tile of flash attention.
+
+    Attributes:
+        attention: the operands.
+        rows, keys: queries and keys of a tile.
+        warps: warps along rows, along keys.
+        stages: tiles of keys and values in shared memory.
+        rounded: whether float32 tiles are rounded to TF32 in shared memory, once, instead of by every warp that reads
+            them.
+    """
+
+    attention: Attention
+    rows: int
+    keys: int
+    warps: tuple[int, int]
+    stages: int
+    rounded: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return WARP * self.warps[0] * self.warps[1]
+
+    @property
+    def warp(self) -> tuple[int, int]:
+        """Rows and keys of a warp's tile."""
+        return self.rows // self.warps[0], self.keys // self.warps[1]
+
+    @property
+    def fits(self) -> bool:
+        """Whether warps have whole fragments."""
+        high, wide = self.warp
+        whole = self.rows == high * self.warps[0] and self.keys == wide * self.warps[1] and high > 0 and wide > 0
+        return whole and high % SIXTEEN == wide % SIXTEEN == 0 and self.stages >= 1
+
+    @property
+    def steps(self) -> int:
+        """Instructions along the depth of the scores."""
+        return -(-self.attention.key.length * self.attention.key.item // STEP)
+
+    @property
+    def padded_head_dim(self) -> int:
+        """Features of a block's results, with those that pad them to whole pairs of tiles."""
+        return -(-self.attention.value.length // SIXTEEN) * SIXTEEN
+
+    def line(self, operand: Operand) -> int:
+        """Elements of a line of keys or values in shared memory that are copied or zero."""
+        if operand is self.attention.value:
+            return self.padded_head_dim
+        return self.steps * STEP // operand.item
+
+    def pitch(self, operand: Operand) -> int:
+        """Bytes from one line to the next: an odd number of 16 bytes."""
+        return PAD * (self.line(operand) * operand.item // PAD | 1)
+
+    @property
+    def stage(self) -> int:
+        """Bytes of a tile of keys and one of values."""
+        return self.keys * (self.pitch(self.attention.key) + self.pitch(self.attention.value))
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Bytes in which one warp hands over what it has."""
+        high = self.warp[0]
+        return 4 * high * self.padded_head_dim + 4 * WARP * STATE * high // EIGHT
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block."""
+        return max(self.stages * self.stage, self.exchange_bytes * self.warps[0] * (self.warps[1] - 1))
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of keys."""
+        return -(-self.attention.keys // self.keys)
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Heads, and blocks of a head."""
+        return self.attention.batches, -(-self.attention.rows // self.rows)
+
+
+def shape_of(program: Program) -> FlashTile | Refusal:
+    """The shape that a schedule asks for."""
+    params: Any = dict(program.params)
+    found = match(program)
+    if isinstance(found, Refusal):
+        return found
+    high, across = (int(v) for v in params["warps"])
+    rows, keys = (int(v) for v in params["tile"])
+    return FlashTile(found, rows, keys, (high, across), int(params["stages"]), bool(params.get("rounded", False)))

@@ -1,0 +1,119 @@
+"""Coalescing statistics of cooperative loads: rows by teams, columns, transposes through shared memory.
+
+What `launch_stats` counts from addresses for threads on their own, these forms say by their shape: how many 128-byte
+lines their accesses touch per line of data, how much a thread has in flight, and how often they read their operands.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from jcuts.kernel_ir.index import Index
+from jcuts.kernel_ir.program import ITEM_SIZE, Program
+from jcuts.schedule import fit
+from jcuts.schedule.gpu.machine import ACCESS, WARP, narrowest
+
+LINE = 128
+"""Bytes."""
+
+_FIT = fit.coefficients("gpu/reduction", "coalescing")
+
+
+@dataclass(frozen=True)
+class CoalescingStats:
+    """Access statistics of a schedule.
+
+    Attributes:
+        lines: 128-byte lines that accesses touch, per line that they need.
+        under_way: bytes of a thread in flight.
+        passes: how often operands are read.
+        active: fraction of the threads that have work.
+    """
+
+    lines: float
+    under_way: float
+    passes: float = 1.0
+    active: float = 1.0
+
+
+def access_of(program: Program) -> CoalescingStats | None:
+    """The accesses of a scheduled program of these forms, None of others."""
+    params: Any = dict(program.params)
+    form = params.get("cuda")
+    if form == "team":
+        return _team(program, int(params["team"]), int(params["vector"]), int(params["chunks"]))
+    if form in ("column_rows", "moments"):
+        return _points(program, int(params["across"]), int(params["vector"]), int(params["chunks"]))
+    if form == "columns":
+        vector = program.phases[0].axes[-1].unroll
+        size = narrowest(program)
+        flight = int(params.get("flight", 1)) * max(1, int(params.get("ahead", 1)))
+        deep = max(1, int(params["threads"]) // int(params["across"]))
+        share = math.prod(-(-r.extent // r.unroll) for r in program.phases[0].reds) / int(params.get("split", 1)) / deep
+        rounds = math.ceil(share)  # of a block's rows of threads; a short share leaves the last one, or more, idle
+        lines, used = _of_columns(int(params["across"]), vector, size), min(1.0, rounds / int(params.get("flight", 1)))
+        return CoalescingStats(lines, flight * used * _loaded(program), active=share / rounds)
+    if form == "transposed":
+        size = narrowest(program)
+        return CoalescingStats(1.0, int(params["rows"]) * int(params["columns"]) * size / int(params["threads"]))
+    return None
+
+
+def _team(program: Program, team: int, vector: int, chunks: int) -> CoalescingStats:
+    """A team's threads lie side by side along a row, each with a vector, ``chunks`` of them at once."""
+    size = narrowest(program)
+    params: Any = dict(program.params)
+    length = max(math.prod(r.extent for r in p.reds) for p in program.phases)
+    share = -(-length // (int(params.get("split", 1)) * vector)) * vector
+    pieces = -(-share // (team * vector))
+    wide = max(1, ACCESS // size)  # elements of one access
+    beside = min(WARP, team) * vector * size  # bytes that one row's part of a warp covers
+    touched = max(1, WARP // team) * max(1.0, beside / LINE) * -(-vector // wide)
+    needed = WARP * vector * size / LINE
+    used = share / (pieces * team * vector)
+    kept = min(chunks, pieces)
+    again = float(len(program.phases)) if len(program.phases) > 1 and pieces > chunks else 1.0
+    # What is read again comes from the L2 cache, at twice the bandwidth.
+    return CoalescingStats(
+        touched / needed / used * again, size * vector * kept * used, 1.0 + _FIT.reread_passes_slope * (again - 1.0)
+    )
+
+
+def _points(program: Program, across: int, vector: int, chunks: int) -> CoalescingStats:
+    """Rows of threads along columns: every thread takes ``chunks`` points of its columns at once."""
+    size = narrowest(program)
+    params: Any = dict(program.params)
+    length = max(math.prod(r.extent for r in p.reds) for p in program.phases) // int(params.get("split", 1))
+    pieces = -(-length // (int(params["threads"]) // across))
+    again = float(len(program.phases)) if pieces > chunks else 1.0
+    passes = _FIT.column_passes_base + _FIT.column_passes_slope * again
+    return CoalescingStats(_of_columns(across, vector, size) * again, size * vector * min(chunks, pieces), passes)
+
+
+def _of_columns(across: int, vector: int, size: int) -> float:
+    """Lines touched per line needed by accesses of so many threads side by side."""
+    wide = max(1, ACCESS // size)
+    return max(1.0, LINE / (min(across, WARP) * min(vector, wide) * size))
+
+
+def _loaded(program: Program) -> float:
+    """Bytes that a thread's tile of reduced points loads."""
+    phase = program.phases[0]
+    sizes = {b.name: ITEM_SIZE[b.dtype] for b in program.buffers}
+    counts = {**{a.name: a.unroll for a in phase.axes}, **{r.name: r.unroll for r in phase.reds}}
+    loads = [n for n in phase.body.nodes if n.op == "load" and n.index is not None]
+    return float(sum(distinct(n.index, counts) * sizes[n.buffer] for n in loads if n.index is not None))
+
+
+def distinct(index: Index, counts: dict[str, int]) -> int:
+    """Different addresses of a load in a tile."""
+    found = {0}
+    for name, count in counts.items():
+        stride = index.stride(name)
+        if stride is None:
+            found = {d * 100_003 + k for d in found for k in range(count)}
+        elif stride and count > 1:
+            found = {d + stride * k for d in found for k in range(count)}
+    return len(found)

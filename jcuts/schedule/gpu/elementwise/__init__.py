@@ -1,0 +1,1 @@
+"""Element-wise schedules: register tiles, concatenations, shared-memory transposes."""

@@ -1,0 +1,162 @@
+"""Element-wise schedules: register tiles of chains, operand switch of concatenations, shared-memory transposes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from jcuts.kernel_ir.index import Index
+from jcuts.kernel_ir.loop_transforms import map_indices
+from jcuts.kernel_ir.node import Node
+from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program
+from jcuts.lower.tensor_graph import MOST_SWITCHED
+from jcuts.schedule import fit
+from jcuts.schedule.gpu.machine import (
+    ACCESS,
+    SHARED,
+    Candidate,
+    GpuMachine,
+    narrowest,
+    scheduled,
+    transposed_axis,
+    unrolled,
+    vectors,
+)
+
+_SCORES = fit.coefficients("gpu/elementwise", "scores")
+_CONCAT = fit.coefficients("gpu/elementwise", "concat")
+_TRANSPOSE = fit.coefficients("gpu/elementwise", "transpose")
+SWITCH = "part"  # the axis that numbers a concatenation's operands
+
+
+def maps(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    phase = program.phases[0]
+    if not phase.axes:
+        yield scheduled(program, "point", 32), 1.0
+        return
+    switched = _with_operand_axis(program)
+    if switched is not None:
+        yield from _concat_switch(switched, machine)
+    points = math.prod(a.extent for a in phase.axes)
+    lane = phase.axes[-1]
+    size = narrowest(program)
+    crossed = transposed_axis(phase, lane.name)
+    for vector in vectors(lane.extent, size):
+        tiles = [(lane.name, vector)]
+        options = [tiles]
+        if crossed is not None:
+            options = [[*tiles, (crossed.name, n)] for n in (4, 8) if n <= crossed.extent] or options
+        elif len(phase.axes) > 1 and phase.axes[-2].extent % 2 == 0:
+            options.append([*tiles, (phase.axes[-2].name, 2)])
+        for option in options:
+            unroll = dict(option)
+            for threads in (256, 128):
+                work = points / math.prod(unroll.values())
+                fill = min(1.0, work / machine.threads)
+                access = min(1.0, vector * size / ACCESS)
+                score = _SCORES.access_base + _SCORES.access_slope * access
+                score *= _SCORES.occupancy_base + _SCORES.occupancy_slope * fill
+                score *= 1.0 if threads == 256 else _SCORES.threads_128_factor
+                if crossed is not None:
+                    score *= _SCORES.strided_factor
+                elif len(option) > 1:
+                    score *= _SCORES.two_rows_factor
+                tiled = unrolled(program, unroll)
+                if crossed is not None:
+                    for along in (8, 16):  # threads along the operand's own direction: whole lines of it per block
+                        shape = ((crossed.name, along), (lane.name, threads // along))
+                        yield scheduled(tiled, "point", threads, ("block", shape)), score
+                    score *= _SCORES.strided_unblocked_factor
+                yield scheduled(tiled, "point", threads), score
+    if crossed is not None:
+        yield from _smem_transpose(program, crossed, machine)
+
+
+def _with_operand_axis(program: Program) -> Program | None:
+    """The program with an axis more, the first one, that numbers the operands of a concatenation of equal parts."""
+    phase = program.phases[0]
+    for axis in phase.axes:
+        starts = {0, axis.extent}
+        for node in phase.exit.nodes:
+            for guard in node.guards:
+                moving = Index(0, guard.index.terms)
+                if moving == Index.axis(axis.name) and guard.low is not None and guard.high is not None:
+                    starts |= {guard.low - guard.index.const, guard.high - guard.index.const + 1}
+        places = sorted(s for s in starts if 0 <= s <= axis.extent)
+        size = math.gcd(*places)
+        count = axis.extent // size
+        if not 2 < count <= MOST_SWITCHED or size < 2:
+            continue
+        inner = Index.axis(axis.name) + Index.axis(SWITCH) * size
+        ranges = {**phase.ranges(), SWITCH: count, axis.name: size}
+        made = map_indices(phase, lambda index, to=inner, name=axis.name, r=ranges: index.substitute({name: to}, r))
+        axes = (Axis(SWITCH, count), *(replace(a, extent=size) if a.name == axis.name else a for a in phase.axes))
+        return replace(program, phases=(replace(made, axes=axes),))
+    return None
+
+
+def _concat_switch(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Concatenations: threads of a block mostly copy from one operand, and branch to code for it alone."""
+    phase = program.phases[0]
+    lane = phase.axes[-1]
+    size = narrowest(program)
+    points = math.prod(a.extent for a in phase.axes)
+    rows = phase.axes[-2]
+    for vector in vectors(lane.extent, ITEM_SIZE[program.outputs[0].dtype]):
+        for deep in (1, 2, 4):
+            if deep > 1 and (rows.name == SWITCH or rows.extent % deep):
+                continue
+            tiled = unrolled(program, {lane.name: vector, rows.name: deep})
+            for threads in (128, 256):
+                fill = min(1.0, points / (vector * deep) / machine.threads)
+                score = _CONCAT.occupancy_base + _CONCAT.occupancy_slope * fill
+                score *= _CONCAT.access_base + _CONCAT.access_slope * min(1.0, vector * size / ACCESS)
+                score = min(1.0, score * _CONCAT.switch_factor)
+                yield scheduled(tiled, "point", threads, ("switch", SWITCH)), score
+
+
+def smem_staged_loads(phase: Phase, crossed: str) -> list[Node]:
+    """Loads that the transposed form takes through shared memory: contiguous along ``crossed``, not along the lanes."""
+    lane = phase.axes[-1].name
+    found = (
+        n
+        for n in phase.exit.nodes
+        if n.op == "load"
+        and n.index is not None
+        and not n.guards
+        and not n.index.values()
+        and n.index.stride(crossed) == 1
+        and n.index.stride(lane) not in (0, 1, None)
+    )
+    return list(dict.fromkeys(found))
+
+
+def _smem_transpose(program: Program, crossed: Axis, machine: GpuMachine) -> Iterator[Candidate]:
+    """Tiles of the operand's direction times the result's, through shared memory."""
+    phase = program.phases[0]
+    lane = phase.axes[-1]
+    held = sum(ITEM_SIZE[n.dtype] for n in smem_staged_loads(phase, crossed.name))
+    if min(crossed.extent, lane.extent) < 8 or not held:
+        return
+    size = max(ITEM_SIZE[b.dtype] for b in program.outputs)
+    vector = next(v for v in (max(1, ACCESS // size), 8, 4, 2, 1) if v * size <= ACCESS and lane.extent % v == 0)
+    lines = 8 * vector  # of a warp: eight accesses side by side
+    for rows, columns in ((64, lines), (128, lines), (64, 2 * lines), (32, lines), (32, 2 * lines), (32, 64)):
+        for threads in (256, 512):
+            if columns % vector or threads * vector > rows * columns or rows % max(1, threads * vector // columns):
+                continue
+            if threads % (columns // vector) or rows * columns * max(size, held) > SHARED:
+                continue
+            covered = 1.0
+            for axis, side in ((crossed, rows), (lane, columns)):
+                covered *= axis.extent / (-(-axis.extent // side) * side)
+            tiles = math.prod(a.extent for a in phase.axes) / (rows * columns)
+            fill = min(1.0, tiles * threads / machine.threads)
+            score = covered * (_TRANSPOSE.occupancy_base + _TRANSPOSE.occupancy_slope * fill)
+            score *= _TRANSPOSE.access_base + _TRANSPOSE.access_slope * min(1.0, vector * size / ACCESS)
+            score *= 1.0 if columns == lines else _TRANSPOSE.wide_tile_factor
+            other = 1.0 if rows == 64 else _TRANSPOSE.other_rows_factor
+            score *= other * (1.0 if threads == 256 else _TRANSPOSE.threads_512_factor)
+            params = (("crossed", crossed.name), ("rows", rows), ("columns", columns))
+            yield scheduled(unrolled(program, {lane.name: vector}), "transposed", threads, *params), score

@@ -1,0 +1,334 @@
+"""Cycle model of ``mma.sync`` and ``wgmma`` GEMMs, fitted per family.
+
+A block is counted on its multiprocessor, together with the blocks that are resident beside it there:
+
+    cycles = waves * (begin + k-tiles * longest(units, shared memory, issue, L2 cache, loads in flight) + epilogue)
+             and what moves by the memory's rate: the longer of both, and a fraction of the shorter
+
+Blocks of a cluster are scheduled at once, and clusters lie in groups of multiprocessors: fewer of them run at once than
+blocks would.  The constants are fitted to 4,600 schedules of nine GEMMs and convolutions on an H200, drawn without the
+model (`docs/gpu_proofs.md`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jcuts.arch.sm_limits import SM_90
+from jcuts.lower.patterns.gemm import GemmOperand, k_tiles_per_split
+from jcuts.schedule import fit
+from jcuts.schedule.gpu.gemm import smem_layout_f64
+from jcuts.schedule.gpu.machine import WARP
+
+if TYPE_CHECKING:
+    from jcuts.schedule.gpu.gemm.mma import GemmProblem, MmaTile
+    from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
+
+CLUSTERS = fit.coefficients("gpu/gemm", "concurrent_clusters")
+AT_ONCE = {
+    1: CLUSTERS.blocks_1,
+    2: CLUSTERS.blocks_2,
+    3: CLUSTERS.blocks_3,
+    4: CLUSTERS.blocks_4,
+    5: CLUSTERS.blocks_5,
+    6: CLUSTERS.blocks_6,
+    7: CLUSTERS.blocks_7,
+    8: CLUSTERS.blocks_8,
+}
+"""Clusters of so many blocks that 132 SMs run at once, one block each: they lie in groups (GPCs)."""
+SHARED = SM_90.smem_per_sm_bytes
+FILE = SM_90.registers_per_sm
+BLOCKS = SM_90.blocks_per_sm
+OWN = SM_90.smem_reserved_per_block_bytes
+LINE = SM_90.cache_line_bytes
+STEP = 32
+"""Bytes along K per instruction."""
+HIGH = 64
+"""Rows of a wgmma instruction."""
+OCCUPANCY = fit.coefficients("gpu/gemm", "occupancy")
+EVEN = 3
+FMA_EVEN = 8
+"""Waves up to which the last one takes as long as the others; of fused multiply-adds, whose blocks end together."""
+
+
+@dataclass(frozen=True)
+class CostCoefficients:
+    """Coefficients of one family.
+
+    Attributes:
+        products_per_cycle: multiply-adds of an SM. smem_bytes_per_cycle, l2_bytes_per_cycle, dsmem_bytes_per_cycle:
+            of an SM. memory_bytes_per_cycle: of the whole GPU.
+        short_line_exponent: power with which lines of less than 128 bytes count more.
+        load_latency_cycles: of a load, over the loads in flight. k_tile_overhead_cycles: of a k-tile besides its work.
+        overlap_remainder: what is left of shorter limits. memory_overlap_remainder: of the shorter of work and memory.
+        block_start_cycles, warp_start_cycles: of a block; for every warp of the SM. epilogue_cycles: without its bytes.
+        cluster_reduce_cycles, cluster_reduce_cycles_per_block: of a reduction in a cluster; for each of its blocks.
+        split_k_launch_cycles, split_k_bytes_factor: of a split-K reduction kernel; what its bytes count.
+    """
+
+    products_per_cycle: float
+    smem_bytes_per_cycle: float
+    l2_bytes_per_cycle: float
+    dsmem_bytes_per_cycle: float
+    memory_bytes_per_cycle: float
+    short_line_exponent: float
+    load_latency_cycles: float
+    k_tile_overhead_cycles: float
+    overlap_remainder: float
+    memory_overlap_remainder: float
+    block_start_cycles: float
+    warp_start_cycles: float
+    epilogue_cycles: float
+    cluster_reduce_cycles: float
+    cluster_reduce_cycles_per_block: float
+    split_k_launch_cycles: float
+    split_k_bytes_factor: float
+
+
+def blocks_per_sm(machine_threads: int, threads: int, registers: float, shared: int) -> int:
+    """Blocks that one multiprocessor holds at once."""
+    taken = 8 * math.ceil(registers / 8) * threads
+    return max(1, min(SHARED // (shared + OWN), int(FILE // taken), machine_threads // threads, BLOCKS))
+
+
+def concurrent_clusters(cluster: int, sms: int) -> float:
+    """Clusters of so many blocks that a GPU has at once, one block per multiprocessor."""
+    return AT_ONCE.get(cluster, max(1, AT_ONCE[1] // cluster - 4)) * sms / AT_ONCE[1]
+
+
+def occupancy(blocks: int, cluster: int, held: int, sms: int, even: int = EVEN) -> tuple[int, float]:
+    """Blocks side by side on a multiprocessor, and how often they are replaced."""
+    waves = blocks / (held * cluster * concurrent_clusters(cluster, sms))
+    return min(held, -(-blocks // sms)), math.ceil(
+        waves - OCCUPANCY.whole_wave_tolerance
+    ) if waves <= even else waves + 0.5
+
+
+def global_bytes(sides: tuple[GemmOperand, GemmOperand], rows: int, columns: int, terms: int, short: float) -> float:
+    """Bytes of a tile of both operands; short lines count more, as whole lines are what moves."""
+    total = 0.0
+    for side, size in zip(sides, (rows, columns), strict=True):
+        line = (terms if side.along_terms else size) * side.item
+        total += size * terms * side.item * max(1.0, LINE / line) ** short
+    return total
+
+
+def smem_bytes(sides: tuple[GemmOperand, GemmOperand], tiling: MmaTile) -> int:
+    """Bytes of shared memory of one tile of both operands, with what keeps its lines in different banks."""
+    total = 0
+    for side, size in zip(sides, (tiling.rows, tiling.columns), strict=True):
+        if side.item == smem_layout_f64.ITEM:
+            total += smem_layout_f64.bytes_of(side, size, tiling.terms)
+            continue
+        lines, length = (size, tiling.terms) if side.along_terms else (tiling.terms, size)
+        words, lone = length * side.item // 4, not side.along_terms and side.item == 4
+        total += 4 * lines * (words + ((8 if lone else 4) - words) % (32 if lone else 8))
+    return total
+
+
+def _whole(counter: GemmProblem, rates: CostCoefficients, total: float, split: int) -> float:
+    """With what the memory takes, and a second launch."""
+    moved = counter.moved / rates.memory_bytes_per_cycle
+    total = max(total, moved + rates.block_start_cycles) + rates.memory_overlap_remainder * min(total, moved)
+    if split > 1:
+        total += (
+            rates.split_k_launch_cycles
+            + rates.split_k_bytes_factor * (2 * split + 1) * counter.partial / OCCUPANCY.partial_sum_bytes_per_cycle
+        )
+    return total
+
+
+def _overlapped_max(limits: list[float], overlap: float) -> float:
+    return max(limits) + overlap * (sum(limits) - max(limits))
+
+
+# -- by warps ---------------------------------------------------------------------------------------------------------
+WARPS = {
+    4: fit.record("gpu/gemm", "mma_tf32", CostCoefficients),
+    2: fit.record("gpu/gemm", "mma_16bit", CostCoefficients),
+}
+"""mma.sync, by bytes of an operand."""
+FMA = fit.record("gpu/gemm", "ffma", CostCoefficients)
+"""Fused multiply-adds.  What shared memory gives counts for every lane that gets it (`LANES`), as it passes the same
+port for each."""
+DOUBLE = fit.record("gpu/gemm", "mma_float64", CostCoefficients)
+"""float64 on matrix units."""
+LANES = (4, 8)
+"""Lanes of a warp that each take a row, and a column."""
+OWN_REGISTERS = fit.coefficients("gpu/gemm", "mma_registers")
+"""Registers of a thread besides its accumulators."""
+FMA_REGISTERS = fit.coefficients("gpu/gemm", "ffma_registers")
+DOUBLE_REGISTERS = fit.coefficients("gpu/gemm", "mma_float64_registers")
+WARP_COST = fit.coefficients("gpu/gemm", "mma_warp")
+"""What one warp waits for itself, and what warps that add up take."""
+
+
+def rates_of(counter: GemmProblem) -> CostCoefficients:
+    """Of products by warps."""
+    return FMA if counter.fma else DOUBLE if counter.double else WARPS[counter.item]
+
+
+def registers_of(counter: GemmProblem, tiling: MmaTile) -> float:
+    """Registers that a thread would take, without the addresses of its copies."""
+    taken = FMA_REGISTERS if counter.fma else DOUBLE_REGISTERS if counter.double else OWN_REGISTERS
+    high, wide = tiling.rows // tiling.warps[0], tiling.columns // tiling.warps[1]
+    return taken.base + high * wide / WARP * counter.total / 4 + taken.per_row * high + taken.per_column * wide
+
+
+def warp_cycles(counter: GemmProblem, tiling: MmaTile) -> float:
+    """Estimated cycles of a launch, and of the second one where terms are split."""
+    rates = rates_of(counter)
+    rows, columns, (along, across, deep) = tiling.rows, tiling.columns, tiling.warps
+    high, wide, count = rows // along, columns // across, along * across * deep
+    alone = bool(counter.fma) or counter.double  # nothing but the products of all warps decides
+    registers = min(registers_of(counter, tiling), OWN_REGISTERS.maximum)
+    tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
+    held = blocks_per_sm(counter.machine.threads_per_sm, tiling.threads, registers, counter.shared(tiling))
+    blocks, even = tiles * tiling.split * tiling.cluster, FMA_EVEN if alone else EVEN
+    beside, waves = occupancy(blocks, tiling.cluster, held, counter.machine.sms, even)
+    line = tiling.terms * counter.item
+    steps = line / STEP / deep  # instructions along the terms of a warp
+    each = (high / 16) * (wide / 8)
+    share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
+    limits = [
+        (-(-beside * count // 4) * 4 / count if alone else beside)
+        * rows
+        * columns
+        * tiling.terms
+        / rates.products_per_cycle,
+        beside * (count * (LANES[0] * high + LANES[1] * wide) / deep + rows + columns) * line / FMA.smem_bytes_per_cycle
+        if counter.fma
+        else beside * (count * (high + wide) / deep + rows + columns) * line / rates.smem_bytes_per_cycle,
+        0.0
+        if alone
+        else WARP_COST.instruction_issue_cycles
+        * beside
+        * count
+        * steps
+        * (2 * each + high * 5 / 16 + wide * 5 / 8)
+        / 4,
+        beside
+        * global_bytes(counter.sides, rows, columns, tiling.terms, rates.short_line_exponent)
+        / rates.l2_bytes_per_cycle,
+        rates.k_tile_overhead_cycles + steps * each * WARP_COST.float64_mma_cycles / 2 if counter.double else 0.0,
+        0.0
+        if alone
+        else rates.k_tile_overhead_cycles
+        + steps * (WARP_COST.k_step_chain_cycles + WARP_COST.product_chain_cycles * each),
+        rates.load_latency_cycles / (tiling.stages - 1) if share > tiling.stages - 1 else 0.0,
+    ]
+    made = float(counter.total * rows * columns)
+    written = made * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
+    leave = rates.epilogue_cycles + beside * written / tiling.cluster / rates.l2_bytes_per_cycle
+    if deep > 1 or tiling.cluster > 1:
+        leave += WARP_COST.slice_k_reduce_cycles * deep + beside * 2.0 * made * deep / rates.smem_bytes_per_cycle
+    if tiling.cluster > 1:
+        leave += rates.cluster_reduce_cycles + rates.cluster_reduce_cycles_per_block * tiling.cluster
+        leave += beside * (made * deep / rates.dsmem_bytes_per_cycle + WARP_COST.cluster_reduce_cycles_per_warp * count)
+    begin = rates.block_start_cycles + rates.warp_start_cycles * beside * count
+    total = waves * (begin + share * _overlapped_max(limits, rates.overlap_remainder) + leave)
+    return _whole(counter, rates, total, tiling.split)
+
+
+# -- by warp groups ---------------------------------------------------------------------------------------------------
+GROUPS = {
+    "float32": fit.record("gpu/gemm", "wgmma_float32", CostCoefficients),
+    "copied": fit.record("gpu/gemm", "wgmma_16bit", CostCoefficients),
+    "rounded": fit.record("gpu/gemm", "wgmma_tf32_weights", CostCoefficients),
+}
+"""Float32 that threads round and store, 16-bit types that are copied, float32 with pre-rounded weights (few blocks)."""
+GROUP_COST = fit.coefficients("gpu/gemm", "wgmma_warpgroup")
+GAP = {
+    "float32": GROUP_COST.float32_group_gap_cycles,
+    "copied": GROUP_COST.half_group_gap_cycles,
+    "rounded": GROUP_COST.tf32_weights_group_gap_cycles,
+}
+"""Cycles per instruction group of 64 rows that nothing hides where an SM has one block."""
+PUSH_COST = fit.coefficients("gpu/gemm", "wgmma_dsmem_push")
+PUSH = {
+    "rounded": (PUSH_COST.tf32_weights_cycles, PUSH_COST.tf32_weights_cycles_per_block),
+    "copied": (PUSH_COST.half_cycles, PUSH_COST.half_cycles_per_block),
+}
+"""Cycles of blocks that store into each other's shared memory: of all, of each."""
+PROLOGUE_COST = fit.coefficients("gpu/gemm", "wgmma_prologue")
+GROUP_REGISTERS = fit.coefficients("gpu/gemm", "wgmma_registers")
+
+
+def coefficient_set(counter: GemmProblem, tiling: WgmmaTile) -> str:
+    """Which constants are a schedule's."""
+    return "copied" if counter.item == 2 else "rounded" if tiling.rounded else "float32"
+
+
+def group_registers(counter: GemmProblem, tiling: WgmmaTile) -> float:
+    """32-bit registers of a thread, as the assembler takes them on average."""
+    totals = tiling.rows * tiling.columns / tiling.threads
+    high = tiling.rows / tiling.groups[0] / HIGH
+    if counter.item == 2:
+        return GROUP_REGISTERS.half_base + totals + GROUP_REGISTERS.half_per_64_rows * high
+    most = min(FILE / tiling.threads, GROUP_REGISTERS.maximum)
+    if tiling.rounded:
+        fragments = GROUP_REGISTERS.tf32_weights_per_64_rows * high * tiling.group
+        return min(most, GROUP_REGISTERS.tf32_weights_base + totals + fragments)
+    total = GROUP_REGISTERS.float32_base + GROUP_REGISTERS.float32_per_accumulator * totals
+    share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
+    for side, size in zip(counter.sides, (tiling.rows, tiling.columns), strict=True):
+        words = size * tiling.terms / tiling.threads  # of a tile on its way
+        total += 0.0 if side.along_terms else GROUP_REGISTERS.float32_strided_operand
+        if share > 1:
+            total += words * (
+                GROUP_REGISTERS.float32_contiguous_word if side.along_terms else GROUP_REGISTERS.float32_strided_word
+            )
+            total += words * GROUP_REGISTERS.float32_word_in_flight * max(0, min(tiling.flight, share) - 1)
+        if side.along_terms and side.run != counter.terms:  # taps: addresses
+            total += GROUP_REGISTERS.float32_gathered_base + GROUP_REGISTERS.float32_gathered_word * words
+    return min(most, total)
+
+
+def group_cycles(counter: GemmProblem, tiling: WgmmaTile, shared: int, *, before: bool = False) -> float:
+    """Estimated cycles of a launch, and of the second one where terms are split.
+
+    Args: shared: bytes of a block; before: whether something is computed before the product.
+    """
+    kind = coefficient_set(counter, tiling)
+    rates, raw = GROUPS[kind], kind == "float32"
+    rows, columns, line = tiling.rows, tiling.columns, tiling.terms * counter.item
+    tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
+    registers = group_registers(counter, tiling)
+    held = blocks_per_sm(counter.machine.threads_per_sm, tiling.threads, registers, shared)
+    beside, waves = occupancy(tiles * tiling.split * tiling.cluster, tiling.cluster, held, counter.machine.sms)
+    share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
+    ahead = tiling.stages - 1 if raw else tiling.stages if tiling.stages >= share else tiling.stages - 2
+    limits = [
+        beside * rows * columns * tiling.terms / rates.products_per_cycle,
+        beside
+        * (rows / HIGH * (HIGH + columns) + (rows + columns) * (2 if raw else 1))
+        * line
+        / rates.smem_bytes_per_cycle,
+        beside
+        * global_bytes(counter.sides, rows, columns, tiling.terms, rates.short_line_exponent)
+        / rates.l2_bytes_per_cycle,
+        rates.load_latency_cycles / max(1, ahead) + rates.k_tile_overhead_cycles,
+    ]
+    inner = _overlapped_max(limits, rates.overlap_remainder)
+    if raw:
+        sizes = zip(counter.sides, (rows, columns), strict=True)
+        stored = sum(
+            size * line * (1.0 if side.along_terms else GROUP_COST.transposed_store_factor) for side, size in sizes
+        )
+        inner += beside * GROUP_COST.store_passes * stored / LINE
+    if beside == 1:  # nobody else fills the gaps between instructions
+        inner += GAP[kind] * line / STEP / tiling.group * (rows // tiling.groups[0] // HIGH)
+    if before and kind == "copied":
+        inner += PROLOGUE_COST.norm_cycles * beside * line / LINE * (rows // tiling.groups[0] // HIGH)
+    written = 4 * rows * columns * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
+    leave = rates.epilogue_cycles + beside * written / tiling.cluster / rates.l2_bytes_per_cycle
+    leave += GROUP_COST.late_residual_cycles if tiling.rounded and not tiling.early else 0.0
+    if tiling.cluster > 1:
+        meet, member = (
+            PUSH[kind] if tiling.push else (rates.cluster_reduce_cycles, rates.cluster_reduce_cycles_per_block)
+        )
+        leave += meet + member * tiling.cluster + beside * 4 * rows * columns / rates.dsmem_bytes_per_cycle
+    begin = rates.block_start_cycles + rates.warp_start_cycles * beside * tiling.threads / WARP
+    return _whole(counter, rates, waves * (begin + share * inner + leave), tiling.split)

@@ -1,0 +1,84 @@
+"""Cycle model of ``wgmma`` GEMMs with TF32-pre-rounded float32 weights on large grids (several waves).
+
+Small grids are counted by `gemm.cost`.  As there, per k-tile the longest of what works at the same time, and a fraction
+of the rest:
+
+    the units, the port of shared memory, the L2 cache, a load's latency over the tiles in flight
+
+and what nobody hides where a multiprocessor has one block alone: a gap per ``wgmma`` commit group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jcuts.lower.patterns.gemm import k_tiles_per_split
+from jcuts.schedule import fit
+from jcuts.schedule.gpu.gemm.mma import EXIT, MEMORY, PORT, SECOND, STEP, GemmProblem
+from jcuts.schedule.gpu.gemm.wgmma_tile import HIGH, WgmmaTile
+
+
+@dataclass(frozen=True)
+class Tf32CostCoefficients:
+    """Coefficients of pre-rounded weights: products and L2 bytes per cycle of an SM, cycles, what is left of overlaps.
+
+    ``group_gap_cycles`` is that of an instruction group that nothing hides, ``cluster_reduce_cycles`` of a reduction in
+    a cluster, ``cluster_push_cycles`` where its blocks store into each other's shared memory,
+    ``late_residual_cycles`` of a residual that is loaded when it is needed.
+    """
+
+    products_per_cycle: float
+    l2_bytes_per_cycle: float
+    load_latency_cycles: float
+    k_tile_overhead_cycles: float
+    group_gap_cycles: float
+    block_start_cycles: float
+    cluster_reduce_cycles: float
+    cluster_push_cycles: float
+    late_residual_cycles: float
+    overlap_remainder: float
+    memory_overlap_remainder: float
+
+
+RATES = fit.record("gpu/gemm", "tf32_weights", Tf32CostCoefficients)
+
+
+def cycles(counter: GemmProblem, tiling: WgmmaTile, beside: int, waves: int, rates: Tf32CostCoefficients) -> float:
+    """Estimated cycles of a launch, and of the second one where terms are split.
+
+    Args: beside: blocks of a multiprocessor; waves: how often they are replaced.
+    """
+    rows, columns = tiling.rows, tiling.columns
+    share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
+    inner = k_tile_cycles(counter, tiling, beside, rates)
+    written = 4 * rows * columns * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
+    leave = (
+        EXIT
+        + beside * written / tiling.cluster / rates.l2_bytes_per_cycle
+        + (0.0 if tiling.early else rates.late_residual_cycles)
+    )
+    if tiling.cluster > 1:
+        leave += rates.cluster_push_cycles if tiling.push else rates.cluster_reduce_cycles
+        leave += beside * 4 * rows * columns * (2 / PORT + 1 / rates.l2_bytes_per_cycle)
+    moved = counter.moved / MEMORY
+    total = waves * (rates.block_start_cycles + share * inner + leave)
+    total = max(total, moved + rates.block_start_cycles) + rates.memory_overlap_remainder * min(total, moved)
+    return total + (SECOND + (2 * tiling.split + 1) * counter.partial / MEMORY if tiling.split > 1 else 0.0)
+
+
+def k_tile_cycles(counter: GemmProblem, tiling: WgmmaTile, beside: int, rates: Tf32CostCoefficients) -> float:
+    """Estimated cycles of a k-tile of all blocks of a multiprocessor."""
+    rows, columns, line = tiling.rows, tiling.columns, tiling.terms * counter.item
+    copied, read = float((rows + columns) * line), rows // HIGH * (HIGH + columns) * line
+    share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
+    ahead = share if tiling.stages >= share else tiling.stages - 2
+    limits = [
+        beside * rows * columns * tiling.terms / rates.products_per_cycle,
+        beside * (read + copied) / PORT,
+        beside * copied / rates.l2_bytes_per_cycle,
+        rates.load_latency_cycles / ahead + rates.k_tile_overhead_cycles,
+    ]
+    inner = max(limits) + rates.overlap_remainder * (sum(limits) - max(limits))
+    if beside == 1:  # nobody else fills the gaps between groups of instructions
+        inner += rates.group_gap_cycles * line / STEP / tiling.group * (rows // HIGH / tiling.groups[0])
+    return inner

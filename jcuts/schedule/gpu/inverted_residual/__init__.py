@@ -1,0 +1,1 @@
+"""Schedules of the fused inverted residual: block tiles and their cycle model."""

@@ -1,0 +1,213 @@
+"""The GPU as the scheduler sees it (SMs, threads, capability), and register-tile helpers that all families share."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from jcuts.arch.load import list_gpus, load_gpu
+from jcuts.kernel_ir.index import Index
+from jcuts.kernel_ir.node import Node
+from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program
+
+ACCESS = 16  # bytes of the widest access
+TAPS = 64  # terms of a window that are unrolled in a thread; longer reductions are shared by a team
+REGISTERS = 128  # 32-bit values that a tile may keep: twice that fits, but leaves few warps
+MOST_REGISTERS = 168  # of a thread that walks, as estimated
+SECTOR = 32  # bytes: the least that memory moves
+RESIDENT = 32  # elements of a row that one thread keeps in registers
+IN_FLIGHT = 6 << 20  # bytes: memory bandwidth times latency of the largest GPUs, with room
+WARP = 32
+SHARED = 40 << 10  # bytes of shared memory that partial results of a block may take
+
+Candidate = tuple[Program, float]
+
+
+@dataclass(frozen=True)
+class GpuMachine:
+    """A GPU as the enumeration needs it.
+
+    Attributes:
+        sms: multiprocessors.
+        threads_per_sm: resident threads per multiprocessor.
+        capability: compute capability (major, minor).
+    """
+
+    sms: int
+    threads_per_sm: int = 2048
+    capability: tuple[int, int] = (9, 0)
+
+    @property
+    def threads(self) -> int:
+        """Threads that the GPU holds at once."""
+        return self.sms * self.threads_per_sm
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether products have schedules for matrix units: these copy asynchronously, and float32 becomes TF32."""
+        return self.capability >= (8, 0)
+
+
+@functools.cache
+def fastest_memory() -> float:
+    """Bytes per second of the fastest memory among the GPUs that jcuts knows."""
+    return max(load_gpu(name).bw_global for name in list_gpus())
+
+
+def scheduled(program: Program, form: str, threads: int, *more: tuple[str, object]) -> Program:
+    return replace(
+        program,
+        grid=program.grid if len(program.phases) > 1 else (),
+        lanes=1,
+        params=(("cuda", form), ("threads", threads), *more),
+    )
+
+
+def unrolled(program: Program, unroll: dict[str, int]) -> Program:
+    phase = program.phases[0]
+    axes = tuple(replace(a, unroll=min(unroll.get(a.name, 1), a.extent)) for a in phase.axes)
+    return replace(program, phases=(replace(phase, axes=axes),))
+
+
+def tiled(program: Program, unroll: dict[str, int], terms: dict[str, int]) -> Program:
+    phase = unrolled(program, unroll).phases[0]
+    reds = tuple(replace(r, unroll=terms.get(r.name, 1), chains=1) for r in phase.reds)
+    return replace(program, phases=(replace(phase, reds=reds),))
+
+
+def loads_of(phase: Phase) -> list[Node]:
+    graphs = (phase.body, phase.exit) if phase.reds else (phase.exit,)
+    return [n for g in graphs for n in g.nodes if n.op == "load" and isinstance(n.index, Index)]
+
+
+def narrowest(program: Program) -> int:
+    """Bytes of an element of the largest operand or result: what fills an access."""
+    largest = max((b for b in program.buffers if b.role != "local"), key=lambda b: (b.bytes, b.name))
+    return ITEM_SIZE[largest.dtype]
+
+
+def vectors(extent: int, size: int) -> list[int]:
+    """Neighbours per thread: those whose accesses stay aligned, widest first; 1 and an unaligned 4 where none do."""
+    widest = max(1, ACCESS // size)
+    found = [v for v in (2 * widest, widest, widest // 2) if v >= 1 and extent % v == 0]
+    found += [v for v in (widest // 4,) if v > 1 and extent % v == 0 and not found]
+    return found or [1]
+
+
+def transposed_axis(phase: Phase, lane: str) -> Axis | None:
+    """The axis along which an operand is contiguous that is not contiguous along the lanes: a transpose."""
+    for node in loads_of(phase):
+        assert node.index is not None
+        if node.index.stride(lane) in (0, 1, None):
+            continue
+        for axis in phase.axes[:-1]:
+            if node.index.stride(axis.name) == 1:
+                return axis
+    return None
+
+
+def unroll_period(phase: Phase, axis: str) -> int:
+    """After how many points along an axis all remainders in addresses and guards come back: stride or dilation."""
+    period = 1
+
+    def visit(index: Index) -> None:
+        nonlocal period
+        for atom, _ in index.terms:
+            if atom.inner is not None:
+                if axis in atom.inner.axes():
+                    step = atom.inner.stride(axis)
+                    period = math.lcm(period, atom.modulus // math.gcd(atom.modulus, step or 1))
+                visit(atom.inner)
+
+    for graph in (phase.body, phase.exit):
+        for node in graph.nodes:
+            for index in (node.index, *(g.index for g in node.guards)):
+                if index is not None:
+                    visit(index)
+    return period
+
+
+def window_values(phase: Phase, unroll: dict[str, int]) -> int:
+    """Values that a tile of a window loads."""
+    return distinct_loads(phase, {**unroll, **{r.name: r.extent for r in phase.reds}})
+
+
+def distinct_loads(phase: Phase, counts: dict[str, int]) -> int:
+    """Values that so many points along each axis load (equal addresses once)."""
+    total = 0
+    for node in loads_of(phase):
+        assert node.index is not None
+        index = node.index
+        even = {n: c for n, c in counts.items() if index.stride(n) is not None and c > 1}
+        odd = {n: c for n, c in counts.items() if index.stride(n) is None}
+        distinct: set[object] = {0}
+        if odd and not index.values():
+            moduli = [g for g in node.guards if g.low == g.high]
+            distinct = set()
+            for point in itertools.product(*(range(c) for c in odd.values())):
+                where = dict(zip(odd, point, strict=True))
+                if all(_number(g.index, where) == g.low for g in moduli):
+                    distinct.add(_number(index, where))
+        for name, count in even.items():
+            stride = index.stride(name)
+            if stride:
+                distinct = {d + stride * k for d in distinct for k in range(count)}  # type: ignore[operator]
+        total += max(1, len(distinct))  # a tile between padding reads something elsewhere
+    return total
+
+
+def _number(index: Index, where: dict[str, int]) -> int:
+    """The expression at a point of a tile that begins at a large multiple of every modulus."""
+    total = index.const
+    for atom, coef in index.terms:
+        part = where.get(atom.name, 0) if atom.inner is None else _number(atom.inner, where)
+        if atom.kind == "div":
+            part //= atom.modulus
+        elif atom.kind == "mod":
+            part %= atom.modulus
+        total += coef * part
+    return total
+
+
+def diverse_best(found: Iterable[Candidate], most: int = 32) -> list[Candidate]:
+    """The best schedules, best first, of which no more than two have the same register tile and equally early loads."""
+    seen: Counter[object] = Counter()
+    kept = []
+    for program, score in sorted(found, key=lambda item: (-item[1], item[0].params)):
+        phase = program.phases[0]
+        key = (*(a.unroll for a in phase.axes), *(r.unroll for r in phase.reds), dict(program.params).get("ahead"))
+        seen[key] += 1
+        if seen[key] <= 2:
+            kept.append((program, score))
+    return kept[:most]
+
+
+def rescale_to(found: Sequence[Candidate], others: Sequence[Candidate]) -> list[Candidate]:
+    """The schedules, scored as if their best were as good as the best of the others: neither push the others out.
+
+    Measured on an H200, walks win in some operations and lose in some, by up to a tenth.
+    """
+    if not found or not others:
+        return list(found)
+    scale = max(score for _, score in others) / max(score for _, score in found)
+    return [(program, score * scale) for program, score in found]
+
+
+def lane_counts(vectors: int) -> list[int]:
+    """Threads of a block along the outputs: whole lines, or a divisor that leaves no thread idle."""
+    if vectors <= 8:
+        return [vectors]
+    found = [n for n in (8, 16, 32, 64) if n <= vectors]
+    exact = [n for n in range(12, min(vectors, 64) + 1) if vectors % n == 0 and n % 4 == 0]
+    whole = [vectors] if vectors <= 64 else []
+    return list(dict.fromkeys([*found, *exact, *whole]))
+
+
+def block_threads(across: int, wanted: Sequence[int]) -> list[int]:
+    """Threads of a block near those wanted: whole rows of threads in whole warps, so that none is idle."""
+    unit = math.lcm(across, WARP)
+    return list(dict.fromkeys(min(1024 // unit, max(1, round(n / unit))) * unit for n in wanted if unit <= 1024))

@@ -1,0 +1,1 @@
+"""Reduction schedules along columns; those along rows are in `schedule/gpu/candidates.py`."""

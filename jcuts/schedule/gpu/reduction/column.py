@@ -1,0 +1,272 @@
+"""Column schedules: column reductions, softmax and norms along columns, Welford statistics, scans."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from jcuts.kernel_ir.program import Phase, Program
+from jcuts.lower import split_scan
+from jcuts.lower.scan_axes import LANE, TIME
+from jcuts.schedule import fit
+from jcuts.schedule.gpu.machine import (
+    ACCESS,
+    IN_FLIGHT,
+    REGISTERS,
+    RESIDENT,
+    SHARED,
+    TAPS,
+    WARP,
+    Candidate,
+    GpuMachine,
+    block_threads,
+    distinct_loads,
+    diverse_best,
+    fastest_memory,
+    lane_counts,
+    narrowest,
+    rescale_to,
+    scheduled,
+    tiled,
+    vectors,
+)
+from jcuts.schedule.gpu.window import filter_gradient
+from jcuts.schedule.gpu.window.filter_gradient import inner_reduction, innermost, taps_of
+
+_POINT = fit.coefficients("gpu/reduction", "column_point")
+_COLUMN = fit.coefficients("gpu/reduction", "column")
+_SOFTMAX = fit.coefficients("gpu/reduction", "column_softmax")
+_WELFORD = fit.coefficients("gpu/reduction", "welford")
+_SCAN = fit.coefficients("gpu/reduction", "scan")
+COLUMN_FLIGHTS = {4: 1.0, 8: _COLUMN.flight_8_factor, 2: _COLUMN.flight_2_factor, 1: _COLUMN.flight_1_factor}
+"""Factor on the time, by loads in flight of a thread."""
+COLUMN_WAVES = {2: _COLUMN.waves_2_factor, 4: _COLUMN.waves_4_factor}
+"""Factor on the time, by waves of blocks that share the terms."""
+SOFTMAX_THREADS = {
+    1024: _SOFTMAX.threads_1024_factor,
+    512: 1.0,
+    256: _SOFTMAX.threads_256_factor,
+    128: _SOFTMAX.threads_128_factor,
+}
+"""Factor on the score, by threads of a block."""
+
+
+def columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Neighbouring outputs in neighbouring threads; rows of threads, and blocks, share the terms."""
+    phase = program.phases[0]
+    # Terms that lie far apart change slowest: what neighbouring terms share is still in the cache.
+    phase = replace(phase, reds=tuple(sorted(phase.reds, key=lambda r: innermost(phase, r.name))))
+    program = replace(program, phases=(phase,))
+    plain = list(_columns(program, machine))
+    yield from plain
+    yield from rescale_to(diverse_best(filter_gradient.sliding_gradients(program, machine)), plain)
+
+
+def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    phase = program.phases[0]
+    lane = phase.axes[-1]
+    size = narrowest(program)
+    results = math.prod(a.extent for a in phase.axes)
+    if math.prod(r.extent for r in phase.reds) <= TAPS:  # few terms: a thread takes them all
+        whole_tile = {r.name: r.extent for r in phase.reds}
+        for vector, threads in itertools.product(vectors(lane.extent, size), (128, 256)):
+            fill = min(1.0, results / vector / machine.threads)
+            access = min(1.0, vector * size / ACCESS)
+            if vector * math.prod(whole_tile.values()) <= REGISTERS:
+                score = _POINT.occupancy_base + _POINT.occupancy_slope * fill
+                score *= _POINT.access_base + _POINT.access_slope * access
+                yield scheduled(tiled(program, {lane.name: vector}, whole_tile), "point", threads), score
+    splittable = not any(acc.index_dtype for acc in phase.accs)
+    moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
+    for taps, tile in _column_tiles(phase):
+        terms = math.prod(r.extent // tile.get(r.name, 1) for r in phase.reds)
+        inside = math.prod(tile.values())
+        outer = math.prod(a.extent // taps.get(a.name, 1) for a in phase.axes[:-1])
+        for vector in vectors(lane.extent, size):
+            kept = math.prod(taps.values()) * vector * len(phase.accs)
+            loads = distinct_loads(phase, {**taps, **tile, lane.name: vector})
+            if kept > 80 or loads > 2 * REGISTERS:
+                continue
+            wide = lane.extent // vector
+            shapes = [(a, t) for a in lane_counts(wide) for t in block_threads(a, (256, 512, 1024))]
+            for (across, threads), flight in itertools.product(shapes, (4, 8, 2, 1)):
+                deep = threads // across
+                if flight > 1 and (inside > 1 or kept + flight * loads > REGISTERS or deep * flight > 2 * terms):
+                    continue
+                if across * vector > threads or (threads > (512 if taps else 768) and kept + flight * loads > 40):
+                    continue
+                lanes = -(-wide // across)
+                held = 1 if kept + flight * loads > 80 else 2 if kept + flight * loads > 40 else 3
+                resident = machine.sms * max(1, held * 768 // threads)  # blocks that run at once
+                for waves in (1, 2, 4, 0):
+                    split = 1 if waves == 0 else min(waves * resident // (lanes * outer), terms // (2 * deep * flight))
+                    if split < 1 or (split == 1) != (waves == 0) or (split > 1 and not splittable):
+                        continue
+                    blocks = lanes * outer * split
+                    rounds = -(-blocks // resident)
+                    under_way = min(flight * max(1, loads) * size, 4 * max(16, 96 - kept))  # bytes of a thread
+                    under_way *= min(blocks, resident) * threads
+                    even = -(-blocks // machine.sms) * machine.sms if rounds == 1 else rounds * resident
+                    waste = even / blocks if rounds < 4 else 1.0
+                    lines = min(1.0, _COLUMN.line_share_base + _COLUMN.line_share_slope * across * vector * size / 128)
+                    idle = lanes * across / wide * threads / (across * deep)
+                    whole = moved / fastest_memory()
+                    spent = whole * max(1.0, IN_FLIGHT / under_way) * max(1.0, idle * _COLUMN.idle_factor) / lines
+                    again = loads / (inside * vector) - 1.0  # what the caches deliver again
+                    spent *= 1.0 + _COLUMN.cached_read_weight * again
+                    spent *= _COLUMN.whole_wave_base + _COLUMN.wave_waste_weight * waste
+                    spent += _COLUMN.launch_seconds
+                    spent += _COLUMN.split_launch_seconds if split > 1 else 0.0
+                    spent += 4 * results * split * (split > 1) / fastest_memory()
+                    spent *= COLUMN_FLIGHTS[flight]
+                    if threads > 768:
+                        spent *= _COLUMN.large_block_split_factor if split > 1 else _COLUMN.large_block_factor
+                    elif threads < 384:
+                        spent *= _COLUMN.small_block_factor
+                    spent *= (
+                        1.0 if across & (across - 1) == 0 else _COLUMN.no_shuffle_factor
+                    )  # no shuffles: more shared memory
+                    spent *= (
+                        1.0 if not taps or kept <= 20 else _COLUMN.tap_registers_factor
+                    )  # few registers: more threads at once
+                    narrow = 1.0 if vector * size == ACCESS or taps else _COLUMN.narrow_access_factor
+                    spent *= narrow * COLUMN_WAVES.get(waves, 1.0)
+                    params = (("across", across), ("flight", flight), *((("split", split),) if split > 1 else ()))
+                    yield (
+                        scheduled(tiled(program, {**taps, lane.name: vector}, tile), "columns", threads, *params),
+                        (whole / spent if whole else 1.0),
+                    )
+
+
+def column_softmax(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Programs of several phases along columns: a block has all points of its columns."""
+    phase = next(p for p in program.phases if p.reds)
+    lane = phase.axes[-1]
+    size = narrowest(program)
+    length = math.prod(r.extent for r in phase.reds)
+    outer = math.prod(a.extent for a in phase.axes[:-1])
+    for vector in vectors(lane.extent, size):
+        wide = (8, 32) if length < 64 else ()  # short columns: threads beyond the last one rather than idle rows
+        options = dict.fromkeys((*lane_counts(lane.extent // vector), *wide))
+        for across, threads in itertools.product(options, (1024, 512, 256, 128)):
+            unit = WARP // math.gcd(across, WARP)
+            deep = threads // across // unit * unit
+            if deep < 1 or vector > deep or deep > 2 * length:
+                continue
+            reduced = sum(len(p.accs) for p in program.phases)
+            rows = across * deep // WARP if across < WARP and WARP % across == 0 else deep
+            if 4 * reduced * rows * across * vector > SHARED:
+                continue
+            pieces = -(-length // deep)
+            kept = pieces * vector
+            if kept <= RESIDENT:
+                chunks = pieces
+            elif kept <= 2 * RESIDENT and threads <= 512:
+                continue  # too much for registers at full occupancy, too little for a loop
+            else:
+                chunks = max(1, 8 // vector)
+            blocks = -(-lane.extent // (vector * across)) * outer
+            fill = min(1.0, blocks * across * deep / machine.threads)
+            lines = min(1.0, _SOFTMAX.line_share_base + _SOFTMAX.line_share_slope * across * vector * size / 128)
+            depth = min(1.0, _SOFTMAX.depth_base + _SOFTMAX.depth_slope * kept / 16)
+            depth = depth if chunks == pieces else _SOFTMAX.looped_depth
+            score = lines * (_SOFTMAX.occupancy_base + _SOFTMAX.occupancy_slope * fill)
+            score = score * depth * length / (pieces * deep)
+            score *= lane.extent / (-(-lane.extent // (vector * across)) * vector * across)
+            score *= SOFTMAX_THREADS[threads]
+            params = (("across", across), ("vector", vector), ("chunks", chunks))
+            yield scheduled(program, "column_rows", across * deep, *params), score
+
+
+def welford(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Statistics in one pass, split over the grid: results, and what is mapped, in kernels of their own."""
+    phase = program.phases[0]
+    lane = phase.axes[-1]
+    size = narrowest(program)
+    length = math.prod(r.extent for r in phase.reds)
+    outer = math.prod(a.extent for a in phase.axes[:-1])
+    for vector in vectors(lane.extent, size):
+        shapes = [(a, t) for a in lane_counts(lane.extent // vector) for t in block_threads(a, (512, 256))]
+        for (across, threads), chunks in itertools.product(shapes, (8, 4)):
+            unit = WARP // math.gcd(across, WARP)
+            deep = threads // across // unit * unit
+            lines = across * deep // WARP if across < WARP and WARP % across == 0 else deep
+            if deep < vector or chunks * vector > RESIDENT or 12 * lines * across * vector > SHARED:
+                continue
+            blocks = -(-lane.extent // (vector * across)) * outer
+            for waves in (1, 2):
+                split = min(waves * machine.sms * (1024 // threads) // blocks, length // (deep * chunks))
+                if split < 2:
+                    continue
+                under_way = min(blocks * split * threads, machine.threads // 2) * chunks * vector * size
+                hidden = 1.0 / (1.0 + IN_FLIGHT / 2 / under_way)
+                used = lane.extent / (blocks // outer * across * vector)
+                lines = min(1.0, _WELFORD.line_share_base + _WELFORD.line_share_slope * across * vector * size / 128)
+                access = min(1.0, vector * size / ACCESS)
+                score = lines * hidden * used**0.5 * (_WELFORD.access_base + _WELFORD.access_slope * access)
+                score *= 1.0 if chunks == 8 else _WELFORD.other_chunks_factor
+                score *= 1.0 if waves == 1 else _WELFORD.more_waves_factor
+                score *= 1.0 if threads == 256 else _WELFORD.other_threads_factor
+                params = (("across", across), ("vector", vector), ("chunks", chunks), ("split", split))
+                yield scheduled(program, "moments", across * deep, *params), score
+
+
+def scans(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Cumulative operations: teams along rows, threads along columns (split into groups where they are few)."""
+    phase = program.phases[0]
+    time = next(a for a in phase.axes if a.name == TIME)
+    size = narrowest(program)
+    others = math.prod(a.extent for a in phase.axes if a is not time)
+    associates = split_scan.scan_operator(program) is not None
+    loads = [n.index for p in program.phases for n in p.exit.nodes if n.op == "load" and n.index is not None]
+    along = any(abs(i.stride(TIME) or 0) == 1 for i in loads)
+    if along and associates:
+        for vector in vectors(time.extent, size):
+            for team in (32, 64, 128, 256, 512):
+                if team > 32 and team * vector > 2 * time.extent:
+                    continue
+                pieces = -(-time.extent // (team * vector))
+                fill = min(1.0, others * team / machine.threads)
+                score = time.extent / (pieces * team * vector)
+                score *= _SCAN.row_occupancy_base + _SCAN.row_occupancy_slope * fill
+                score *= min(1.0, vector * size / ACCESS)
+                params = (("team", team), ("vector", vector))
+                yield scheduled(program, "scan_rows", 128 if team == WARP else team, *params), score
+    lane = phase.axes[-1]
+    if along or lane.name != LANE:
+        return  # neighbouring threads would read far apart
+    for vector in vectors(lane.extent, size):
+        threads = others / vector
+        fill = min(1.0, threads / machine.threads)
+        unroll = max(2, 16 // vector)
+        params = (("vector", vector), ("unroll", unroll))
+        score = _SCAN.column_base + _SCAN.column_occupancy_slope * fill
+        yield scheduled(program, "scan_columns", 128, *params), score
+        wanted = int(machine.threads / threads)
+        if associates and wanted > 1 and time.extent >= 8 * unroll:
+            most = min(wanted, time.extent // (2 * unroll))
+            for groups in {min(most, 512), min(most, 128)}:  # their totals are scanned one after another
+                if groups > 1:
+                    covered = min(1.0, threads * groups / machine.threads)
+                    little = covered < _SCAN.split_full_limit * fill
+                    score = _SCAN.column_base + _SCAN.column_occupancy_slope * covered
+                    score *= _SCAN.split_little_factor if little else _SCAN.split_factor
+                    score *= min(1.0, vector * size / ACCESS)
+                    yield scheduled(program, "scan_columns", 128, *params, ("split", groups)), score
+
+
+def _column_tiles(phase: Phase) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """Outputs and terms that a thread takes together: (axis -> unroll, reduction -> unroll).
+
+    A single term of a single output but for windows (filter gradients), whose outputs at different taps share operands.
+    """
+    taps = taps_of(phase)
+    if not taps or math.prod(taps.values()) > TAPS:
+        return [({}, {})]
+    last, others = inner_reduction(phase, taps)
+    tiles = [{last.name: n} for n in (8, 7, 6, 5, 4, 3, 2) if last.extent % n == 0][:3]
+    for red in others[-1:]:  # rows of the window are shared as well
+        tiles += [{**t, red.name: n} for t in tiles for n in (2, 4) if red.extent % n == 0 and t[last.name] <= 4]
+    return [*((taps, tile) for tile in tiles), (taps, {})]

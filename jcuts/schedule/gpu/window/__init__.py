@@ -1,0 +1,1 @@
+"""Schedules of windows (pooling, depthwise convolution, their gradients) and their cost model."""

@@ -1,0 +1,157 @@
+"""Schedules of depthwise filter gradients: column reductions whose threads slide down the rows of an image."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jcuts.arch.sm_limits import SM_90
+from jcuts.kernel_ir.program import Phase, Program, Red
+from jcuts.schedule import fit
+from jcuts.schedule.gpu.machine import (
+    ACCESS,
+    IN_FLIGHT,
+    MOST_REGISTERS,
+    SECTOR,
+    TAPS,
+    Candidate,
+    GpuMachine,
+    block_threads,
+    distinct_loads,
+    fastest_memory,
+    lane_counts,
+    loads_of,
+    narrowest,
+    scheduled,
+    tiled,
+)
+
+_FIT = fit.coefficients("gpu/window", "filter_gradient")
+
+
+def sliding_gradients(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Threads that take a few columns of an image, walk down its rows, and keep what the next rows need."""
+    phase = program.phases[0]
+    taps = taps_of(phase)
+    if not taps or math.prod(taps.values()) > TAPS or any(acc.index_dtype for acc in phase.accs):
+        return
+    last, others = inner_reduction(phase, taps)
+    if not others:
+        return
+    lane, size, down = phase.axes[-1], narrowest(program), others[-1]
+    for vector in [v for v in (ACCESS // size // 2, ACCESS // size // 4) if v and lane.extent % v == 0]:
+        for wide, rows in itertools.product((2, 4, 7, 8), (1, 2, 4)):
+            if last.extent % wide or down.extent % rows:
+                continue
+            counts = {**taps, last.name: wide, down.name: rows, lane.name: vector}
+            values = distinct_loads(phase, counts)
+            fresh = max(1, distinct_loads(phase, {**counts, down.name: 2 * rows}) - values)
+            registers = 24 + math.prod(taps.values()) * vector + (values + fresh) * size / 4 + wide * vector
+            if registers > MOST_REGISTERS:
+                continue
+            for pieces in (1, 2, 4):
+                if down.extent % (pieces * rows) == 0 and down.extent > pieces * rows:
+                    tile = _Tile(vector, {last.name: wide, down.name: down.extent // pieces}, values, fresh, registers)
+                    yield from _shapes(program, machine, tile, (down.name, rows))
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Register tile of a filter gradient.
+
+    Attributes:
+        vector: neighbouring outputs of a thread.
+        terms: points of reductions per step.
+        values: values loaded by a step.
+        fresh: new values in it.
+        registers: of a thread.
+    """
+
+    vector: int
+    terms: dict[str, int]
+    values: int
+    fresh: int
+    registers: float
+
+
+def _shapes(program: Program, machine: GpuMachine, tile: _Tile, walk: tuple[str, int]) -> Iterator[Candidate]:
+    """Blocks and splits of one tile."""
+    phase = program.phases[0]
+    taps, lane, size = taps_of(phase), phase.axes[-1], narrowest(program)
+    results = math.prod(taps.values()) * lane.extent
+    whole = sum(b.bytes for b in (*program.inputs, *program.outputs)) / fastest_memory()
+    inside = math.prod(tile.terms.values())
+    terms = math.prod(r.extent for r in phase.reds) // inside
+    steps = tile.terms[walk[0]] // walk[1]
+    wide = lane.extent // tile.vector
+    options = lane_counts(wide)
+    exact = [a for a in options if wide % a == 0] or options
+    for across in [a for a in exact if a * tile.vector * size % SECTOR == 0] or exact:
+        for threads, each, ahead in itertools.product(block_threads(across, (128, 256, 512)), (1, 2), (1, 2)):
+            deep, lanes = threads // across, -(-wide // across)
+            split = -(-terms // (deep * each))
+            if split < 2 or deep < 2 or across * tile.vector > threads:
+                continue
+            registers = tile.registers + (ahead - 1) * tile.fresh * size / 4
+            held = (
+                machine.sms
+                * min(SM_90.threads_per_sm, SM_90.registers_per_sm // (-(-int(registers) // 8) * 8))
+                // threads
+            )
+            if held < machine.sms or registers > MOST_REGISTERS:
+                continue
+            blocks = lanes * split
+            waves = max(1.0, blocks / held)
+            there = min(blocks, held) * threads
+            under_way = there * tile.fresh * size * {1: 1.0, 2: _FIT.prefetch_in_flight_factor}[ahead]
+            used = terms / (split * deep * each) * wide / (lanes * across)
+            spent = 1.0 + 0.5 * IN_FLIGHT / 2 / under_way
+            spent = spent + _FIT.reread_weight * (tile.values / tile.fresh - 1.0) / steps
+            spent += 0.5 * (
+                tile.fresh / (2 * inside // steps * tile.vector) - 1.0
+            )  # columns that neighbours read as well
+            spent += 2.0 * steps / (inside * tile.vector)  # what a step takes besides its products
+            spent *= {16: 1.0, 8: _FIT.narrow_access_8_factor}.get(tile.vector * size, _FIT.narrow_access_factor)
+            waste = 1.0 + ahead * _FIT.prefetch_factor + 1.0 / (steps * each * waves)
+            spent *= waste + _FIT.wave_weight * (waves > 1.0) / waves
+            lines = min(1.0, _FIT.line_share_base + _FIT.line_share_slope * across * tile.vector * size / 128)
+            spent *= (1.0 + _FIT.idle_weight * (1.0 / used - 1.0)) / lines
+            spent *= max(1.0, machine.sms / blocks) ** 0.5
+            spent /= (there / machine.threads) ** _FIT.resident_threads_exponent
+            seconds = whole * spent + _FIT.launch_seconds + 8 * results * split / fastest_memory()
+            made = tiled(program, {**taps, lane.name: tile.vector}, tile.terms)
+            params = (("across", across), ("flight", 1), ("split", split), ("walk", walk), ("ahead", ahead))
+            yield scheduled(made, "columns", threads, *params), whole / seconds
+
+
+def inner_reduction(phase: Phase, taps: dict[str, int]) -> tuple[Red, list[Red]]:
+    """The reduction whose points lie closest, and the others that taps move along with."""
+    last = phase.reds[-1] if len(phase.reds) == 1 else max(phase.reds, key=lambda r: innermost(phase, r.name))
+    return last, [r for r in phase.reds if r is not last and any(shares_operand(phase, a, r.name) for a in taps)]
+
+
+def taps_of(phase: Phase) -> dict[str, int]:
+    """Axes of results that share operands: the taps of a filter's gradient."""
+    strides = {
+        a.name: [n.index.stride(a.name) for n in loads_of(phase) if n.index is not None] for a in phase.axes[:-1]
+    }
+    slides = {
+        name for name, moves in strides.items() if any(m not in (0, None) for m in moves) and any(m == 0 for m in moves)
+    }
+    return {a.name: a.extent for a in phase.axes[:-1] if a.name in slides}
+
+
+def shares_operand(phase: Phase, axis: str, red: str) -> bool:
+    """Does some operand depend on an axis and a reduction through their sum?"""
+    return any(
+        n.index is not None and n.index.stride(axis) not in (0, None) and n.index.stride(red) not in (0, None)
+        for n in loads_of(phase)
+    )
+
+
+def innermost(phase: Phase, name: str) -> float:
+    """How close together the points of a reduction lie."""
+    strides = [abs(s) for n in loads_of(phase) if n.index is not None and (s := n.index.stride(name))]
+    return -max(strides, default=math.inf)

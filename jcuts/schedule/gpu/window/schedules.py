@@ -1,0 +1,214 @@
+"""Schedules of windows: pooling, depthwise convolution, their gradients; register tiles and sliding windows.
+
+A thread computes a register tile of output points whose taps share loads; it may also slide along the first axis that
+the window moves along (`codegen.cuda.window.sliding_window`), and read every row once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from jcuts.kernel_ir.program import Axis, Phase, Program
+from jcuts.schedule import fit
+from jcuts.schedule.gpu.machine import (
+    ACCESS,
+    MOST_REGISTERS,
+    REGISTERS,
+    Candidate,
+    GpuMachine,
+    fastest_memory,
+    loads_of,
+    narrowest,
+    scheduled,
+    unroll_period,
+    unrolled,
+    window_values,
+)
+from jcuts.schedule.gpu.window.cost import WindowCost
+
+MOST_STRIDE = 4  # of a window, or dilation, whose period a register tile covers
+MOST_POINTS = 64  # of a tile of a walk
+_REGISTERS = fit.coefficients("gpu/window", "registers")
+AGAIN = fit.coefficients("gpu/window", "candidates").alike_score_factor
+"""What every further schedule counts that has as many neighbours in a thread, and walks as well."""
+ROWS = (1, 2, 3, 4, 5, 7, 8)
+"""Points of a register tile along the first axis that a window slides along."""
+COLUMNS = (1, 2, 3, 4, 5)
+"""The same along the second one."""
+THREADS = (128, 256, 96)
+"""Threads of a block."""
+WALKERS = (128, 64, 96)
+"""Threads of a block that slides along an axis."""
+
+
+def windows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Tiles of single threads, and walks."""
+    program = fully_unrolled(program)
+    if not program.phases[0].axes:
+        yield scheduled(program, "point", 32), 0.5
+        return
+    yield from _diverse([*_tiles(program, machine), *sliding_windows(program, machine)])
+
+
+def _diverse(found: Sequence[Candidate]) -> Iterator[Candidate]:
+    """The best of every register tile, and the more of them that are alike in kind, the less they count.
+
+    Estimates of the best differ by less than they are off: neighbours of a thread, and whether it walks, should differ.
+    """
+    seen: set[object] = set()
+    kinds: dict[object, int] = {}
+    for program, score in sorted(found, key=lambda item: (-item[1], item[0].params)):
+        phase, params = program.phases[0], dict(program.params)
+        tile = (*(a.unroll for a in phase.axes), "walk" in params)
+        if tile in seen:
+            continue
+        seen.add(tile)
+        kind = phase.axes[-1].unroll, "walk" in params
+        yield program, score * AGAIN ** kinds.get(kind, 0)
+        kinds[kind] = kinds.get(kind, 0) + 1
+
+
+def fully_unrolled(program: Program) -> Program:
+    """The program with all terms of a window in straight-line code."""
+    phase = program.phases[0]
+    reds = tuple(replace(r, unroll=r.extent, chains=1) for r in phase.reds)
+    return replace(program, phases=(replace(phase, reds=reds),))
+
+
+def _tiles(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    phase = program.phases[0]
+    lane = phase.axes[-1]
+    size = narrowest(program)
+    slid = _reuse_axes(phase, lane.name)
+    periods = {a.name: min(a.extent, unroll_period(phase, a.name)) for a in slid}
+    for vector in _widths(lane.extent, size):
+        for rows, columns in itertools.product(ROWS, COLUMNS):
+            unroll = {lane.name: vector}
+            for axis, count in zip(reversed(slid), (columns, rows), strict=False):
+                unroll[axis.name] = count
+            if any(unroll[a.name] % periods[a.name] or unroll[a.name] > a.extent for a in slid):
+                continue
+            if (columns > 1 and not slid) or (rows > 1 and len(slid) < 2):
+                continue
+            tile = math.prod(unroll.values())
+            values = window_values(phase, unroll)
+            if tile + values > 2 * REGISTERS:
+                continue
+            for threads in THREADS:
+                spent = _time(program, unroll, values, threads).seconds(machine)
+                yield scheduled(unrolled(program, unroll), "point", threads), _least(program) / spent
+
+
+def _widths(extent: int, size: int) -> list[int]:
+    """Neighbours of a thread: what a warp reads are whole lines in any case."""
+    most = max(1, ACCESS // size)
+    return [v for v in (most, most // 2, most // 4) if v and extent % v == 0] or [1]
+
+
+def _time(
+    program: Program,
+    unroll: dict[str, int],
+    values: int,
+    threads: int,
+    fresh: int = 0,
+    steps: int = 1,
+    pieces: int = 1,
+    along: str = "",
+    ahead: int = -1,
+) -> WindowCost:
+    """What is counted. Args: fresh, steps, ahead: of walks along an axis, in so many pieces."""
+    phase = program.phases[0]
+    counts = {a.name: -(-a.extent // unroll.get(a.name, 1)) for a in phase.axes}
+    covered = math.prod(counts[a.name] * unroll.get(a.name, 1) / a.extent for a in phase.axes)
+    if along:
+        covered *= pieces * steps / counts[along]
+        counts[along] = pieces
+    return WindowCost(
+        math.prod(unroll.values()),
+        values,
+        fresh or values,
+        steps,
+        ahead,
+        unroll[phase.axes[-1].name],
+        math.prod(r.extent for r in phase.reds),
+        narrowest(program),
+        math.prod(counts.values()),
+        covered,
+        float(sum(b.bytes for b in program.inputs)),
+        float(sum(b.bytes for b in program.outputs)),
+        threads,
+    )
+
+
+def _least(program: Program) -> float:
+    """Seconds of what must move."""
+    return sum(b.bytes for b in (*program.inputs, *program.outputs)) / fastest_memory()
+
+
+def _reuse_axes(phase: Phase, lane: str) -> list[Axis]:
+    """Axes that a window slides along (not the lanes), outermost first: neighbouring points share loads."""
+    found = []
+    for axis in phase.axes:
+        if axis.name == lane:
+            continue
+        for node in loads_of(phase):
+            assert node.index is not None
+            step = node.index.stride(axis.name)
+            if step is None and unroll_period(phase, axis.name) <= MOST_STRIDE:
+                found.append(axis)
+                break
+            if step and any(
+                (s := node.index.stride(r.name)) and step % s == 0 and step // s < r.extent + 1 for r in phase.reds
+            ):
+                found.append(axis)
+                break
+    return found[-2:]
+
+
+def sliding_windows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Threads that walk along the first of the axes that the window slides along."""
+    phase = program.phases[0]
+    lane, size = phase.axes[-1], narrowest(program)
+    slid = _reuse_axes(phase, lane.name)
+    if not slid:
+        return
+    along, across = slid[0], slid[1] if len(slid) > 1 else None
+    periods = {a.name: unroll_period(phase, a.name) for a in slid}
+    most = ACCESS // size
+    for vector in [v for v in (most, most // 2, most // 4) if v and lane.extent % v == 0]:
+        for columns in (1, 2, 3, 4, 5, 7, 8) if across is not None else (1,):
+            for rows in (1, 2, 4, 7, 8):
+                unroll = {lane.name: vector, along.name: rows, **({across.name: columns} if across is not None else {})}
+                if any(a.extent % unroll[a.name] or unroll[a.name] % periods[a.name] for a in slid):
+                    continue
+                if along.extent // rows > 1 and vector * columns * rows <= MOST_POINTS:
+                    yield from _walks(program, machine, along, unroll)
+
+
+def _walks(program: Program, machine: GpuMachine, along: Axis, unroll: dict[str, int]) -> Iterator[Candidate]:
+    """Walks of one register tile: pieces of the axis, early loads or not."""
+    phase, size = program.phases[0], narrowest(program)
+    tile, rows = math.prod(unroll.values()), unroll[along.name]
+    values = window_values(phase, unroll)
+    fresh = window_values(phase, {**unroll, along.name: 2 * rows}) - values  # of a tile that follows another
+    if fresh < 1:
+        return
+    made = unrolled(program, unroll)
+    count = along.extent // rows
+    for pieces, ahead in itertools.product((1, 2, 3, 4, 5, 8), (1, 2, 0)):
+        tiles = -(-count // pieces)
+        # without early loads, rows are read where they are used: few are there at once
+        registers = (
+            _REGISTERS.sliding_base
+            + tile
+            + (values + (ahead or _REGISTERS.sliding_no_prefetch_factor) * fresh) * size / 4
+        )
+        if tiles < 2 + ahead // 2 or -(-count // tiles) != pieces or registers > MOST_REGISTERS:
+            continue
+        for threads in WALKERS:
+            counted = _time(program, unroll, values, threads, fresh, tiles, pieces, along.name, ahead)
+            params = (("walk", (along.name, tiles)), ("ahead", ahead))
+            yield scheduled(made, "point", threads, *params), _least(program) / counted.seconds(machine)

@@ -1,0 +1,446 @@
+"""The tuning database, one SQLite file that survives what users do to it.
+
+It holds choices with their measurements, the partitions of functions, and guard decisions.
+
+Rows that this cache wrote are signed (`tune/row_signature.py`); what was imported, edited or written by older versions
+is foreign until it was checked.
+
+One transaction per choice (`base/sqlite_file.py` says how the file is opened).  A damaged or foreign file is moved
+aside, never deleted.  When the file cannot be written the store says so once and goes on in memory: tuning results may
+be lost at exit, the user's program is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jcuts.base import fingerprint, knobs
+from jcuts.base.errors import CacheError
+from jcuts.base.sqlite_file import SqliteFile, is_damaged
+from jcuts.base.warn_once import unusable_cache
+from jcuts.tune.choice import Choice
+from jcuts.tune.row_signature import FOREIGN, TUNED, Signer
+
+SCHEMA = 2
+APPLICATION_ID = 0x6A637574  # 'jcut', shown by file(1)
+UNWRITTEN = "cannot write the tuning database"
+_log = logging.getLogger("jcuts.tune")
+
+_TABLES = """
+CREATE TABLE choices (
+    problem TEXT NOT NULL, device TEXT NOT NULL, versions TEXT NOT NULL,
+    choice TEXT NOT NULL, created REAL NOT NULL, PRIMARY KEY (problem, device, versions));
+CREATE TABLE measurements (
+    problem TEXT NOT NULL, device TEXT NOT NULL, versions TEXT NOT NULL, label TEXT NOT NULL,
+    seconds REAL, rejected TEXT, detail TEXT NOT NULL, PRIMARY KEY (problem, device, versions, label));
+CREATE TABLE guards (
+    key TEXT NOT NULL, device TEXT NOT NULL, versions TEXT NOT NULL,
+    decision TEXT NOT NULL, created REAL NOT NULL, PRIMARY KEY (key, device, versions));
+CREATE TABLE partitions (
+    key TEXT NOT NULL, device TEXT NOT NULL, versions TEXT NOT NULL,
+    cover TEXT NOT NULL, created REAL NOT NULL, PRIMARY KEY (key, device, versions));
+CREATE TABLE IF NOT EXISTS signatures (
+    kind TEXT NOT NULL, key TEXT NOT NULL, device TEXT NOT NULL, versions TEXT NOT NULL,
+    source TEXT NOT NULL, signature TEXT NOT NULL, PRIMARY KEY (kind, key, device, versions));
+CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
+INSERT INTO meta VALUES ('generation', 0);
+"""
+
+_SIGNATURES = next(text for text in _TABLES.split(";") if "signatures" in text)
+"""Databases of older versions lack this table: whoever writes makes it.  Those versions go on without it."""
+
+_PLACES = {  # kind of entry -> table, key column, value column
+    "choice": ("choices", "problem", "choice"),
+    "guard": ("guards", "key", "decision"),
+    "partition": ("partitions", "key", "cover"),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stored entry: ``kind`` is 'choice', 'guard' or 'partition', ``key`` its digest."""
+
+    kind: str
+    key: str
+    device: str
+    versions: str
+    created: float
+    value: dict[str, Any]
+
+
+class Store:
+    """Choices and guard decisions of this machine and these versions.
+
+    Args:
+        path: the database file, made with its folders on first use; None keeps everything in memory.
+        device: fingerprint of the device that was measured (text).
+        versions: everything else that a time depends on: jax, jaxlib, numba, llvmlite, the hash of jcuts' source.
+
+    Nothing here raises for a bad file: what went wrong is logged once and kept in ``errors``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, *, device: str, versions: str) -> None:
+        self.path = None if path is None else Path(path)
+        self._file = self.path and SqliteFile(self.path, tables=_TABLES, application=APPLICATION_ID, schema=SCHEMA)
+        self.device = device
+        self.versions = versions
+        self.errors: list[CacheError] = []
+        self._lock = threading.RLock()
+        self._memory: dict[tuple[str, str], tuple[float, dict[str, Any]]] = {}
+        self._signer = Signer(self.path and self.path.with_name(self.path.name + ".key"))
+        self._sources: dict[tuple[str, str, str], str] = {}  # what this process wrote -> where that comes from
+        self._writes = 0
+        self._hidden = False  # the file could not be cleared: pretend that it is empty
+
+    # Choices and guards ----------------------------------------------------------------------------------------------
+
+    def lookup(self, problem: str) -> Choice | None:
+        """The stored choice of a problem on this device with these versions, or None."""
+        return self.choice(problem)[0]
+
+    def put(self, choice: Choice, source: str = TUNED) -> None:
+        """Stores a choice with its measurements in one transaction, replacing an earlier one.
+
+        Args: source: how this cache knows that it is right (`tune.row_signature`).
+        """
+        self._put("choice", choice.problem, choice.to_json(), source=source)
+
+    def drop(self, problem: str) -> None:
+        """Removes the choice of a problem on this device with these versions."""
+        owner = (problem, self.device, self.versions)
+
+        def work(db: sqlite3.Connection) -> None:
+            for table in ("choices", "measurements"):
+                db.execute(f"DELETE FROM {table} WHERE problem = ? AND device = ? AND versions = ?", owner)
+
+        with self._lock:
+            self._writes += 1
+            self._memory.pop(("choice", problem), None)
+            self._write(work)
+
+    def choice(self, problem: str) -> tuple[Choice | None, str]:
+        """The same as `lookup`, and where it comes from: `TUNED`, `CHECKED` or `FOREIGN`."""
+        value, source = self.entry("choice", problem)
+        try:
+            choice = None if value is None else Choice.from_json(value)
+            if choice is not None and choice.problem != problem:
+                raise CacheError(f"not the choice of {problem[:12]}: it is of {choice.problem[:12]}", problem=problem)
+            return choice, source
+        except CacheError as error:  # a person may have edited the row
+            self._report(error)
+            return None, source
+
+    def entry(self, kind: str, key: str) -> tuple[dict[str, Any] | None, str]:
+        """A stored entry of this device and these versions as JSON data, and where it comes from; None, '' for none."""
+        with self._lock:
+            if (kind, key) in self._memory:
+                value = self._memory[kind, key][1]
+                return value, self._sources.get((kind, key, _text(value)), FOREIGN)
+        owner = (key, self.device, self.versions)
+        table, column, value = _PLACES[kind]
+
+        def work(db: sqlite3.Connection) -> list[Any]:
+            query = f"SELECT {value} FROM {table} WHERE {column} = ? AND device = ? AND versions = ?"
+            rows = db.execute(query, owner).fetchall()
+            signed = rows and db.execute("SELECT name FROM sqlite_master WHERE name = 'signatures'").fetchall()
+            where = "kind = ? AND key = ? AND device = ? AND versions = ?"
+            query = f"SELECT source, signature FROM signatures WHERE {where}"
+            return [*rows, *(db.execute(query, (kind, *owner)).fetchall() if signed else ())]
+
+        rows = self._ask(work)
+        text = rows[0][0] if rows else None
+        data = _object(text) if isinstance(text, str) else None
+        if data is None or not isinstance(text, str):
+            return None, ""
+        source = self._sources.get((kind, key, text), FOREIGN)
+        for name, signature in rows[1:]:
+            if self._signer.is_signed((kind, *owner, text), str(name), str(signature)):
+                source = str(name)
+        return data, source
+
+    def guard(self, key: str) -> dict[str, Any] | None:
+        """A last-guard decision (JSON object) of this device and these versions, or None."""
+        return self.entry("guard", key)[0]
+
+    def is_own(self, key: str) -> bool:
+        """Whether this cache has taken the last-guard decision under a key."""
+        return self.entry("guard", key)[1] != FOREIGN
+
+    def put_guard(self, key: str, decision: Mapping[str, Any]) -> None:
+        """Stores a last-guard decision."""
+        self._put("guard", key, dict(decision))
+
+    def partition(self, key: str) -> dict[str, Any] | None:
+        """The stored cover of a function (JSON object) on this device with these versions, or None."""
+        return self.entry("partition", key)[0]
+
+    def put_partition(self, key: str, cover: Mapping[str, Any], *, is_news: bool = True) -> None:
+        """Stores the cover of a function. Args: is_news: whether plans made before may differ from those made now."""
+        self._put("partition", key, dict(cover), is_news)
+
+    def generation(self) -> tuple[int, int]:
+        """Changes whenever anything is stored, by any process; a part of memoisation keys."""
+        stored = self._read("SELECT value FROM meta WHERE name = 'generation'", ())
+        return (stored[0][0] if stored else -1, self._writes)
+
+    # Housekeeping ----------------------------------------------------------------------------------------------------
+
+    def ls(self, *, all_devices: bool = True) -> list[Row]:
+        """Every entry, oldest first; ``all_devices=False`` limits it to this device and these versions."""
+        rows: dict[tuple[str, str, str, str], Row] = {}
+        for kind, (table, key, value) in _PLACES.items():
+            for k, device, versions, text, created in self._read(
+                f"SELECT {key}, device, versions, {value}, created FROM {table}", ()
+            ):
+                data = _object(text)
+                if data is not None:
+                    rows[kind, k, device, versions] = Row(kind, k, device, versions, created, data)
+        for (kind, k), (created, data) in list(self._memory.items()):
+            rows[kind, k, self.device, self.versions] = Row(kind, k, self.device, self.versions, created, data)
+        found = sorted(rows.values(), key=lambda row: (row.created, row.kind, row.key))
+        if all_devices:
+            return found
+        return [row for row in found if (row.device, row.versions) == (self.device, self.versions)]
+
+    def clear(self) -> int:
+        """Removes every entry (the file stays); returns how many there were."""
+        count = len(self.ls())
+
+        def work(db: sqlite3.Connection) -> None:
+            db.execute(_SIGNATURES)
+            for table in ("choices", "measurements", "guards", "partitions", "signatures"):
+                db.execute(f"DELETE FROM {table}")
+
+        self._memory.clear()
+        self._writes += 1
+        if not self._write(work) and self.path is not None:
+            self._hidden = True
+        return count
+
+    def export(self, path: str | os.PathLike[str]) -> int:
+        """Writes every entry as readable JSON, atomically; returns their number.
+
+        Raises:
+            CacheError: the file cannot be written.
+        """
+        rows = self.ls()
+        text = json.dumps({"jcuts_tuning": SCHEMA, "entries": [row.__dict__ for row in rows]}, indent=1, sort_keys=True)
+        target = Path(path)
+        scratch = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            scratch.write_text(text + "\n")
+            os.replace(scratch, target)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                scratch.unlink()
+            raise CacheError(f"cannot write {target}: {error}", path=str(target)) from None
+        return len(rows)
+
+    def import_(self, path: str | os.PathLike[str]) -> int:
+        """Reads a file that `export` wrote; of two entries with one key the newer stays.  Returns entries taken over.
+
+        Raises:
+            CacheError: no such file, not an export, or of another version; the database is then unchanged.
+        """
+        return self.merge([path])
+
+    def merge(self, paths: Sequence[str | os.PathLike[str]]) -> int:
+        """Imports several exports in one transaction: all of them or none."""
+        entries = [entry for path in paths for entry in _read_export(Path(path))]
+        entries.sort(key=lambda row: row.created)
+        known = {(row.kind, row.key, row.device, row.versions): row.created for row in self.ls()}
+        fresh: dict[tuple[str, str, str, str], Row] = {}
+        for row in entries:
+            key = (row.kind, row.key, row.device, row.versions)
+            if row.created > known.get(key, float("-inf")):
+                fresh[key] = row
+
+        def work(db: sqlite3.Connection) -> None:
+            for row in fresh.values():
+                _insert(db, row)
+
+        if fresh and not self._write(work):
+            for row in fresh.values():
+                if (row.device, row.versions) == (self.device, self.versions):
+                    self._memory[row.kind, row.key] = (row.created, row.value)
+                    self._writes += 1
+        return len(fresh)
+
+    # Inside ----------------------------------------------------------------------------------------------------------
+
+    def _put(self, kind: str, key: str, value: dict[str, Any], is_news: bool = True, source: str = TUNED) -> None:
+        row = Row(kind, key, self.device, self.versions, time.time(), value)
+        text = _text(value)
+        signature = self._signer.sign((kind, key, self.device, self.versions, text), source)
+        with self._lock:
+            self._sources[kind, key, text] = source
+            self._writes += is_news
+            if self._write(lambda db: _insert(db, row, (source, signature)), is_news):
+                self._memory.pop((kind, key), None)
+            else:
+                self._memory[kind, key] = (row.created, value)
+
+    def _read(self, query: str, values: tuple[object, ...]) -> list[Any]:
+        return self._ask(lambda db: db.execute(query, values).fetchall())
+
+    def _ask(self, work: Callable[[sqlite3.Connection], list[Any]]) -> list[Any]:
+        with self._lock:
+            if self._file is None or self._hidden:
+                return []
+            for attempt in (0, 1):
+                try:
+                    with self._file.open(write=False) as db:
+                        return [] if db is None else work(db)
+                except (sqlite3.Error, OSError) as error:
+                    if attempt == 0 and is_damaged(error):
+                        self._set_aside(str(error))
+                        continue
+                    self._report(
+                        CacheError(f"cannot read the tuning database {self.path}: {error}", path=str(self.path))
+                    )
+            return []
+
+    def _write(self, work: Any, is_news: bool = True) -> bool:
+        """Runs one transaction; False when nothing reached the disk. Args: is_news: whether the generation changes."""
+        with self._lock:
+            if self._file is None:
+                return False
+            for attempt in (0, 1):
+                try:
+                    with self._file.open(write=True) as db:
+                        if db is None:
+                            return False
+                        db.execute("BEGIN IMMEDIATE")
+                        work(db)
+                        if is_news:
+                            db.execute("UPDATE meta SET value = value + 1 WHERE name = 'generation'")
+                        db.execute("COMMIT")
+                        self._hidden = False
+                        return True
+                except (sqlite3.Error, OSError) as error:
+                    if attempt == 0 and is_damaged(error):
+                        self._set_aside(str(error))
+                        continue
+                    self._report(
+                        CacheError(
+                            f"{UNWRITTEN} {self.path} ({error}): tuning results are kept in "
+                            "memory only; free some space, or point JCUTS_CACHE_DIR to a writable folder",
+                            path=str(self.path),
+                        )
+                    )
+                    return False
+            return False
+
+    def _set_aside(self, why: str) -> None:
+        """Moves the file (and its journal, which belongs to it) out of the way; nothing is deleted."""
+        assert self._file is not None
+        aside = None
+        try:
+            aside = self._file.set_aside(len(self.errors))
+            if aside is None:
+                return  # another process moved it first
+        except OSError as error:
+            why = f"{why}; moving it aside failed: {error}"
+        self._report(
+            CacheError(
+                f"the tuning database {self.path} is damaged or of another version ({why})"
+                + (f": it was moved to {aside} and a fresh one is started" if aside else ""),
+                path=str(self.path),
+                aside=str(aside) if aside else None,
+            )
+        )
+
+    @property
+    def unwritten(self) -> CacheError | None:
+        """Why something did not reach the file; None where all did."""
+        return next((error for error in self.errors if error.message.startswith(UNWRITTEN)), None)
+
+    def _report(self, error: CacheError) -> None:
+        if not any(known.message == error.message for known in self.errors):
+            self.errors.append(error)
+            if error.message.startswith(UNWRITTEN) and self.path is not None:
+                unusable_cache(_log, "%s", error, folder=self.path.parent)
+            else:
+                _log.warning("%s", error)
+
+
+def default_store() -> Store:
+    """The user's database, for this CPU and these versions."""
+    return Store(
+        knobs.current().cache_dir / "tuning.db",
+        device=fingerprint.cpu_fingerprint(),
+        versions=fingerprint.digest(fingerprint.versions()),
+    )
+
+
+def _text(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _insert(db: sqlite3.Connection, row: Row, signed: tuple[str, str] | None = None) -> None:
+    """Writes a row. Args: signed: its source and signature; None for a row of others."""
+    owner = (row.key, row.device, row.versions)
+    text = _text(row.value)
+    db.execute(_SIGNATURES)
+    db.execute("DELETE FROM signatures WHERE kind = ? AND key = ? AND device = ? AND versions = ?", (row.kind, *owner))
+    if signed is not None and signed[1]:
+        db.execute("INSERT INTO signatures VALUES (?, ?, ?, ?, ?, ?)", (row.kind, *owner, *signed))
+    db.execute(f"INSERT OR REPLACE INTO {_PLACES[row.kind][0]} VALUES (?, ?, ?, ?, ?)", (*owner, text, row.created))
+    if row.kind != "choice":
+        return
+    db.execute("DELETE FROM measurements WHERE problem = ? AND device = ? AND versions = ?", owner)
+    for entry in row.value.get("measurements", ()):
+        db.execute(
+            "INSERT OR REPLACE INTO measurements VALUES (?, ?, ?, ?, ?, NULL, ?)",
+            (*owner, entry["label"], entry["seconds"], json.dumps(entry, sort_keys=True)),
+        )
+    for entry in row.value.get("rejections", ()):
+        db.execute(
+            "INSERT OR REPLACE INTO measurements VALUES (?, ?, ?, ?, NULL, ?, ?)",
+            (*owner, entry["label"], entry["error"], json.dumps(entry, sort_keys=True)),
+        )
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (TypeError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _read_export(path: Path) -> list[Row]:
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CacheError(f"cannot import {path}: {error}", path=str(path)) from None
+    found = data.get("jcuts_tuning") if isinstance(data, dict) else None
+    if found != SCHEMA:
+        raise CacheError(
+            f"cannot import {path}: it is not a jcuts tuning export of version {SCHEMA} (found {found!r})",
+            path=str(path),
+            found=found,
+        )
+    rows = []
+    for number, entry in enumerate(data.get("entries", ())):
+        try:
+            row = Row(**entry)
+            if row.kind not in _PLACES or not isinstance(row.value, dict):
+                raise TypeError(f"kind {row.kind!r} with a value of type {type(row.value).__name__}")
+            if row.kind == "choice":
+                Choice.from_json(row.value)
+            float(row.created)
+        except (TypeError, ValueError, CacheError) as error:
+            raise CacheError(f"cannot import {path}: entry {number}: {error}", path=str(path), entry=number) from None
+        rows.append(row)
+    return rows

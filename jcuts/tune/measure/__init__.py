@@ -1,0 +1,1 @@
+"""Measures candidates: launches on fenced, poisoned buffers (CPU, CUDA driver), chain timing, noise statistics."""

@@ -1,0 +1,48 @@
+"""Kernels that a plan needs besides those that were tuned, such as one that writes into a larger array.
+
+A compiler keeps one core busy for about a second: the processes of a session compile them side by side, while others
+are checked.  They leave them in the object cache, where whoever plans finds them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+
+from jcuts.base import knobs
+from jcuts.base.errors import CandidateRejected, CompileRejected
+from jcuts.kernel_ir.program import Program
+from jcuts.tune.parent.worker_pool import Answer, WorkerPool
+from jcuts.tune.parent.worker_session import COMPILE, current_worker_session, workers_of
+
+_log = logging.getLogger("jcuts.tune")
+
+
+def submit_extra_kernels(pool: WorkerPool, programs: Iterable[Program]) -> int:
+    """Lets the processes of a pool compile programs for this GPU that nobody has compiled; gives how many there are."""
+    from jcuts.xla import devices as xla_devices
+    from jcuts.xla import kernel_cache
+
+    todo = kernel_cache.missing(program for program in programs if kernel_cache.is_for_gpu(program))
+    for program in todo:
+
+        def done(answer: Answer | CandidateRejected, program: Program = program) -> None:
+            if isinstance(answer, CompileRejected):
+                kernel_cache.refuse(program, answer)
+
+        capability = list(xla_devices.target().capability)
+        request = {"op": "kernel", "program": program.to_text(), "capability": capability}
+        pool.submit(COMPILE, request, knobs.current().tune_timeout_s, done)
+    return len(todo)
+
+
+def compile_kernels(programs: Iterable[Program]) -> None:
+    """Compiles programs at once, if the processes of a session are at hand; else `kernel_for` does, one by one."""
+    shop = current_worker_session()
+    if shop is None or (pool := shop.made.get(("cuda", workers_of()))) is None:
+        return
+    start = time.perf_counter()
+    if count := submit_extra_kernels(pool, programs):
+        pool.drain()
+        _log.info("%d kernels besides those that were tuned: %.2f s", count, time.perf_counter() - start)

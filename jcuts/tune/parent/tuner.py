@@ -1,0 +1,280 @@
+"""Tunes problems: the parent's side.  Compiles and checks in parallel, measures one by one, stores each choice.
+
+Nothing that a candidate does reaches the user's process: it runs in `tune.worker`.  Whatever goes wrong, every problem
+gets a choice; the least one is "leave it to XLA".
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jcuts.base.errors import CandidateRejected
+from jcuts.base.settings import Settings
+from jcuts.kernel_ir.program import Program
+from jcuts.tune import stored_choice_check
+from jcuts.tune.baseline import conv_relu_bound
+from jcuts.tune.baseline.interpolate import interpolation_neighbours
+from jcuts.tune.choice import LIBRARY, Choice, Rejection
+from jcuts.tune.database import Store, default_store
+from jcuts.tune.parent import extra_kernels
+from jcuts.tune.parent.job import TuningJob, make_job
+from jcuts.tune.parent.machine_lock import default_patience, gave_up_waiting, holder, is_mine, measuring_lock
+from jcuts.tune.parent.measure_order import measure_in_order
+from jcuts.tune.parent.tuning_queue import Progress, TuningBudget, TuningQueue
+from jcuts.tune.parent.worker_session import shared_worker_session, workers_of
+from jcuts.tune.problem import Problem
+from jcuts.tune.replay import Recording
+from jcuts.tune.row_signature import CHECKED, FOREIGN, TUNED
+from jcuts.tune.select import estimate, keep_xla, keep_xla_for_now, select, select_stored
+
+__all__ = ["Progress", "TuningBudget", "default_store", "describe", "shared_worker_session", "tune"]
+_log = logging.getLogger("jcuts.tune")
+_SETTINGS, _EFFORT = Settings(), TuningBudget()
+
+
+def tune(
+    problems: Sequence[Problem],
+    store: Store,
+    *,
+    settings: Settings = _SETTINGS,
+    effort: TuningBudget = _EFFORT,
+    prepare: Callable[[Problem], Problem] | None = None,
+    progress: Progress | None = None,
+    recording: Recording | None = None,
+    force: bool = False,
+    quiet: Callable[[bool], bool] | None = None,
+    further: Callable[[str, Program], Iterable[Program]] | None = None,
+    sources: dict[str, str] | None = None,
+) -> dict[str, Choice]:
+    """A choice for every problem: from the database, else by measuring (``tune="auto"`` only).
+
+    Args:
+        problems: the subsets; equal digests are tuned once.
+        store: where choices come from and go to.
+        settings: ``mode`` selects, ``tune`` says what is allowed.  ``off`` estimates, ``cached`` never measures.
+        effort: limits.
+        prepare: called for problems that must be measured, and only for those; returns the problem with its candidates
+            and exports (may be expensive).  It may raise `CandidateRejected`: the subset then stays with XLA.
+        progress: told how far it is.
+        recording: gets every problem that is answered from measurements.
+        force: measure again what the database knows.
+        quiet: whether nothing else of this process uses the GPU; called with True it waits for that.
+        further: digest and a program -> those that its choice needs besides, which are compiled while others are timed.
+        sources: gets, by digest, where the choices of the database come from (`tune.row_signature`).
+
+    A stored choice that this cache has not signed is checked before a kernel of it runs, once
+    (`tune.stored_choice_check`); where nothing may be (``cached``), it is not used.
+    Returns: digest -> choice.  Problems that could not be measured have origin ``library``; see their rejections.
+    """
+    unique = {p.digest: p for p in problems}
+    if settings.tune == "off":
+        return {digest: estimate(p, settings.mode) for digest, p in unique.items()}
+    sources = {} if sources is None else sources
+    stored = {} if force else _stored(unique, store, sources)
+    waiting = {
+        digest: choice
+        for digest, choice in stored.items()
+        if sources[digest] == FOREIGN and stored_choice_check.contenders(unique[digest], choice)
+    }
+    for digest in waiting:
+        del stored[digest], sources[digest]
+    if waiting and settings.tune == "auto":
+        pairs = [(unique[digest], choice) for digest, choice in waiting.items()]
+        for digest, choice in _check_all(pairs, store, effort, progress, prepare).items():
+            stored[digest], sources[digest] = choice, CHECKED
+    known = {digest: choice for digest, choice in stored.items() if choice.is_enough(settings.mode)}
+    missing = {digest: p for digest, p in unique.items() if digest not in known}
+    if settings.tune == "auto" and missing:
+        asked = _TuneRequest(store, effort, settings.mode, progress, force, quiet, further)
+        for problem, choice in _measure_all(list(missing.values()), asked, prepare):
+            known[choice.problem] = choice
+            unique[choice.problem] = problem
+            sources[choice.problem] = TUNED if choice.origin == "measured" else ""
+    out = {}
+    for digest, problem in unique.items():
+        choice = known.get(digest)
+        if choice is not None and recording is not None and choice.measurements:
+            recording.add(problem, choice)
+        # What is out in one mode is out in all.
+        rejections = stored[digest].rejections if digest in stored else ()
+        least = replace(keep_xla(problem), rejections=rejections)
+        if digest in waiting and choice is None and settings.tune != "auto":
+            least = stored_choice_check.unverified(problem)
+        out[digest] = least if choice is None else _selected(problem, choice, settings.mode)
+    return out
+
+
+@dataclass(frozen=True)
+class _TuneRequest:
+    """What a call of `tune` asks for, as its parts need it."""
+
+    store: Store
+    effort: TuningBudget
+    mode: str
+    progress: Progress | None
+    force: bool
+    quiet: Callable[[bool], bool] | None = None
+    further: Callable[[str, Program], Iterable[Program]] | None = None
+
+    def stored(self, problem: Problem) -> Choice | None:
+        """What another process has found out meanwhile."""
+        choice, source = (None, "") if self.force else self.store.choice(problem.digest)
+        return choice if choice is not None and source != FOREIGN and choice.is_enough(self.mode) else None
+
+
+def _stored(problems: dict[str, Problem], store: Store, sources: dict[str, str]) -> dict[str, Choice]:
+    found = {}
+    for digest in problems:
+        choice, source = store.choice(digest)
+        if choice is not None:
+            found[digest], sources[digest] = choice, source
+    return found
+
+
+def _check_all(
+    pairs: Sequence[tuple[Problem, Choice]],
+    store: Store,
+    effort: TuningBudget,
+    progress: Progress | None,
+    prepare: Callable[[Problem], Problem] | None,
+) -> dict[str, Choice]:
+    """Checks stored choices of others in processes of a session; those that are right."""
+    platform = "cuda" if any(problem.device for problem, _ in pairs) else "cpu"
+    try:
+        with shared_worker_session() as shop, shop.folder() as folder:
+            pool = shop.pool(platform, effort.workers or workers_of())
+            session = TuningQueue(pool, replace(effort, checks_last=False), progress)
+            return stored_choice_check.check(pairs, store, folder, session, prepare)
+    except OSError as error:
+        _log.warning("stored choices of other caches could not be checked, and are not used: %s", error)
+        return {}
+
+
+def _selected(problem: Problem, choice: Choice, mode: str) -> Choice:
+    if choice.origin != "measured":
+        return choice
+    # Looked up by `space` alone, the stored measurements stand for the candidates.
+    return select(problem, choice, mode) if problem.candidates else select_stored(choice, mode)
+
+
+def _measure_all(
+    problems: Sequence[Problem], asked: _TuneRequest, prepare: Callable[[Problem], Problem] | None
+) -> Iterator[tuple[Problem, Choice]]:
+    """Compiles in peace with other processes, and checks if that comes first; measuring asks for the machine."""
+    if not problems:
+        return
+    if gave_up_waiting():
+        yield from ((problem, keep_xla_for_now(problem, f"{holder()} was measuring")) for problem in problems)
+        return
+    platform = "cuda" if any(p.device for p in problems) else "cpu"
+    workers = asked.effort.workers or workers_of()
+    try:
+        with shared_worker_session() as shop, shop.folder() as folder:
+            quiet = asked.quiet or (lambda _: True)
+            early = functools.partial(quiet, False) if platform != "cpu" and is_mine() else None
+            session = TuningQueue(shop.pool(platform, workers), asked.effort, asked.progress, asked.mode, early)
+            derives = asked.mode == "mixed" and platform != "cpu"
+            digests, lines = (
+                {p.digest for p in problems},
+                interpolation_neighbours({p.digest: p.text for p in problems}),
+            )
+            session.total = sum(len(problem.candidates) or problem.expected for problem in problems)
+            for number, problem in enumerate(problems):
+                try:
+                    full = prepare(problem) if prepare is not None else problem
+                except CandidateRejected as error:
+                    choice = replace(keep_xla(problem), rejections=(Rejection.of(LIBRARY, error),))
+                    asked.store.put(choice)
+                    yield problem, choice
+                    continue
+                # Its candidates are compiled while the next problem is prepared.
+                job = make_job(full, folder, number)
+                if derives and all(c.kind != "stablehlo" for c in full.candidates):
+                    job.between, job.apart = (
+                        lines.get(problem.digest),
+                        conv_relu_bound.conv_relu_result_bytes(problem.text),
+                    )
+                    job.parts = problem.parts if digests.issuperset(problem.parts) else ()
+                session.add(job)
+            session.finish()
+            quiet(True)
+            yield from _measure_in_turn(session, asked)
+    except OSError as error:
+        # No space or no permission for the session's files: the user's program runs on XLA.
+        _log.warning("tuning stopped, what is left stays with XLA: %s", error)
+
+
+def _measure_in_turn(session: TuningQueue, asked: _TuneRequest) -> Iterator[tuple[Problem, Choice]]:
+    """Times every job under the lock, or says that another process kept it."""
+    jobs = session.jobs
+    if not jobs:
+        return
+    if session.progress is not None:
+        session.progress.update("wait", 0, len(jobs), "")
+    patience = default_patience() if asked.effort.patience is None else asked.effort.patience
+    open_: list[TuningJob] = []  # measured, but whether the fastest is right is not known yet
+    made: dict[str, Choice] = {}
+
+    def finished(job: TuningJob) -> tuple[Problem, Choice]:
+        choice = made[job.problem.digest] = job.choice()
+        if not job.transient:
+            asked.store.put(choice)
+        return job.problem, choice
+
+    def foreseen(job: TuningJob, label: str) -> None:
+        """Has compiled what a job will need besides, if the candidate that is fastest is right."""
+        chosen = next((c for c in job.problem.candidates if c.label == label and c.kind == "program"), None)
+        if asked.further is None or chosen is None or not job.problem.device:
+            return
+        try:
+            program = Program.from_json(chosen.payload)
+            extra_kernels.submit_extra_kernels(session.pool, asked.further(job.problem.digest, program))
+        except Exception as error:  # planning meets it again, where that is dealt with
+            _log.info("%s: what it needs is not compiled ahead: %s", job.problem.name, error)
+
+    with measuring_lock(patience=patience, done=lambda: all(asked.stored(job.problem) for job in jobs)) as may:
+        busy = "" if may else holder()
+        found = {job.problem.digest: asked.stored(job.problem) for job in jobs}  # by other processes meanwhile
+        missing = [job for job in jobs if found[job.problem.digest] is None]
+        if missing and not busy:
+            session.compile_ahead(missing)
+        for job in jobs:
+            choice = found[job.problem.digest]
+            if choice is not None:
+                yield job.problem, choice
+            elif busy:
+                yield job.problem, keep_xla_for_now(job.problem, f"{busy} was measuring")
+
+        def known(digest: str) -> float | None:
+            choice = found.get(digest)
+            return None if choice is None else choice.measured_seconds(LIBRARY)  # errors would add up
+
+        for job in measure_in_order(session, [] if busy else missing, known):
+            contender = job.next_to_verify(asked.mode) if session.checks_last else None
+            if contender is not None:
+                open_.append(job)
+                foreseen(job, contender)
+            else:
+                yield finished(job)
+        session.verify(open_, finished)  # under the lock: who waits for it finds all results, and measures in peace
+        for job in open_:
+            yield job.problem, made.get(job.problem.digest) or finished(job)[1]
+        if busy and missing and not all(asked.stored(job.problem) for job in missing):
+            _log.warning("%s is still measuring: this call goes on with XLA, a later call tunes", busy)
+
+
+def describe(choice: Choice) -> dict[str, Any]:
+    """One line of a choice for tables: name, winner, times and speed-up."""
+    return {
+        "name": choice.name or choice.problem[:12],
+        "winner": choice.winner,
+        "origin": choice.origin,
+        "seconds": choice.seconds(choice.winner),
+        "xla_seconds": choice.seconds(LIBRARY),
+        "speedup": choice.speedup,
+        "rejected": len(choice.rejections),
+    }

@@ -1,0 +1,379 @@
+"""The stages of a session as requests to its processes: compile, make references, check, measure.
+
+On a CPU every candidate is checked before anything is timed.  On a GPU, where making float64 references of large
+results takes longer than timing, all are timed first (``checks_last``): then only those that would win are checked,
+the fastest first, until one is right.  What runs before it was checked runs in the measuring process, whose crashes
+and hangs cost that candidate alone, and its times count for nothing if it is wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jcuts.base import knobs
+from jcuts.base.errors import CandidateRejected
+from jcuts.tune.baseline import autotune_cache
+from jcuts.tune.parent.job import TuningJob
+from jcuts.tune.parent.worker_pool import Answer, WorkerPool
+from jcuts.tune.parent.worker_session import COMPILE, DEVICE, REFERENCE, XLA
+from jcuts.tune.verify.inputs import NORMAL
+
+_log = logging.getLogger("jcuts.tune")
+_LIVE_REFERENCES = 4
+"""Problems whose reference arrays lie on disk at the same time."""
+_AHEAD = 16
+"""XLA's programs that one request compiles ahead of measuring."""
+
+
+class Progress(Protocol):
+    """Told how far a session is; drawn by whoever has a terminal."""
+
+    def update(self, stage: str, done: int, total: int, name: str) -> None:
+        """``stage`` is 'wait', 'compile', 'check' or 'measure'; ``done`` of ``total`` of that stage; what is next."""
+        ...
+
+
+@dataclass(frozen=True)
+class TuningBudget:
+    """How much a session may spend.
+
+    Attributes:
+        seconds: sampling time per candidate [s].
+        finalists: kernels that are timed against XLA after the quick screening.
+        patience: most seconds to wait for another process that is measuring, `JCUTS_LOCK_PATIENCE_S` by default.
+        timeout: seconds one candidate may take, `JCUTS_TUNE_TIMEOUT_S` by default.
+        workers: compiling processes, `JCUTSCOMPILE_WORKERS` or one per core by default.
+        seed: of the check inputs, `JCUTS_SEED` by default.
+        checks_last: whether candidates are timed before they are checked; None: on GPUs.
+    """
+
+    seconds: float = 0.15
+    finalists: int = 3
+    patience: float | None = None
+    timeout: float | None = None
+    workers: int | None = None
+    seed: int | None = None
+    checks_last: bool | None = None
+
+
+class TuningQueue:
+    """Problems on their way through a pool of processes.
+
+    Args:
+        mode: which candidates matter where they are checked last.
+        quiet: on a GPU, where this process may measure already: whether nothing else of it uses the device; XLA's side
+            of the first problems is compiled, and its algorithms timed, while others are prepared.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        effort: TuningBudget,
+        progress: Progress | None,
+        mode: str = "mixed",
+        quiet: Callable[[], bool] | None = None,
+    ) -> None:
+        self.pool, self.effort, self.progress, self.mode, self.quiet = pool, effort, progress, mode, quiet
+        self.jobs: list[TuningJob] = []
+        self.ahead: list[str] = []  # files of problems whose XLA side is not compiled yet
+        self.sent: set[str] = set()
+        self.chained: set[str] = set()  # ... whose kernels are compiled as they are timed
+        current = knobs.current()
+        self.timeout = effort.timeout if effort.timeout is not None else current.tune_timeout_s
+        self.seed = effort.seed if effort.seed is not None else current.seed
+        self.checks_last = pool.platform != "cpu" if effort.checks_last is None else effort.checks_last
+        self.waiting: list[TuningJob] = []
+        self.settled: Callable[[TuningJob], object] = lambda job: None
+        self.live = 0
+        self.answered = False  # whether all that is to be timed was
+        self.counts = {"compile": 0, "check": 0, "measure": 0}
+        self.total = 0
+
+    def report_progress(self, stage: str, name: str) -> None:
+        """Reports one step of a stage."""
+        self.counts[stage] += 1
+        if self.progress is not None:
+            total = len(self.jobs) if stage == "measure" else max(self.total, self.counts[stage])
+            self.progress.update(stage, self.counts[stage], total, name)
+
+    # Compile and check: parallel -------------------------------------------------------------------------------------
+
+    def add(self, job: TuningJob) -> None:
+        """Queues the job's work and goes on with whatever is under way, without waiting."""
+        self.jobs.append(job)
+        for candidate in job.problem.candidates:
+            if candidate.kind != "stablehlo":
+                self._compile(job, candidate.label)
+        if not self.checks_last:
+            self.waiting.append(job)
+            self._next_references()
+        elif self.quiet is not None:
+            self.ahead += self._for_ahead([job])
+            if len(self.ahead) >= _AHEAD or self.sent:
+                self._send_early()
+        self.pool.poll()
+
+    def finish(self) -> None:
+        """Waits until every job is compiled, and checked if that comes first; nothing of the session runs then."""
+        start = time.perf_counter()
+        if self.checks_last and self.quiet is not None and self.jobs and not self.answered:
+            self.pool.warm(REFERENCE, "jax", self.timeout)  # imports, while XLA's side keeps the host idle
+        while self.ahead and self.pool.wait(0.1):
+            self._send_early()
+        self.pool.drain()
+        self.pool.stop(DEVICE)  # they hold the GPU's memory
+        _log.info("waited %.2f s for candidates to compile, or to be checked", time.perf_counter() - start)
+
+    def verify(self, jobs: list[TuningJob], settled: Callable[[TuningJob], object]) -> None:
+        """Checks of every measured job the candidates that would win, one after the other, until one is right.
+
+        Args: jobs: such as have a contender; settled: is told of each job as soon as that is known.
+        """
+        self.settled = settled
+        self.waiting += jobs
+        self.counts["check"], self.total, self.answered = 0, len(self.waiting), True
+        self._next_references()
+        self.finish()
+
+    def _compile(self, job: TuningJob, label: str) -> None:
+        job.compiling += 1
+        out = job.folder / f"k{len(job.kernels)}.kernel"
+        job.kernels[label] = out
+
+        def done(answer: Answer | CandidateRejected) -> None:
+            job.compiling -= 1
+            self.report_progress("compile", job.problem.name)
+            if isinstance(answer, CandidateRejected):
+                job.reject(label, answer)
+            else:
+                job.compiled[label] = str(answer["kernel"])
+                if job.kinds is not None and not self.checks_last:
+                    self._check(job, label)
+            self._finish(job)
+
+        request = {"op": "compile", "problem": str(job.file), "label": label, "out": str(out)}
+        self.pool.submit(COMPILE, request, self.timeout, done)
+
+    def _next_references(self) -> None:
+        most = _LIVE_REFERENCES + self.pool.sizes.get(REFERENCE, 0)
+        while self.waiting and self.live < most:
+            self._reference(self.waiting.pop(0))
+
+    def _reference(self, job: TuningJob) -> None:
+        self.live += 1
+
+        def done(answer: Answer | CandidateRejected) -> None:
+            if isinstance(answer, CandidateRejected):
+                job.fail(answer)
+                self._finish(job)
+                return
+            parts = _listed({**answer.get("parts", {}), **answer.get("cores", {})})
+            _log.info("%s: reference made in %.2f s (%s)", job.problem.name, answer["seconds"], parts)
+            job.kinds = list(answer["kinds"])
+            if self.checks_last:
+                self._check_next(job)
+            else:
+                for label in job.candidates:
+                    self._check(job, label)
+            self._finish(job)
+
+        place = str(autotune_cache.folder()) if job.problem.device else ""
+        request = {
+            "op": "reference",
+            "problem": str(job.file),
+            "folder": str(job.folder),
+            "seed": self.seed,
+            "autotuned": place,
+            "timed": not job.expected,
+        }
+        self._submit(REFERENCE if self.pool.sizes.get(REFERENCE) else XLA, request, done)
+
+    def _submit(self, group: str, request: dict[str, Any], done: Callable[[Answer | CandidateRejected], None]) -> None:
+        """Asks a group; where memory does not suffice for its several processes, the one that has its share."""
+
+        def heard(answer: Answer | CandidateRejected) -> None:
+            short = isinstance(answer, CandidateRejected) and answer.values.get("reason") == "memory"
+            if short and group in (REFERENCE, DEVICE):
+                anew = bool(self.pool.sizes.get(REFERENCE)) and not self.pool.is_busy(XLA)
+                self._make_room()
+                if anew:
+                    self.pool.stop(XLA)  # which keeps the memory that it has measured with
+                self.pool.submit(XLA, request, self.timeout, done)
+            else:
+                done(answer)
+
+        self.pool.submit(group, request, self.timeout, heard)
+
+    def _make_room(self) -> None:
+        """After a shortage: every process takes some hundred megabytes of a GPU for itself."""
+        self.pool.shrink(REFERENCE, 0, XLA)
+        self.pool.shrink(DEVICE, 1)
+
+    def _check_next(self, job: TuningJob) -> None:
+        label = job.next_to_verify(self.mode)
+        if label is not None:
+            self._check(job, label)
+
+    def _check(self, job: TuningJob, label: str) -> None:
+        job.checking += 1
+        kind = job.problem.candidate(label).kind
+        own = DEVICE if job.problem.device else COMPILE
+
+        def done(answer: Answer | CandidateRejected) -> None:
+            job.checking -= 1
+            self.report_progress("check", job.problem.name)
+            if isinstance(answer, CandidateRejected):
+                job.reject(label, answer)
+            else:
+                parts = _listed(answer.get("cores", {}))
+                _log.info("%s: %s checked in %.2f s (%s)", job.problem.name, label, answer["seconds"], parts)
+                job.passed.append(label)
+            if self.checks_last:
+                self._check_next(job)
+            self._finish(job)
+
+        request = {
+            "op": "check",
+            "problem": str(job.file),
+            "label": label,
+            "folder": str(job.folder),
+            "kinds": job.kinds,
+            "kernel": str(job.kernels.get(label, "")),
+        }
+        self._submit(XLA if kind == "stablehlo" else own, request, done)
+
+    def _finish(self, job: TuningJob) -> None:
+        """Frees the disk once nothing of a problem is compared any more, and lets the next problem in."""
+        settled = job.failed or (job.kinds is not None and not job.compiling and not job.checking)
+        if not settled or (job.failed and job.checking):
+            return
+        if not (job.folder / "settled").exists():
+            self.settled(job)
+            (job.folder / "settled").touch()
+            keep = 0 if self.checks_last or not job.kinds else job.kinds.count(NORMAL)
+            for path in job.folder.glob("*.npy"):
+                number, what = path.name.split(".")[:2]
+                if not what.startswith("in") or int(number) >= min(3, keep):
+                    path.unlink()
+            self.live -= 1
+            self._next_references()
+
+    # Measure: one problem at a time, nothing else running ------------------------------------------------------------
+
+    def compile_ahead(self, jobs: list[TuningJob]) -> None:
+        """Lets the measuring process compile XLA's side of GPU problems on some cores; a failure shows in `measure`."""
+        start, early = time.perf_counter(), len(self.sent)
+        self.ahead = [file for file in self._for_ahead(jobs) if file not in self.sent]
+        while self.ahead:
+            self._send_ahead()
+        if not self.sent:
+            return
+        if kernels := self._few_kernels(jobs):
+            self.pool.submit(XLA, {"op": "kernels_ahead", "problems": kernels}, self.timeout, _told)
+        self.pool.submit(XLA, {"op": "run_ahead"}, self.timeout, _told)
+        # Their first imports, while the GPU is busy; its memory they take when they are asked for something.
+        self.pool.warm(DEVICE, "tools", self.timeout)
+        self.pool.warm(REFERENCE, "jax", self.timeout)
+        self.pool.drain()
+        spent = time.perf_counter() - start
+        _log.info("%d programs compiled ahead, %d of them early; waited %.2f s", len(self.sent), early, spent)
+
+    def send_again(self, jobs: list[TuningJob]) -> None:
+        """XLA's own programs of jobs, of which others were compiled, or none."""
+        for job in jobs:
+            job.remeasure_baseline()
+            self.sent.discard(str(job.file))
+        if jobs:
+            self.compile_ahead(jobs)
+
+    def _few_kernels(self, jobs: list[TuningJob]) -> dict[str, dict[str, str]]:
+        """Files of kernels by the problem's, where so few are left that all will meet XLA, as far as is known."""
+        left = [job for job in jobs if job.problem.device and not job.failed and str(job.file) not in self.chained]
+        found = {
+            str(job.file): {label: str(job.kernels[label]) for label in job.candidates if label in job.kernels}
+            for job in left
+        }
+        few = {file: kernels for file, kernels in found.items() if 0 < len(kernels) <= self.effort.finalists}
+        self.chained.update(few)
+        return few
+
+    def _for_ahead(self, jobs: list[TuningJob]) -> list[str]:
+        left = [job for job in jobs if (job.compiling or job.candidates) and not job.is_derived]
+        return [str(job.file) for job in left if job.problem.device and not job.failed]
+
+    def _send_early(self) -> None:
+        """Some of them where the GPU is free and the process that compiles them has no others."""
+        if self.quiet is not None and not self.pool.is_busy(XLA) and self.quiet():
+            self._send_ahead()
+
+    def _send_ahead(self) -> None:
+        some, self.ahead = self.ahead[:_AHEAD], self.ahead[_AHEAD:]
+        self.sent.update(some)
+        parted = [str(job.file) for job in self.jobs if job.apart and str(job.file) in some]
+        alone = not any(job.compiling for job in self.jobs)
+        request = {"op": "compile_ahead", "problems": some, "apart": parted, "alone": alone}
+        self.pool.submit(XLA, request, self.timeout, _told)
+
+    def measure(self, job: TuningJob, expected: float | None = None) -> None:
+        """Times what can be run of a job (``job.answer``); candidates that end the process are rejected.
+
+        Args: expected: XLA's time [s], which then is not measured.
+        """
+        order = job.candidates if self.checks_last else [c for c in job.candidates if c in job.passed]
+        answer: Answer | CandidateRejected | None = None
+        while order and not job.failed:
+            answer = self._measure_once(job, order, expected)
+            if not isinstance(answer, CandidateRejected):
+                break
+            if answer.values.get("reason") == "memory" and self.pool.sizes.get(REFERENCE):
+                self._make_room()
+                self.pool.stop(REFERENCE)  # idle, but not without memory of the GPU
+                continue
+            guilty = answer.values.get("running")
+            if guilty not in order:
+                job.fail(answer)  # XLA's own code, or the measuring itself
+                break
+            job.reject(str(guilty), answer)
+            order.remove(str(guilty))
+            answer = None
+        if isinstance(answer, dict):
+            job.answer = answer
+            parts = _listed(answer.get("parts", {}))
+            _log.info("%s: measured in %.2f s (%s)", job.problem.name, answer["seconds"], parts)
+
+    def _measure_once(self, job: TuningJob, order: list[str], expected: float | None) -> Answer | CandidateRejected:
+        kept: list[Answer | CandidateRejected] = []
+        request = {
+            "op": "measure",
+            "problem": str(job.file),
+            "folder": str(job.folder),
+            "sets": min(3, (job.kinds or []).count(NORMAL)),
+            "mode": self.mode,
+            "kernels": {label: str(job.kernels[label]) for label in order if label in job.kernels},
+            "stablehlo": [label for label in order if label not in job.kernels],
+            "seconds": self.effort.seconds,
+            "finalists": self.effort.finalists,
+            "expected": expected,
+            "apart": job.apart,
+        }
+        # The interleaved samples run without events in between.
+        sampling = self.effort.seconds * (len(order) + 2)
+        self.pool.submit(XLA, request, self.timeout + sampling, kept.append)
+        while not kept and self.pool.wait(3600.0):
+            pass  # kernels that are needed besides are compiled meanwhile: times are the device's
+        return kept[0]
+
+
+def _listed(parts: dict[str, float]) -> str:
+    return ", ".join(f"{part} {float(spent):.2f}" for part, spent in parts.items())
+
+
+def _told(answer: Answer | CandidateRejected) -> None:
+    if isinstance(answer, CandidateRejected):
+        _log.info("compiling ahead: %s", answer)
+    else:
+        _log.info("%d programs ahead: %.2f s %s", answer["programs"], answer["seconds"], answer.get("told", ""))

@@ -1,0 +1,233 @@
+"""XLA's results and the float64 ones, with their range under rounding, of every set of inputs: into files.
+
+Imports JAX only where it is called: the measuring process is to start fast.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jcuts.tune.baseline import autotune_cache
+from jcuts.tune.problem import Problem
+from jcuts.tune.verify import sampling as verify_sampling
+from jcuts.tune.verify.expected import classes
+from jcuts.tune.verify.inputs import SPECIAL, dtype_of, flushed, is_float, make_inputs, save, seed_kinds, whole
+from jcuts.tune.verify.tolerances import FINER, NOISE_ULP, TRUST_ULP
+
+NOISE_RUNS = 6
+"""Runs with simulated rounding, of `NOISE_ULP`: XLA's own transcendental functions stay within a few ulp."""
+CONVOLUTION = "stablehlo.convolution"
+"""The operation; functions through which it was traced may have the word in their names, which are in the text, too."""
+
+
+def make(
+    jax: Any,
+    problem: Problem,
+    library: Callable[..., Any],
+    folder: Path,
+    seed: int,
+    options: Mapping[str, Any] | None = None,
+    parts: dict[str, float] | None = None,
+) -> list[str]:
+    """Writes inputs, results and references of a problem, one number per set.
+
+    Args:
+        jax: the module, with 64-bit types.
+        problem: with its float64 form.
+        library: XLA's side of it, jitted.
+        folder: gets ``N.inK.npy``, ``N.xlaK.npy``, ``N.refK.npy``; ``lowK``, ``highK``, ``unsureK`` and ``roundedK``
+            where they matter; ``0.wholeK.npy``: XLA's whole result where only a sample of an output is kept.
+        seed: of the first set of inputs.
+        options: of the compiler, for XLA's side (on a GPU: `autotuned.reading`).
+        parts: gets what the first runs of both sides took, with their compilation [s].
+    Returns: the kinds of the sets (see `tune.verify.inputs`).
+    """
+    if options:
+        library = jax.jit(library, compiler_options=dict(options))
+    seen = [verify_sampling.sample_positions(problem, o) for o in problem.outputs]
+    placed = [None if s is None else jax.device_put(s) for s in seen]
+    look = functools.partial(leaves, jax, seen=placed)
+    wide, rounds = _wide(jax, problem, placed), False
+    kinds = seed_kinds(problem)
+    for number, kind in enumerate(kinds):
+        inputs = make_inputs(problem, kind, seed + number, short=True)
+        for i, value in enumerate(inputs):
+            save(folder / f"{number}.in{i}.npy", value)
+        operands = _operands(jax, problem, inputs)
+        start = time.perf_counter()
+        results = library(*operands)
+        if parts is not None and number == 0:
+            parts["xla"] = time.perf_counter() - start
+        if number == 0:
+            for i, (x, s) in enumerate(zip(jax.tree.leaves(results), seen, strict=True)):
+                if s is not None:
+                    save(folder / f"{number}.whole{i}.npy", np.asarray(x))
+        xla = look(results)
+        del results
+        start = time.perf_counter()
+        exact = wide(np.uint64(0), np.zeros(3), *operands)
+        if parts is not None and number == 0:
+            parts["float64"] = time.perf_counter() - start
+        if number == 0:
+            rounds = problem.rounds and (problem.unsure or any(map(is_finer_than_tf32, xla, exact)))
+
+        # Every other run takes denormals for zeros.
+        both = (operands, _operands(jax, problem, [flushed(x) for x in inputs]) if problem.perturb else operands)
+
+        def runs(*amplitudes: float, both: tuple[list[Any], ...] = both) -> list[list[np.ndarray]]:
+            noise = np.array([*amplitudes, 0.0])
+            return [wide(np.uint64(n + 1), noise, *both[n % len(both)]) for n in range(NOISE_RUNS)]
+
+        noisy = runs(NOISE_ULP, NOISE_ULP) if problem.perturb else []
+        unsure = runs(0.0, TRUST_ULP, both=(operands,)) if problem.unsure and not problem.rounds else []
+        cut = []
+        if rounds or (problem.rounds and kind == SPECIAL):
+            cut = wide(np.uint64(0), np.array([0.0, 0.0, 1.0]), *operands)
+        unsure += [cut] if rounds else []
+        for i, (x, r) in enumerate(zip(xla, exact, strict=True)):
+            save(folder / f"{number}.xla{i}.npy", x)
+            save(folder / f"{number}.ref{i}.npy", r)
+            if noisy:
+                low, high = value_range([r, *(n[i] for n in noisy)])
+                save(folder / f"{number}.low{i}.npy", low)
+                save(folder / f"{number}.high{i}.npy", high)
+            if unsure:
+                save(folder / f"{number}.unsure{i}.npy", distance(r, [n[i] for n in unsure]))
+            if kind == SPECIAL and cut and is_of_other_class(x.dtype, r, cut[i]):
+                save(folder / f"{number}.rounded{i}.npy", cut[i])
+    return kinds
+
+
+def _operands(jax: Any, problem: Problem, inputs: Sequence[np.ndarray]) -> list[Any]:
+    """Inputs on the device; large ones are repeated there, but on a CPU: its copies may take denormals for zeros."""
+    shapes = [tuple(i.shape) for i in problem.inputs]
+    if not problem.device:
+        return jax.device_put([whole(x, shape) for x, shape in zip(inputs, shapes, strict=True)])
+    placed = jax.device_put(list(inputs))
+    short = [k for k, (x, shape) in enumerate(zip(placed, shapes, strict=True)) if x.shape != shape]
+    made = _repeat(jax)([placed[k] for k in short], tuple(shapes[k] for k in short)) if short else []
+    for k, x in zip(short, made, strict=True):
+        placed[k] = x
+    return placed
+
+
+@functools.cache
+def _repeat(jax: Any) -> Callable[[list[Any], tuple[tuple[int, ...], ...]], list[Any]]:
+    """`values.whole` of several arrays, jitted."""
+
+    def repeated(x: Any, shape: tuple[int, ...]) -> Any:
+        size = math.prod(shape)
+        copies = jax.numpy.broadcast_to(x, (-(-size // x.size), x.size))
+        return copies.reshape(-1)[:size].reshape(shape)
+
+    return jax.jit(lambda xs, shapes: [repeated(x, s) for x, s in zip(xs, shapes, strict=True)], static_argnums=1)
+
+
+def is_finer_than_tf32(xla: np.ndarray, exact: np.ndarray) -> bool:
+    """Whether XLA took an algorithm of more precision than asked for; the next time it may take another."""
+    if not is_float(xla.dtype):
+        return False
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = np.linalg.norm(xla.astype(np.float64).reshape(-1) - exact.reshape(-1))
+        return bool(error <= FINER * np.linalg.norm(exact.reshape(-1)))
+
+
+def is_of_other_class(dtype: np.dtype, exact: np.ndarray, rounded: np.ndarray) -> bool:
+    """Whether rounded operands change which elements are NaN, infinite or finite in the output's type (floats)."""
+    if not is_float(dtype):
+        return False
+    with np.errstate(invalid="ignore", over="ignore"):
+        one, other = (classes(a.astype(dtype).astype(np.float64)) for a in (exact, rounded))
+    return not np.array_equal(one, other)
+
+
+def leaves(jax: Any, tree: Any, seen: Sequence[Any] = ()) -> list[np.ndarray]:
+    """Results as arrays; of those that are sampled the positions seen."""
+    found = jax.tree.leaves(tree)
+    if any(s is not None for s in seen):
+        found = _taken(jax)(found, list(seen))
+    return [np.asarray(x) for x in found]
+
+
+@functools.cache
+def _taken(jax: Any) -> Callable[[Any, list[Any]], list[Any]]:
+    """The positions seen of several arrays, as one program."""
+
+    def taken(x: Any, where: Any) -> Any:
+        return x if where is None else jax.numpy.take(jax.numpy.reshape(x, -1), where)
+
+    return jax.jit(lambda tree, seen: [taken(x, s) for x, s in zip(jax.tree.leaves(tree), seen, strict=True)])
+
+
+def _wide(jax: Any, problem: Problem, seen: Sequence[Any]) -> Callable[..., list[np.ndarray]]:
+    """The float64 form, of operands as they are: wide ones are made where it runs, except on a CPU.
+
+    A CPU's conversions may take denormals for zeros; a GPU's do not.
+
+    Args: seen: positions of every result, on the device; None: all.
+    """
+    from jcuts.tune.verify.float64_eval import widened_dtype
+
+    assert problem.reference is not None  # the caller looked
+    export = jax.export.deserialize(bytearray(problem.reference))
+    call = export.call
+    # All of a library's float64 products are as good.  Its convolutions differ: some spread infinities.
+    options = {} if not problem.device or CONVOLUTION in export.mlir_module() else autotune_cache.without_autotuning()
+    if problem.device and all(
+        dtype_of(i.dtype).itemsize > 1 or dtype_of(i.dtype).kind in "biu" for i in problem.inputs
+    ):
+
+        def program(seed: Any, noise: Any, where: list[Any], *xs: Any) -> list[Any]:
+            return _taken(jax)(call(seed, noise, *[x.astype(widened_dtype(x.dtype)) for x in xs]), where)
+
+        jitted, where = jax.jit(program, compiler_options=options), list(seen)
+        return lambda seed, noise, *xs: [np.asarray(x) for x in jitted(seed, noise, where, *xs)]
+    inner = jax.jit(call)
+    return lambda seed, noise, *xs: leaves(jax, inner(seed, noise, *[widen(np.asarray(x)) for x in xs]), seen)
+
+
+def widen(x: np.ndarray) -> np.ndarray:
+    """The array in the type of its reference: float64, complex128; integers and booleans as they are."""
+    from jcuts.tune.verify.float64_eval import widened_dtype
+
+    return x.astype(widened_dtype(x.dtype), copy=False)
+
+
+def value_range(values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Least and largest of each element; (-inf, inf) where even NaN, inf and finite alternate."""
+    if values[0].dtype.kind in "biu":
+        return np.minimum.reduce(values), np.maximum.reduce(values)
+    if values[0].dtype.kind == "c":
+        real, imag = (value_range([part(v) for v in values]) for part in (np.real, np.imag))
+        return _complex(real[0], imag[0]), _complex(real[1], imag[1])
+    with np.errstate(invalid="ignore"):
+        low, high = np.minimum.reduce(values), np.maximum.reduce(values)
+        kinds = np.stack([np.where(np.isfinite(v), 0.0, np.where(np.isnan(v), 2.0, np.sign(v))) for v in values])
+    varied = (kinds != kinds[0]).any(axis=0)
+    return np.where(varied, -np.inf, low), np.where(varied, np.inf, high)
+
+
+def _complex(real: np.ndarray, imag: np.ndarray) -> np.ndarray:
+    """Both parts as they are: ``real + 1j * imag`` makes NaN of a real part beside an infinite imaginary one."""
+    found = np.empty(np.shape(real), np.complex128)
+    found.real, found.imag = real, imag
+    return found
+
+
+def distance(exact: np.ndarray, runs: Sequence[np.ndarray]) -> np.ndarray:
+    """How far runs get from the exact one in each element; 0 where they are not all finite, or not floats."""
+    if exact.dtype.kind in "biu":
+        return np.zeros(exact.shape)
+    if exact.dtype.kind == "c":
+        real, imag = (distance(part(exact), [part(r) for r in runs]) for part in (np.real, np.imag))
+        return _complex(real, imag)
+    with np.errstate(invalid="ignore", over="ignore"):
+        most = np.maximum.reduce([np.abs(r - exact) for r in runs])
+    return np.where(np.isfinite(most), most, 0.0)

@@ -1,0 +1,119 @@
+"""Large results: a sample of their elements is held to the acceptance rule, all of them to XLA's result.
+
+A float64 reference of a hundred million elements costs seconds and gigabytes for every set of inputs.  Of such an
+output the rule (`tune.verify.acceptance`) sees whole runs of neighbours, drawn at random, with the first and the last
+ones among them; on ordinary inputs every single element is compared with XLA's as well.
+
+How far two right results may be apart somewhere among N elements, n of them seen, follows from the sample: distances
+with a light tail hardly grow from n elements to N, those with a heavy one (quotients by numbers that may be next to
+nothing, sums that cancel) grow as (N / n)^(1 / a), with a the tail's index.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import ml_dtypes
+import numpy as np
+
+from jcuts.base.errors import AccuracyRejected
+from jcuts.tune.problem import Output, Problem
+from jcuts.tune.verify import blocked_numpy
+from jcuts.tune.verify.float_rules import Accuracy
+from jcuts.tune.verify.inputs import dtype_of, is_float
+from jcuts.tune.verify.magnitude_bands import rms
+from jcuts.tune.verify.tolerances import ELEMENT_FACTOR, MOST_APART
+
+LARGEST = 1 << 22
+"""Elements up to which the rule sees all of an output."""
+RUN = 512
+"""Neighbours that are looked at together."""
+RUNS = 1 << 11
+ENDS = 64
+"""Runs at either end that are always looked at."""
+TAIL = 64
+"""Largest distances of the sample that its tail is known by."""
+
+
+def sample_positions(problem: Problem, spec: Output) -> np.ndarray | None:
+    """Flat positions of the elements that the rule sees, ascending; None: all of them.
+
+    Where the subset turns floats into discrete values (`Problem.perturb`) results may rightly differ from XLA's here
+    and there, so that only the rule can judge them: it sees all.
+    """
+    size = math.prod(spec.shape)
+    if size <= LARGEST or problem.perturb or spec.exact or not is_float(dtype_of(spec.dtype)):
+        return None
+    return _drawn(size)
+
+
+@functools.lru_cache(maxsize=2)
+def _drawn(size: int) -> np.ndarray:
+    count = -(-size // RUN)
+    drawn = np.random.default_rng(size).choice(count, RUNS, replace=False)
+    runs = np.union1d(drawn, np.concatenate([np.arange(ENDS), np.arange(count - ENDS, count)]))
+    found = (runs[:, None] * RUN + np.arange(RUN)).reshape(-1)
+    return found[found < size]
+
+
+def compare(index: int, xla: np.ndarray, have: np.ndarray, found: Accuracy, seen: np.ndarray) -> None:
+    """Compares every element with XLA's; what the sample showed of both errors bounds how far they may be apart.
+
+        |c_i - x_i| - tiny  <=  4 (limit + XLA's error) growth * max(|x_i|, rms),     (`tune.verify.acceptance`, rule 3)
+        growth = (N / n)^(1 / a)  with Hill's estimate of a from the sample's distances; nothing beyond 1/4
+
+    Infinities count as the largest finite number: beside it a result may be either (rule 1).
+    Args:
+        index: position of the output, for messages.
+        xla, have: both results on ordinary inputs, whole.
+        found: errors of the sample.
+        seen: positions of the sample.
+    Raises:
+        AccuracyRejected: with the first offending position.
+    """
+    x, c = xla.reshape(-1), have.reshape(-1)
+    info = ml_dtypes.finfo(have.dtype)
+    tiny, most_finite = float(info.smallest_normal), float(info.max)
+    looked = x[seen].astype(np.float64)
+    scale = max(rms(looked[np.isfinite(looked)]), float(np.finfo(np.float32).tiny))
+
+    def distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        a, b = (np.clip(v.astype(np.float64), -most_finite, most_finite) for v in (a, b))
+        apart = np.maximum(np.abs(a - b) - tiny, 0.0) / np.maximum(np.abs(b), scale)
+        return np.where(np.isnan(a) & np.isnan(b), 0.0, np.where(np.isnan(apart), np.inf, apart))
+
+    growth = _growth(distances(c[seen], x[seen]), x.size)
+    limit = ELEMENT_FACTOR * (found.limit + found.xla) * _eps(have.dtype)
+    limit = max(limit, min(limit * growth, MOST_APART))
+
+    def worst(slab: slice) -> float:
+        return float(np.max(distances(c[slab], x[slab]), initial=0.0))
+
+    parts = blocked_numpy.parallel_blocks(c.size, worst)
+    if max(parts, default=0.0) <= limit:
+        return
+    first = next(k for k, part in enumerate(parts) if part > limit)
+    apart, most = parts[first] / _eps(have.dtype), limit / _eps(have.dtype)
+    raise AccuracyRejected(
+        f"output {index}: one of the elements from {first * blocked_numpy.SLAB} on is {apart:.3g} ulp from XLA's, "
+        f"more than {most:.3g}, although a sample of all elements is accurate",
+        output=index,
+        rule="everywhere",
+        first=first * blocked_numpy.SLAB,
+        apart_ulp=apart,
+        limit_ulp=most,
+    )
+
+
+def _growth(seen: np.ndarray, size: int) -> float:
+    """How much larger the largest of ``size`` distances may be than the largest of a sample; 1 for light tails."""
+    top = np.sort(seen[np.isfinite(seen) & (seen > 0)])[-TAIL - 1 :]
+    if len(top) <= TAIL or seen.size >= size:
+        return 1.0
+    heaviness = float(np.mean(np.log(top[1:] / top[0])))  # Hill: 1 / a
+    return (size / seen.size) ** heaviness
+
+
+def _eps(dtype: np.dtype) -> float:
+    return float(ml_dtypes.finfo(dtype).eps)

@@ -1,0 +1,3 @@
+"""The measuring process: reads requests (compile, reference, check, measure) and answers; a crash costs no user
+process.
+"""

@@ -1,0 +1,532 @@
+"""What the measuring process does for each request: compile, make references, check, measure.
+
+A request is a JSON object (see `tune.worker`); arrays and kernels travel as files in the parent's private folder.  JAX
+is imported only by requests that need XLA.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jcuts.base.errors import AccuracyRejected, CandidateRejected, CompileRejected, WorkerFailed
+from jcuts.codegen.artifact import CompiledKernel
+from jcuts.codegen.cuda.toolchain.image import is_image
+from jcuts.tune.baseline import autotune_cache, conv_relu_bound
+from jcuts.tune.choice import LIBRARY, SCREENED
+from jcuts.tune.cudnn.worker import convolve_xla, measure_cudnn_algorithms
+from jcuts.tune.kernel_file import read_kernel, write_kernel
+from jcuts.tune.measure.cpu_launch import Launcher, Schedule
+from jcuts.tune.measure.statistics import HOPELESS, Samples
+from jcuts.tune.problem import Candidate, Output, Problem, decode_bytes
+from jcuts.tune.resource_errors import is_memory
+from jcuts.tune.verify import sampling as verify_sampling
+from jcuts.tune.verify.acceptance import check_output
+from jcuts.tune.verify.expected import OutputReference
+from jcuts.tune.verify.float_rules import Accuracy
+from jcuts.tune.verify.inputs import dtype_of, is_float, load, timing_inputs, whole
+
+ROOMY = 32 << 30
+"""Bytes of a GPU's memory from which on processes that wait for work may hold their share: half a gigabyte each."""
+_NARROW = re.compile(r":~?(bf16|f16|f8\w*)\[")
+"""A value of such a type in a program as text (`trace.canonical`)."""
+MOST_ACCEPTED = 4
+"""Problems whose accepted results a process remembers."""
+POISON = (0xFF, 0xAB)
+"""What results hold before a run, by turns: NaN first, which differs from zero wherever all elements are compared."""
+Announce = Callable[[str], None]
+
+
+# Candidate kinds -----------------------------------------------------------------------------------------------------
+
+
+def _compile_program(candidate: Candidate) -> CompiledKernel:
+    from jcuts.codegen.cpu.compile import compile_program
+    from jcuts.codegen.cpu.target import host_target, kernel_digest
+    from jcuts.kernel_ir.program import Program
+
+    program = Program.from_json(json.loads(candidate.payload))
+    return _from_cache_or_compile(kernel_digest(program, host_target()), lambda: compile_program(program))
+
+
+def _from_cache_or_compile(digest: str, compile_: Callable[[], CompiledKernel]) -> CompiledKernel:
+    """A kernel from the object cache, or compiled and put there at once: it outlives a session that is cut short."""
+    from jcuts.xla import object_cache
+
+    kernel = object_cache.fetch(digest)
+    if kernel is None:
+        kernel = compile_()
+        object_cache.store(kernel)
+    return kernel
+
+
+def _load_object(candidate: Candidate) -> CompiledKernel:
+    data = json.loads(candidate.payload)
+    code = decode_bytes(data["object_code"])
+    if not code:
+        raise CompileRejected(f"candidate {candidate.label} has no object code", label=candidate.label)
+    return CompiledKernel(
+        candidate.digest[:32],
+        data["symbol"],
+        code,
+        data["tiles"],
+        data["scratch_bytes"],
+        tuple((tuple(shape), dtype) for shape, dtype in data["inputs"]),
+        tuple((tuple(shape), dtype) for shape, dtype in data["outputs"]),
+    )
+
+
+def _compile_cuda(payload: str, capability: tuple[int, int]) -> CompiledKernel:
+    from jcuts.codegen.cuda.compile import compile_program, kernel_digest
+    from jcuts.codegen.cuda.toolchain.target import CudaTarget
+    from jcuts.kernel_ir.program import Program
+
+    program, target = Program.from_json(json.loads(payload)), CudaTarget(capability)
+    return _from_cache_or_compile(kernel_digest(program, target), lambda: compile_program(program, target))
+
+
+KERNEL_KINDS: dict[str, Callable[[Candidate], CompiledKernel]] = {
+    "program": _compile_program,
+    "object": _load_object,
+}
+
+
+# Requests ------------------------------------------------------------------------------------------------------------
+
+
+def hello(_: dict[str, Any], __: Announce) -> dict[str, Any]:
+    """Answers that this process is up."""
+    return {"pid": os.getpid()}
+
+
+def compile_(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """Compiles one candidate into the file ``out``."""
+    problem = _problem(request)
+    candidate = problem.candidate(request["label"])
+    start = time.perf_counter()
+    on_gpu = problem.device and candidate.kind == "program"
+    kernel = _compile_cuda(candidate.payload, problem.capability) if on_gpu else KERNEL_KINDS[candidate.kind](candidate)
+    wanted = (
+        tuple((i.shape, i.dtype) for i in problem.inputs),
+        tuple((o.shape, o.dtype) for o in problem.outputs),
+    )
+    if (kernel.inputs, kernel.outputs) != wanted:
+        raise CompileRejected(
+            f"candidate {candidate.label} computes {kernel.inputs} -> {kernel.outputs}, "
+            f"the subset {wanted[0]} -> {wanted[1]}",
+            label=candidate.label,
+            found=[kernel.inputs, kernel.outputs],
+        )
+    write_kernel(Path(request["out"]), kernel)
+    return {"kernel": kernel.digest, "bytes": len(kernel.object_code), "seconds": time.perf_counter() - start}
+
+
+def compile_kernel(request: dict[str, Any], _: Announce) -> dict[str, Any]:
+    """Compiles a program that is no candidate, for a GPU, into the object cache."""
+    major, minor = request["capability"]
+    return {"kernel": _compile_cuda(request["program"], (int(major), int(minor))).digest}
+
+
+def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """Makes the inputs, XLA's results and the float64 results (with their range under rounding) of every input set."""
+    from jcuts.tune.verify import reference as references
+
+    jax = _jax()
+    problem = _problem(request)
+    if problem.library is None or problem.reference is None:
+        raise CandidateRejected(f"problem {problem.name} came without its exports", problem=problem.digest)
+    announce(LIBRARY)
+    place, folder = str(request.get("autotuned", "")), Path(request["folder"])
+    timed, narrow = bool(request.get("timed", True)), _has_narrow_floats(problem)
+    options = autotune_cache.read_shared_results(place, timed=timed, narrow=narrow) if place else {}
+    parts: dict[str, float] = {}
+    library = _library(request["problem"])
+    kinds = references.make(jax, problem, library, folder, int(request["seed"]), options, parts)
+    return {"kinds": kinds, "parts": parts}
+
+
+def _has_narrow_floats(problem: Problem) -> bool:
+    """Whether floats narrower than float32 come up in a problem, if only on the way from its inputs to its outputs."""
+    types = [dtype_of(x.dtype) for x in (*problem.inputs, *problem.outputs)]
+    return any(is_float(d) and d.itemsize < 4 for d in types) or _NARROW.search(problem.text) is not None
+
+
+def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """Runs one candidate on every input set, in several orders of its tiles, and applies the acceptance rule."""
+    problem = _problem(request)
+    candidate = problem.candidate(request["label"])
+    announce(candidate.label)
+    run = _xla_runner(candidate) if candidate.kind == "stablehlo" else _kernel_runner(request["kernel"])
+    expected = _all_expected(request["problem"], request["folder"], tuple(request["kinds"]))
+    seen = [verify_sampling.sample_positions(problem, o) for o in problem.outputs]
+    got: list[list[np.ndarray]] = [[] for _ in problem.outputs]
+    every: list[np.ndarray] = []
+    for number in range(len(request["kinds"])):
+        results = run(_kept_inputs(request["problem"], request["folder"], number), number)
+        if len(results) != len(problem.outputs):
+            raise AccuracyRejected(
+                f"{candidate.label} gives {len(results)} results instead of {len(problem.outputs)}", rule="shape"
+            )
+        for i, result in enumerate(results):
+            got[i].append(result if (where := seen[i]) is None else _check_output(i, problem.outputs[i], result, where))
+        if number == 0:
+            every = results
+    found = _accepted_alike(request["problem"], got)
+    if found is None:
+        found = [
+            check_output(i, spec, expected[i], got[i], problem.tolerance) for i, spec in enumerate(problem.outputs)
+        ]
+        _accepted.setdefault(request["problem"], []).append((got, found))
+        while len(_accepted) > MOST_ACCEPTED:
+            del _accepted[next(iter(_accepted))]
+    for i, where in enumerate(seen):
+        if where is not None:
+            verify_sampling.compare(i, _xla_whole(request["problem"], request["folder"], i), every[i], found[i], where)
+    return {"accuracy": [asdict(a) for a in found]}
+
+
+def _check_output(index: int, spec: Output, result: np.ndarray, where: np.ndarray) -> np.ndarray:
+    if result.shape != spec.shape or result.dtype != dtype_of(spec.dtype):
+        raise AccuracyRejected(
+            f"output {index} is {result.dtype}{list(result.shape)}, XLA's is {spec.dtype}{list(spec.shape)}",
+            output=index,
+            rule="shape",
+        )
+    return result.reshape(-1)[where]
+
+
+_accepted: dict[str, list[tuple[list[list[np.ndarray]], list[Accuracy]]]] = {}
+"""Results that passed, by problem: most candidates differ in nothing but the order in which they do the same."""
+
+
+def _accepted_alike(path: str, got: list[list[np.ndarray]]) -> list[Accuracy] | None:
+    """The verdict on results that equal those of an accepted candidate bit by bit, None if there are none such."""
+    for results, verdict in _accepted.get(path, []):
+        pairs = ((a, b) for mine, theirs in zip(got, results, strict=True) for a, b in zip(mine, theirs, strict=True))
+        if all(a.shape == b.shape and a.dtype == b.dtype and np.array_equal(_bits(a), _bits(b)) for a, b in pairs):
+            return verdict
+    return None
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """Times XLA and the candidates that passed: all kernels quickly, then the best few against XLA, interleaved."""
+    _jax()
+    from jcuts.base.errors import NativeError
+    from jcuts.tune.measure import cpu_timing
+
+    problem, folder = _problem(request), Path(request["folder"])
+    if problem.device:
+        return _measure_on_gpu(problem, folder, request, announce)
+    input_sets = _input_sets(problem, folder, request)
+    launchers: dict[str, Launcher] = {}
+    for label, path in request["kernels"].items():
+        announce(label)
+        launchers[label] = Launcher(read_kernel(Path(path)))
+    announce("")
+    answers: list[dict[str, Any]] = []
+    budget = float(request["seconds"])
+    finalists = list(launchers)
+    if len(finalists) > int(request["finalists"]):
+        quick = cpu_timing.screen(launchers, input_sets[0], seconds=budget, announce=announce)
+        announce("")
+        # By the best time: a short burst of work elsewhere on the machine must not throw out the fastest.
+        best = {label: min(samples.seconds) for label, samples in quick.items()}
+        ranked = sorted(best, key=lambda label: best[label])
+        limit = HOPELESS * best[ranked[0]]
+        finalists = [label for label in ranked[: int(request["finalists"])] if best[label] <= limit]
+        answers += [_answer(label, quick[label], SCREENED) for label in quick if label not in finalists]
+    entries: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {LIBRARY: (_library(request["problem"]), {})}
+    direct: list[str] = []
+    for label in finalists:
+        try:
+            entries[label] = (cpu_timing.as_function(launchers[label].kernel), {})
+        except NativeError:
+            direct.append(label)
+    entries |= _optioned(problem, request)
+    method, samples = cpu_timing.compare(
+        entries,
+        input_sets,
+        [(o.shape, o.dtype) for o in problem.outputs],
+        seconds=budget,
+        first=LIBRARY,
+        announce=announce,
+    )
+    answers += [_answer(label, s, method) for label, s in samples.items()]
+    for label in direct:  # no native library: the kernels cannot be called from XLA either, the times are informative
+        found = cpu_timing.screen({label: launchers[label]}, input_sets[0], seconds=budget, announce=announce)
+        answers.append(_answer(label, found[label], "direct"))
+    return {"measurements": answers, "overhead": cpu_timing.dispatch_overhead()}
+
+
+def _measure_on_gpu(problem: Problem, folder: Path, request: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """The same on a GPU."""
+    from jcuts.tune.measure import cuda_driver, gpu_chain_timing, gpu_problem
+
+    parted = [int(n) for n in request.get("apart", ())]
+    found, spent = gpu_problem.measure(
+        request["problem"],
+        _library(request["problem"]),
+        _input_sets(problem, folder, request)[0],
+        {label: read_kernel(Path(path)) for label, path in request["kernels"].items()},
+        _optioned(problem, request),
+        seconds=float(request["seconds"]),
+        finalists=int(request["finalists"]),
+        mixed=request["mode"] == "mixed",
+        announce=announce,
+        most=gpu_problem.executions(problem),
+        expected=request.get("expected"),
+        options=autotune_cache.without_conv_relu_fusion() if parted else {},
+    )
+    answers = [_answer(label, samples, method) for label, (method, samples) in found.items()]
+    more = (
+        {"passes": conv_relu_bound.memory_pass_seconds(parted, cuda_driver.bandwidth())}
+        if parted and autotune_cache.without_conv_relu_fusion()
+        else {}
+    )
+    return {"measurements": answers, "overhead": gpu_chain_timing.overhead(), "parts": spent, **more}
+
+
+def _optioned(problem: Problem, request: dict[str, Any]) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    """XLA's program with compiler options, for every candidate that is one."""
+    jax = _jax()
+    found = {}
+    for label in request["stablehlo"]:
+        data = json.loads(problem.candidate(label).payload)
+        artifact = jax.export.deserialize(bytearray(decode_bytes(data["artifact"]) or b""))
+        found[label] = (artifact.call, data["compiler_options"])
+    return found
+
+
+def _input_sets(problem: Problem, folder: Path, request: dict[str, Any]) -> list[list[np.ndarray]]:
+    """Those of the references; one of its own where candidates are timed before there are any."""
+    known = int(request["sets"])
+    return [_inputs(problem, folder, n) for n in range(known)] or [timing_inputs(problem)]
+
+
+def compile_ahead(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """Compiles XLA's side of several GPU problems, as `measure` runs it; some of it still after the answer."""
+    _jax()
+    from jcuts.tune.measure import gpu_problem
+
+    problems = {path: (_read_problem(path), _library(path)) for path in request["problems"]}
+    options = {path: autotune_cache.without_conv_relu_fusion() for path in request.get("apart", ())}
+    return {"programs": gpu_problem.compile_ahead(problems, announce, options, alone=bool(request.get("alone")))}
+
+
+def kernels_ahead(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """Compiles what `measure` will time of kernels; some of it still after the answer."""
+    _jax()
+    from jcuts.tune.measure import gpu_problem
+
+    made = 0
+    for path, kernels in request["problems"].items():
+        announce("")
+        read = {label: read_kernel(Path(file)) for label, file in kernels.items()}
+        made += gpu_problem.kernels_ahead(path, _read_problem(path), _library(path), read)
+    return {"programs": made, "told": "of kernels"}
+
+
+def run_ahead(_: dict[str, Any], announce: Announce) -> dict[str, Any]:
+    """Waits for what `compile_ahead` began, and runs it once where that saves time."""
+    _jax()
+    from jcuts.tune.measure import gpu_problem
+
+    start = time.perf_counter()
+    gpu_problem.wait_ahead(announce)
+    waited, text = time.perf_counter() - start, gpu_problem.slowest()
+    made = gpu_problem.run_ahead(announce)
+    return {"programs": made, "told": f"waited {waited:.2f} s, then run; {text}"}
+
+
+def warm(request: dict[str, Any], _: Announce) -> dict[str, Any]:
+    """Loads what later requests ask for, which takes a process seconds.
+
+    The request's ``what``: ``compiler`` (of kernels for GPUs); ``jax``; ``xla``, which takes memory of the GPU as well;
+    ``tools``: what every process has.  Where the GPU is roomy, ``jax`` takes memory of it as well.
+    """
+    if request["what"] == "compiler":
+        from jcuts.codegen.cuda import compile as compiler
+
+        compiler.available()
+    elif request["what"] == "jax":
+        from jcuts.tune.measure import cuda_driver
+
+        if cuda_driver.total_bytes() >= ROOMY:
+            _jax().devices()
+        else:
+            _jax()
+    elif request["what"] == "xla":
+        _jax().devices()
+    return {}
+
+
+REQUESTS: dict[str, Callable[[dict[str, Any], Announce], dict[str, Any]]] = {
+    "hello": hello,
+    "compile": compile_,
+    "kernel": compile_kernel,
+    "reference": reference,
+    "check": check,
+    "compile_ahead": compile_ahead,
+    "kernels_ahead": kernels_ahead,
+    "run_ahead": run_ahead,
+    "warm": warm,
+    "measure": measure,
+    "convolve": measure_cudnn_algorithms,
+    "convolve_xla": convolve_xla,
+}
+
+
+# Inside --------------------------------------------------------------------------------------------------------------
+
+
+def _jax() -> Any:
+    import jax
+    import jax.export
+
+    # Artifacts carry their own types; without this their 64-bit operands would be cut on the way in.
+    jax.config.update("jax_enable_x64", True)
+    return jax
+
+
+def _problem(request: dict[str, Any]) -> Problem:
+    return _read_problem(request["problem"])
+
+
+@functools.lru_cache(maxsize=4)
+def _read_problem(path: str) -> Problem:
+    return Problem.from_json(json.loads(Path(path).read_text()))
+
+
+@functools.lru_cache(maxsize=64)
+def _library(path: str) -> Any:
+    """XLA's side of a problem, jitted: what the reference has compiled serves the measurement too."""
+    jax = _jax()
+    return jax.jit(jax.export.deserialize(bytearray(_read_problem(path).library or b"")).call)
+
+
+def _inputs(problem: Problem, folder: Path, number: int, *, short: bool = False) -> list[np.ndarray]:
+    files = [(folder / f"{number}.in{i}.npy", spec) for i, spec in enumerate(problem.inputs)]
+    return [load(file, spec.shape, spec.dtype, short=short) for file, spec in files]
+
+
+@functools.lru_cache(maxsize=1)
+def _all_expected(path: str, folder: str, kinds: tuple[str, ...]) -> list[list[OutputReference]]:
+    """What every output must look like, one entry per set of inputs: the same for all candidates of a problem."""
+    problem = _read_problem(path)
+    seen = [verify_sampling.sample_positions(problem, o) for o in problem.outputs]
+    return [
+        [_expected(Path(folder), number, i, kind, spec, seen[i]) for number, kind in enumerate(kinds)]
+        for i, spec in enumerate(problem.outputs)
+    ]
+
+
+@functools.lru_cache(maxsize=8)
+def _kept_inputs(path: str, folder: str, number: int) -> list[np.ndarray]:
+    """A set of inputs, read once for all candidates of a problem (which `Launcher` and `GpuLauncher` copy).
+
+    Large ones are the values that they repeat: runners make the whole of them.
+    """
+    return _inputs(_read_problem(path), Path(folder), number, short=True)
+
+
+@functools.lru_cache(maxsize=2)
+def _xla_whole(path: str, folder: str, i: int) -> np.ndarray:
+    """All of XLA's result on the first set of inputs."""
+    spec = _read_problem(path).outputs[i]
+    return load(Path(folder) / f"0.whole{i}.npy", spec.shape, spec.dtype)
+
+
+def _expected(folder: Path, number: int, i: int, kind: str, spec: Output, seen: np.ndarray | None) -> OutputReference:
+    shape, dtype = spec.shape if seen is None else seen.shape, spec.dtype
+    kind_of = dtype_of(dtype).kind
+    wide = dtype if kind_of in "biu" else "complex128" if kind_of == "c" else "float64"
+    low, unsure, rounded = (folder / f"{number}.{name}{i}.npy" for name in ("low", "unsure", "rounded"))
+    bounds: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+    if low.exists():
+        bounds = (load(low, shape, wide), load(folder / f"{number}.high{i}.npy", shape, wide))
+    return OutputReference(
+        kind,
+        load(folder / f"{number}.xla{i}.npy", shape, dtype),
+        load(folder / f"{number}.ref{i}.npy", shape, wide),
+        *bounds,
+        load(unsure, shape, "float64" if kind_of in "biu" else wide) if unsure.exists() else None,
+        load(rounded, shape, wide) if rounded.exists() else None,
+    )
+
+
+def _kernel_runner(path: str) -> Callable[[list[np.ndarray], int], list[np.ndarray]]:
+    kernel = read_kernel(Path(path))
+    if is_image(kernel.object_code):
+        return _gpu_runner(kernel)
+    launcher = Launcher(kernel)
+    tiles = launcher.kernel.tiles
+    # Tiles are independent: any order, any grouping, several at once.
+    schedules = (Schedule(), Schedule(1, backward=True), Schedule(max(1, tiles // 3), threads=2))
+
+    def run(inputs: list[np.ndarray], number: int) -> list[np.ndarray]:
+        operands = [whole(x, shape) for x, (shape, _) in zip(inputs, kernel.inputs, strict=True)]
+        return launcher.run(operands, schedules[number % len(schedules)], poison=POISON[number % 2])
+
+    return run
+
+
+def _gpu_runner(kernel: CompiledKernel) -> Callable[[list[np.ndarray], int], list[np.ndarray]]:
+    """Runs on the GPU through the driver, without JAX.  A lost context ends the process: the candidate is to blame."""
+    from jcuts.base.errors import NativeError
+    from jcuts.tune.measure import cuda_driver, gpu_launch
+
+    launcher = gpu_launch.GpuLauncher(kernel, cuda_driver.device())
+
+    def run(inputs: list[np.ndarray], number: int) -> list[np.ndarray]:
+        try:
+            # What it does to its operands does not depend on their values: one look is enough.
+            return launcher.run(inputs, poison=POISON[number % 2], look=number == 0)
+        except NativeError as error:
+            if gpu_launch.is_context_lost(error) or cuda_driver.is_lost(error):
+                print(f"{kernel.digest}: {error.message}", file=sys.stderr, flush=True)
+                os._exit(70)
+            if is_memory(error):
+                raise WorkerFailed(error.message, **{**error.values, "reason": "memory"}) from error
+            raise CandidateRejected(error.message, **error.values) from error
+
+    return run
+
+
+def _xla_runner(candidate: Candidate) -> Callable[[list[np.ndarray], int], list[np.ndarray]]:
+    jax = _jax()
+    data = json.loads(candidate.payload)
+    exported = jax.export.deserialize(bytearray(decode_bytes(data["artifact"]) or b""))
+    program = jax.jit(exported.call, compiler_options=data["compiler_options"] or None)
+    shapes = [a.shape for a in exported.in_avals]
+
+    def run(inputs: list[np.ndarray], _: int) -> list[np.ndarray]:
+        operands = [whole(x, shape) for x, shape in zip(inputs, shapes, strict=True)]
+        return [np.asarray(x) for x in jax.tree.leaves(program(*operands))]
+
+    return run
+
+
+def _answer(label: str, samples: Samples, method: str) -> dict[str, Any]:
+    low, high = samples.quartiles
+    return {
+        "label": label,
+        "seconds": samples.median,
+        "low": low,
+        "high": high,
+        "runs": len(samples.seconds),
+        "method": method,
+    }

@@ -1,0 +1,168 @@
+"""Buffer assignment of a chain: operands, results and scratch offsets of its one custom call."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jcuts.trace import jaxapi
+from jcuts.xla import cuda_launcher
+from jcuts.xla.chains import arena
+from jcuts.xla.chains.dataflow import Dataflow
+from jcuts.xla.chains.order import Chain
+from jcuts.xla.rebuild import traced_eqns
+
+OPERAND, RESULT, SCRATCH = range(3)
+"""Kinds of places (`CudaChainState` in the launcher)."""
+
+
+def merged(chain: Chain, reads: Dataflow) -> list[Any]:
+    """The equations of a chain's call; the call itself where there is one only, and nothing it reads is reshaped."""
+    if len(chain.calls) == 1 and reads.operands(chain.calls[0]) == list(chain.calls[0].invars):
+        return chain.calls
+    return BufferAssignment(chain, reads).equations()
+
+
+class Call(NamedTuple):
+    """One kernel of a chain.
+
+    Attributes:
+        digest: of the kernel.
+        operands: what it reads.
+        results: what it writes.
+        updated: the operand that its first result overwrites, or None.
+        start: bytes into that result at which it writes.
+        scratch: bytes of its own.
+    """
+
+    digest: str
+    operands: list[Any]
+    results: list[Any]
+    updated: Any
+    start: int
+    scratch: int
+
+    @classmethod
+    def of(cls, eqn: Any, reads: Dataflow) -> Call:
+        """The kernel of a call's equation."""
+        attributes = dict(eqn.params["attributes"])
+        results = list(eqn.outvars[: int(attributes["num_outputs"])])
+        return cls(
+            str(attributes["digest"]),
+            reads.operands(eqn),
+            results,
+            reads.overwritten_value(eqn),
+            int(attributes["start"]),
+            int(attributes["scratch_bytes"]),
+        )
+
+
+class BufferAssignment:
+    """Where the buffers of a chain's kernels are.
+
+    A value that a kernel makes by overwriting another has that one's memory: memories are named by their first value.
+    Those that come into the chain or leave it are operands and results of the call; all others lie in its scratch
+    memory, each as long as some kernel writes or reads it.
+
+    Attributes:
+        operands, results: of the call.
+        aliases: numbers of operands that are overwritten -> of the results in them.
+        scratch_bytes: of the call.
+    """
+
+    def __init__(self, chain: Chain, reads: Dataflow) -> None:
+        self._last = chain.calls[-1]
+        self._calls = [Call.of(eqn, reads) for eqn in chain.calls]
+        self.operands: list[Any] = []
+        self._numbers: dict[int, int] = {}  # of operands, by identity: literals are not all hashable
+        self._memory: dict[Any, Any] = {}  # value made here -> its memory
+        self._lives: dict[Any, list[int]] = {}  # memory -> first and last call that touch it
+        self._versions: dict[Any, Any] = {}  # operand that is overwritten -> its last version
+        for number, call in enumerate(self._calls):
+            self._read(number, call)
+            self._write(number, call)
+        kept = self._read_elsewhere(set(map(id, chain.calls)), reads)
+        self.results = [*kept, *(v for v in self._versions.values() if v not in kept)]
+        self.aliases = {self._numbers[id(source)]: self.results.index(v) for source, v in self._versions.items()}
+        self._places = self._outside()
+        self._offsets, self._own, self.scratch_bytes = self._inside()
+
+    def equations(self) -> list[Any]:
+        """The call, in place of the chain's kernels."""
+        digests = [call.digest for call in self._calls]
+        shapes = [v.aval for v in self.results]
+        return traced_eqns(
+            lambda *xs: cuda_launcher.call_chain(
+                digests, self.numbers(), xs, shapes, scratch_bytes=self.scratch_bytes, aliases=self.aliases
+            ),
+            self.operands,
+            self.results,
+            self._last,
+        )
+
+    def numbers(self) -> list[int]:
+        """What the launcher reads of each kernel: how many buffers, where its own scratch memory begins, and per buffer
+        the kind of its place, that place's number, and bytes into it.
+        """
+        found: list[int] = []
+        for call, own in zip(self._calls, self._own, strict=True):
+            found += [len(call.operands) + len(call.results), own]
+            for value in call.operands:
+                found += self._place(value, 0)
+            for k, value in enumerate(call.results):
+                found += self._place(value, 0 if k else call.start)
+        return found
+
+    # ------------------------------------------------------------ following values from call to call
+
+    def _read(self, number: int, call: Call) -> None:
+        for a in call.operands:
+            if not jaxapi.is_literal(a) and a in self._memory:
+                self._touch(self._memory[a], number)
+            elif id(a) not in self._numbers:
+                self._numbers[id(a)] = len(self.operands)
+                self.operands.append(a)
+
+    def _write(self, number: int, call: Call) -> None:
+        for k, v in enumerate(call.results):
+            overwrites = k == 0 and call.updated is not None
+            self._memory[v] = self._memory.get(call.updated, call.updated) if overwrites else v
+            self._touch(self._memory[v], number)
+        if call.updated is not None and id(memory := self._memory[call.results[0]]) in self._numbers:
+            self._versions[memory] = call.results[0]
+
+    def _touch(self, memory: Any, number: int) -> None:
+        self._lives.setdefault(memory, [number, number])[1] = number
+
+    def _read_elsewhere(self, inside: set[int], reads: Dataflow) -> list[Any]:
+        """Values made here that others read. Args: inside: identities of the chain's equations."""
+        return [
+            v
+            for v in self._memory
+            if not jaxapi.is_dropvar(v) and any(r is None or id(r) not in inside for r in reads.readers.get(v, []))
+        ]
+
+    # ------------------------------------------------------------ giving them places
+
+    def _outside(self) -> dict[Any, tuple[int, int]]:
+        """Kind and number of memories that are operands or results."""
+        places: dict[Any, tuple[int, int]] = {self._memory[v]: (RESULT, k) for k, v in enumerate(self.results)}
+        for k, a in enumerate(self.operands):
+            if not jaxapi.is_literal(a):
+                places.setdefault(a, (OPERAND, k))
+        return places
+
+    def _inside(self) -> tuple[dict[Any, int], list[int], int]:
+        """Offsets of all other memories in the scratch memory, of what each kernel has to itself, and its size [B]."""
+        local = [memory for memory in self._lives if memory not in self._places]
+        lives = [(*self._lives[memory], jaxapi.nbytes(memory)) for memory in local]
+        own = [(number, number, call.scratch) for number, call in enumerate(self._calls)]
+        offsets, size = arena.assign_offsets([(first, last, length) for first, last, length in (*lives, *own)])
+        return dict(zip(local, offsets, strict=False)), offsets[len(local) :], size
+
+    def _place(self, value: Any, start: int) -> list[int]:
+        """Kind, number and bytes. Args: start: bytes into the value."""
+        if jaxapi.is_literal(value):
+            return [OPERAND, self._numbers[id(value)], start]
+        memory = self._memory.get(value, value)
+        kind, number = self._places.get(memory, (SCRATCH, 0))
+        return [kind, number, start + self._offsets.get(memory, 0)]

@@ -1,0 +1,80 @@
+"""Fuses neighbouring CUDA kernel calls into one custom call, a *chain*: one host call, several launches.
+
+Between two calls XLA waits until the first has ended, inside a CUDA graph too; between kernels of one call the launcher
+need not (`custom_calls/launch_cuda.cc`): the next one is launched while the one in front of it still runs, and waits on
+the device (programmatic dependent launch).  Values that only kernels of a chain read lie in the chain's scratch memory,
+one after the other where their lives do not meet.
+
+    dataflow           what kernels read, through reshapes, and overwrite    xla/chains/dataflow.py
+    order              the order with the fewest chains                      xla/chains/order.py
+    buffer assignment  a chain's call: operands, results, scratch places     xla/chains/{buffer_assignment,arena}.py
+
+A chain's operands and results are all there as long as it runs.  Where that takes much more memory than single calls in
+the function's own order (`xla/chains/peak_memory.py`), equations move, and kernels join, only within parts of the
+function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jcuts.trace import jaxapi
+from jcuts.xla import cuda_launcher
+from jcuts.xla.chains import peak_memory
+from jcuts.xla.chains.buffer_assignment import merged
+from jcuts.xla.chains.dataflow import VIEWS, Dataflow, is_kernel
+from jcuts.xla.chains.order import Chain, order_for_chains
+
+EARLY = (9, 0)
+"""Compute capability from which on a kernel can be launched before the one in front of it has ended."""
+MORE_BYTES, MORE_SHARE = 1 << 30, 1 / 8
+"""Memory that chains may take beyond what single calls take, whichever is more: bytes, a part of the calls'."""
+
+
+def fuse_calls(closed: jaxapi.Closed) -> jaxapi.Closed:
+    """The jaxpr with chains in place of kernel calls that can stand next to each other; the same values."""
+    eqns = list(closed.jaxpr.eqns)
+    reads = Dataflow(closed)
+    before = peak_memory.bytes_of(closed, VIEWS)
+    most = before + max(MORE_BYTES, MORE_SHARE * before)
+    size = max(1, len(eqns))
+    while True:
+        result: list[Any] = []
+        for first in range(0, len(eqns), size):
+            for step in order_for_chains(eqns[first : first + size], reads):
+                result += merged(step, reads) if isinstance(step, Chain) else [step]
+        found = jaxapi.dce(jaxapi.with_eqns(closed, result))
+        if size == 1 or peak_memory.bytes_of(found, VIEWS) <= most:
+            return found
+        size = -(-size // 2)
+
+
+def calls(closed: jaxapi.Closed) -> int:
+    """Kernel calls of a jaxpr that are not in chains."""
+    return sum(map(is_kernel, closed.jaxpr.eqns))
+
+
+def joined(closed: jaxapi.Closed) -> float:
+    """Kernels of a program that are in chains of two or more, as often as they run: without end in a while loop."""
+    return sum(length * runs for length, runs in _lengths(closed) if length > 1)
+
+
+def note(closed: jaxapi.Closed) -> str | None:
+    """What `explain` says of the chains of a program and of its bodies; None where there are none."""
+    lengths = sorted((length for length, _ in _lengths(closed)), reverse=True)
+    if not lengths:
+        return None
+    several = f"{len(lengths)} calls" if len(lengths) > 1 else "one call"
+    return f"{sum(lengths)} kernels that can follow each other run in {several} (of {', '.join(map(str, lengths))})"
+
+
+def _lengths(closed: jaxapi.Closed, runs: float = 1) -> Iterator[tuple[int, float]]:
+    """Kernels of every chain, and how often it runs. Args: runs: of the jaxpr."""
+    for eqn in closed.jaxpr.eqns:
+        if jaxapi.call_target(eqn) == cuda_launcher.CHAIN:
+            yield str(dict(eqn.params["attributes"])["digests"]).count(" "), runs
+        again = {"scan": eqn.params.get("length", 1), "while": math.inf}.get(jaxapi.primitive_name(eqn), 1)
+        for _, _, body in jaxapi.inner_jaxprs(eqn) if again else ():
+            yield from _lengths(body, runs * again)

@@ -1,0 +1,92 @@
+"""GPU properties of this process as JAX's CUDA backend reports them, for the code generator and the scheduler."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jcuts.base.errors import UsageError
+from jcuts.codegen.cuda.toolchain.target import AMPERE, CudaTarget
+from jcuts.schedule.gpu.candidates import GpuMachine
+
+NAMES = ("cuda", "gpu")
+"""What JAX calls the platform, in lowering rules and on devices."""
+newest_capability = (9, 0)
+"""Newest compute capability that kernels are made for; its machine code does not run on newer GPUs."""
+_DEFAULT_SMS = 108
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU.
+
+    Attributes:
+        name: as the driver reports it.
+        capability: compute capability (major, minor).
+        sms: multiprocessors.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    sms: int
+
+    def identity(self) -> str:
+        """Text that measured times belong to."""
+        return f"cuda {self.name} {self.capability[0]}.{self.capability[1]} x{self.sms}"
+
+
+def describe(device: Any) -> Gpu:
+    """A JAX device as data. Raises UsageError for a device without a compute capability (not an NVIDIA GPU)."""
+    text = str(getattr(device, "compute_capability", ""))
+    found = re.fullmatch(r"(\d+)\.(\d+)", text)
+    name = str(getattr(device, "device_kind", ""))
+    if found is None:
+        raise UsageError(f"{name or device} has no compute capability ({text!r})", device=name)
+    return Gpu(name, (int(found[1]), int(found[2])), int(getattr(device, "core_count", 0) or _DEFAULT_SMS))
+
+
+@functools.cache
+def this() -> Gpu:
+    """The GPUs of this process, which must be of one kind. Raises UsageError otherwise."""
+    kinds = {describe(device) for device in jax.local_devices(backend="cuda")}
+    if len(kinds) != 1:
+        raise UsageError(f"GPUs of several kinds in one process: {sorted(k.name for k in kinds)}")
+    return kinds.pop()
+
+
+def target() -> CudaTarget:
+    """The architecture to compile for."""
+    return CudaTarget(this().capability)
+
+
+def machine() -> GpuMachine:
+    """The GPU as the candidate enumeration sees it."""
+    return GpuMachine(this().sms, capability=this().capability)
+
+
+def unusable() -> str:
+    """'' if kernels can be made for and run on this machine's GPUs, else the reason."""
+    try:
+        gpu = this()
+        target()
+    except (UsageError, RuntimeError) as error:  # JAX raises RuntimeError where there is no such backend
+        return str(error)
+    found = ".".join(map(str, gpu.capability))
+    if gpu.capability < AMPERE:
+        return f"compute capability {found} is older than 8.0: kernels for it are planned and assembled, but not run"
+    if gpu.capability > newest_capability:
+        newest = ".".join(map(str, newest_capability))
+        return f"{gpu.name} has compute capability {found}, kernels are made up to {newest}"
+    from jcuts.codegen.cuda import compile as compiler
+    from jcuts.codegen.cuda.toolchain import ptxas
+    from jcuts.xla import cuda_launcher
+
+    return (
+        cuda_launcher.available()
+        or compiler.available()
+        or cuda_launcher.too_old(cuda_launcher.driver_version(), ptxas.toolkit())
+    )

@@ -1,0 +1,97 @@
+"""The traceable FFI custom call of one compiled kernel (``jax.ffi.ffi_call``)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+from jcuts.base import fingerprint, knobs
+from jcuts.base.errors import IRError
+from jcuts.codegen.artifact import CompiledKernel
+from jcuts.codegen.cuda.toolchain.image import is_image
+from jcuts.xla import cpu_launcher, scratch
+
+ALIGNMENT = 64  # bytes: of every scratch slot, as in custom_calls/launch_cpu.cc
+
+
+def pool_threads() -> int:
+    """Size of XLA:CPU's intra-op pool as XLA chooses it (``NPROC``, else the usable cores), at most ``JCUTS_THREADS``.
+
+    It bounds the threads of one launch and the scratch slots; a pool of another size is correct all the same.
+    """
+    threads = fingerprint.usable_cores()
+    text = os.environ.get("NPROC", "")
+    if text.isdigit() and int(text) > 0:
+        threads = int(text)
+    limit = knobs.current().threads
+    return threads if limit is None else min(threads, limit)
+
+
+def scratch_result_bytes(size: int, slots: int) -> int:
+    """Size [B] of the extra scratch result: ``slots`` aligned slots of ``size`` bytes, and room to align the first."""
+    if size == 0:
+        return 0
+    stride = -(-size // ALIGNMENT) * ALIGNMENT
+    return slots * stride + ALIGNMENT
+
+
+def call_kernel(
+    kernel: CompiledKernel, *operands: Any, place: tuple[int | None, int] | None = None
+) -> tuple[jax.Array, ...]:
+    """Calls a kernel as one XLA custom call; works under ``jit`` and eagerly.
+
+    Operands and results are row-major (XLA inserts transposes where they are not).  The kernel is registered here if it
+    was not; HLO holds its digest, never its address.  Scratch is an extra result that is dropped (`scratch`).
+    Transformations do not enter the call: it is made at lowering, after them.
+
+    Args:
+        kernel: the compiled kernel.
+        operands: arrays of ``kernel.inputs``' shapes and dtypes.
+        place: of a CUDA kernel that writes a part of its result: the operand that becomes the result, None where the
+            rest is undefined; and bytes before what is written.
+    Returns: arrays of ``kernel.outputs``' shapes and dtypes.
+    Raises:
+        IRError: an operand does not fit the kernel.
+        NativeError: the native library cannot be used.
+    """
+    _check(kernel, operands)
+    if is_image(kernel.object_code):
+        from jcuts.xla import cuda_launcher
+
+        return cuda_launcher.call_kernel(kernel, *operands, place=place)
+    cpu_launcher.ensure_registered()
+    cpu_launcher.add_kernel(kernel)
+    slots = max(1, min(kernel.tiles, pool_threads()))
+    results = [jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype)) for shape, dtype in kernel.outputs]
+    size = scratch.least_bytes(kernel.scratch_bytes, len(results))
+    results += scratch.result_of(scratch_result_bytes(size, slots))
+    call = jax.ffi.ffi_call(
+        cpu_launcher.TARGET,
+        results,
+        has_side_effect=False,
+        input_layouts=[tuple(range(len(shape))) for shape, _ in kernel.inputs],
+        output_layouts=[tuple(range(len(result.shape))) for result in results],
+    )
+    outputs = call(
+        *operands,
+        digest=kernel.digest,
+        num_outputs=np.int64(len(kernel.outputs)),
+        scratch_bytes=np.int64(size),
+        slots=np.int64(slots),
+        tiles=np.int64(kernel.tiles),
+    )
+    return tuple(outputs[: len(kernel.outputs)])
+
+
+def _check(kernel: CompiledKernel, operands: tuple[Any, ...]) -> None:
+    found = tuple((tuple(jax.numpy.shape(x)), jax.numpy.result_type(x).name) for x in operands)
+    if found != kernel.inputs:
+        raise IRError(
+            f"kernel {kernel.digest} takes {kernel.inputs}, got {found}",
+            digest=kernel.digest,
+            expected=kernel.inputs,
+            found=found,
+        )

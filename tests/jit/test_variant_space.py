@@ -1,0 +1,345 @@
+"""Whole programs by name, the race of forms (on the CPU, which is told to act as a GPU here), and the float64 judge."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jcuts
+from jcuts import api
+from jcuts.base.errors import UsageError
+from jcuts.base.settings import Variant
+from jcuts.jit import end_to_end_benchmark, float64_check, variant_space
+from jcuts.jit.precompile import precompile_variants
+from jcuts.pipeline import computation
+from jcuts.report.function_report import FunctionReport, RefusalReport, SubsetReport
+from jcuts.trace import jaxapi
+
+RNG = np.random.default_rng(5)
+
+
+def values(*shape):
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+
+
+WEIGHTS = (values(1, 1, 8, 16), values(16), values(16), values(3, 3, 1, 16))
+PAIR = (values(1, 1, 8, 4), values(1, 1, 8, 6))
+
+
+def block(x):
+    """A pointwise convolution with a folded batch norm, then a depthwise one."""
+    w, s, b, d = WEIGHTS
+    numbers = ("NHWC", "HWIO", "NHWC")
+    x = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+    x = jnp.clip(x * s + b, 0.0, 6.0)
+    return lax.conv_general_dilated(x, d, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=16)
+
+
+@pytest.mark.parametrize("form", [Variant(("scales", "dots")), Variant((), "anchored"), Variant(("dots",), "none")])
+def test_names_and_forms_are_inverse(form):
+    assert Variant.parse(str(form)) == form
+    assert variant_space.form_of(variant_space.name_of(form, "graphs")) == form and variant_space.is_known(
+        variant_space.name_of(form), "cuda", False
+    )
+
+
+def test_names():
+    assert (
+        variant_space.name_of(None) == "jcuts"
+        and variant_space.form_of("jcuts:graphs") is None
+        and Variant() == Variant.parse("")
+    )
+    assert variant_space.programs([Variant(("scales",)), Variant(("scales", "dots"), "none")], ("graphs",)) == [
+        "xla",
+        "xla:graphs",
+        "jcuts/scales",
+        "jcuts/scales:graphs",
+        "jcuts/scales+dots/none:graphs",
+    ]
+    assert variant_space.programs([None], ("wide",)) == ["xla", "xla:wide", "jcuts", "jcuts:wide"]
+    assert variant_space.programs([], ()) == ["xla"]
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "known"),
+    [
+        ("xla", "cpu", True),
+        ("xla:wide", "cpu", True),
+        ("xla:graphs", "cpu", False),
+        ("jcuts", "cpu", True),
+        ("jcuts/dots", "cpu", False),
+        ("jcuts/plain/every", "cpu", True),
+        ("jcuts/dots/every", "cpu", False),
+        ("jcuts/plain/every", "cuda", False),
+        ("jcuts/dots/anchored:graphs", "cuda", True),
+        ("jcuts/halves", "cuda", False),
+        ("jcuts/dots/most", "cuda", False),
+        ("jcuts:gone", "cuda", False),
+    ],
+)
+def test_stored_names_are_checked(name, platform, known):
+    assert variant_space.is_known(name, platform, True) is known
+
+
+def test_impossible_regions_are_an_error():
+    with pytest.raises(UsageError, match="most"):
+        Variant((), "most")
+
+
+def test_forms_race_and_the_decision_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(variant_space, "GPUS", ("cpu",))
+    store = end_to_end_benchmark.MemoryStore()
+    api.set_default_store(store)
+    try:
+        x = values(2, 12, 12, 8)
+        made = jcuts.optimize(lambda x: block(x))
+        want = jax.jit(block)(x)
+        np.testing.assert_allclose(made(x), want, rtol=1e-4, atol=1e-4)
+        decision = made.decision(x)
+        assert decision.measured and "jcuts/scales+dots/none:graphs" in {*decision.speed, *decision.rejected}
+        assert not any("cannot be checked" in why for why in decision.rejected.values())
+        report = made.explain(x)
+        assert report.guard["chosen"] == decision.chosen
+        if not variant_space.is_xla(decision.chosen):
+            assert any("rewrites: scales" in note for note in report.notes)
+        text = made.chosen(x).compile().as_text()
+        assert "HloModule" in text
+        again = jcuts.optimize(lambda x: block(x))
+        np.testing.assert_array_equal(again(x), made(x))
+        assert again.decision(x).chosen == decision.chosen
+    finally:
+        api.set_default_store(None)
+
+
+def test_siblings_race_beside_all_other_rewrites_only():
+    names = ("NHWC", "HWIO", "NHWC")
+
+    def branches(x):
+        return [lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=names) for w in (PAIR[0], PAIR[1])]
+
+    def planned(function, *shape):
+        closed = jaxapi.closed_jaxpr_of(function, values(*shape))
+
+        def plan(form):
+            return types.SimpleNamespace(closed=None, report=types.SimpleNamespace(source=str(form)))
+
+        return [str(form) for form in variant_space.plan_variants(closed, "cuda", plan) if form is not None]
+
+    assert planned(block, 1, 4, 4, 8)[-1] == "scales+dots/absorbing"
+    with_siblings = planned(branches, 1, 4, 4, 8)
+    assert with_siblings[-3:] == ["dots+siblings/none", "dots+siblings", "dots+siblings/absorbing"]
+    assert [name for name in with_siblings if "siblings" in name] == with_siblings[-3:]
+    products = planned(lambda x: [x @ WEIGHTS[0][0, 0], x @ PAIR[0][0, 0]], 4, 8)
+    assert products == ["plain/anchored", "plain/absorbing", "siblings/none", "siblings", "siblings/absorbing"]
+
+
+def test_weights_are_rounded_in_every_form_where_there_are_warp_groups(monkeypatch):
+    w = values(256, 128)
+    closed = jaxapi.closed_jaxpr_of(lambda x: x @ w, values(4096, 256))
+    for capability, wanted in (
+        ((9, 0), ["rounds", "rounds/anchored", "rounds/none", "rounds/absorbing"]),
+        ((8, 0), ["None", "plain/anchored", "plain/absorbing"]),
+    ):
+        machine = types.SimpleNamespace(capability=capability)
+        monkeypatch.setattr(variant_space.xla_devices, "machine", lambda machine=machine: machine)
+        assert [str(form) for form in variant_space.candidate_variants(closed, "cuda")] == wanted
+
+
+def test_options_that_a_version_does_not_know_are_left_out(monkeypatch):
+    monkeypatch.setattr(variant_space, "GPUS", ("cpu",))
+    variant_space._accepts.cache_clear()
+    known = end_to_end_benchmark.OPTIONS["cuda"]["graph1"]
+    monkeypatch.setitem(end_to_end_benchmark.OPTIONS, "cuda", {"first": {"xla_gpu_no_such_option": 1}, "second": known})
+    assert variant_space.options("cpu") == ("second",)
+    monkeypatch.setitem(end_to_end_benchmark.OPTIONS, "cuda", {"first": {"xla_gpu_no_such_option": 1}})
+    assert variant_space.options("cpu") == ()
+    variant_space._accepts.cache_clear()
+
+
+def test_the_judge_compares_with_float64():
+    x = values(3, 5, 5, 8)
+    closed = jaxapi.closed_jaxpr_of(block, x)
+    judge = variant_space.Float64Judge(closed, [x], 2.0, "cpu")
+    exact = judge.reference()[0]
+    assert exact.dtype == np.float64
+    good = np.asarray(jax.jit(block)(x))
+    np.testing.assert_allclose(good, exact, atol=1e-4)
+    name = "jcuts/dots:graphs"
+    assert judge(name, [good], [jnp.asarray(good)]) is None
+    everywhere = good * np.float32(1 + 3e-5)
+    assert "in L2 norm" in judge(name, [good], [jnp.asarray(everywhere)])
+    assert judge("jcuts", [good], [jnp.asarray(everywhere)]) is None  # not rewritten: checked subset by subset
+    once = good.copy()
+    once[0, 2, 3, 4] += np.float32(6e-5)
+    assert "in one element" in judge(name, [good], [jnp.asarray(once)])
+    assert variant_space.longest_sum(closed) == 9
+
+
+def test_rewrites_that_cannot_be_checked_are_not_used(monkeypatch):
+    x = values(3, 5, 5, 8)
+    judge = variant_space.Float64Judge(jaxapi.closed_jaxpr_of(block, x), [x], 2.0, "cpu")
+
+    def fail(*_, **__):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(float64_check, "evaluate", fail)
+    assert "cannot be checked: MemoryError: no room" in judge("jcuts/dots", [x], [x])
+
+
+def test_plain_xla_is_compiled_before_all_others_and_alone():
+    busy, order = [], []
+
+    class Lowered:
+        def __init__(self, name):
+            self.name = name
+
+        def compile(self):
+            busy.append(self.name)
+            order.append((self.name, tuple(busy)))
+            busy.remove(self.name)
+            if self.name == "jcuts:graphs":
+                raise RuntimeError("no such option")
+
+    names = ["xla", "xla:graphs", "jcuts", "jcuts:graphs", "jcuts/dots:graphs", "jcuts/dots"]
+    precompile_variants({name: (lambda n=name: Lowered(n)) for name in names})
+    assert order[0] == ("xla", ("xla",)) and {name for name, _ in order} == set(names)
+    first = [name for name, _ in order[1:3]]
+    assert "jcuts/dots:graphs" in first and "xla:graphs" not in first
+
+
+def subset(chosen, seconds, xla, count=1):
+    return SubsetReport(
+        "f", {"add": 1}, [], "none", "simple", chosen, "measured", {}, 0.5, 0.0, seconds, xla, count, 1.0, 1.0
+    )
+
+
+def test_kernels_that_lost_by_little_are_worth_a_race():
+    won, close, far = subset("map/1", 1.0, 2.0), subset("xla", 1.1, 1.0), subset("xla", 3.0, 1.0)
+
+    def worth(*subsets, small=0, equations=20):
+        refusals = (RefusalReport("exp", computation.TOO_LITTLE, "", small),) if small else ()
+        return variant_space.near_ties(FunctionReport("f", "mixed", "cpu", subsets, refusals, equations))
+
+    assert worth(won, close) and worth(close)
+    assert not worth(won, far) and not worth(won) and not worth()
+    assert not worth(subset("map/1", 1.0, 100.0), close)  # next to nothing of the whole
+    assert worth(won, small=2) and not worth(won, small=1) and not worth(small=2)
+
+
+def mlp(x, w, b):
+    return jax.nn.softmax(jax.nn.relu(x @ w + b))
+
+
+@pytest.mark.parametrize("worth", [True, False])
+def test_a_program_with_every_kernel_competes(monkeypatch, worth):
+    monkeypatch.setattr(variant_space, "near_ties", lambda report: worth)
+    seen = []
+    monkeypatch.setattr(
+        end_to_end_benchmark,
+        "benchmark_variants",
+        lambda calls, *_, **more: (
+            seen.append(dict(calls))
+            or end_to_end_benchmark.Decision(
+                "jcuts/plain/every" if "jcuts/plain/every" in calls else "xla", "", measured=True
+            )
+        ),
+    )
+    store = end_to_end_benchmark.MemoryStore()
+    api.set_default_store(store)
+    try:
+        x, w, b = values(8, 16), values(16, 16), values(16)
+        ours = jcuts.optimize(mlp)
+        np.testing.assert_allclose(ours(x, w, b), jax.jit(mlp)(x, w, b), rtol=1e-5, atol=1e-6)
+        assert ("jcuts/plain/every" in seen[0]) is worth
+        if worth:
+            report = ours.explain(x, w, b)
+            assert report.guard["chosen"] == "jcuts/plain/every" and not report.runs_plain_xla
+            assert {s.chosen.partition("/")[0] for s in report.subsets} >= {"rows"}  # too small for the plain program
+            again = jcuts.optimize(mlp)  # as another process: what was decided is known
+            again(x, w, b)
+            assert len(seen) == 1 and again.explain(x, w, b).guard["chosen"] == "jcuts/plain/every"
+    finally:
+        api.set_default_store(None)
+
+
+def test_programs_without_kernels_that_are_far_behind_by_measurement_do_not_race():
+    def outcome(*subsets):
+        names = ("chosen", "origin", "count", "seconds", "xla_seconds")
+        rows = [types.SimpleNamespace(**dict(zip(names, subset, strict=True))) for subset in subsets]
+        return types.SimpleNamespace(report=types.SimpleNamespace(subsets=rows))
+
+    fast, bare, other = Variant(("scales",)), Variant(("scales",), "none"), Variant(("scales", "dots"), "none")
+    some, most = Variant(("scales",), "absorbing"), Variant(("scales",), "anchored")
+    kernels = [("point", "measured", 3, 1e-6, 2e-6), ("point", "measured", 1, 1e-6, 3e-6)]  # 4 us that gain 5 us
+    left = ("xla", "measured", 9, 1e-6, 1e-9)
+    found = {fast: outcome(*kernels, left), bare: outcome(left), other: outcome(left)}
+    (name,) = variant_space.dominated_variants(found)
+    assert (
+        name == bare and "those of jcuts/scales 5 us (and take 4 us)" in variant_space.dominated_variants(found)[bare]
+    )
+    few = {some: outcome(("point", "measured", 2, 1e-6, 2e-6)), most: outcome(*kernels[:1])}
+    assert set(variant_space.dominated_variants({**found, **few})) == {bare, some}  # 3 us less, 2 us less
+    assert not variant_space.dominated_variants({**found, fast: outcome(("point", "measured", 1, 1e-6, 1.5e-6))})
+    assert not variant_space.dominated_variants({**found, fast: outcome(("point", "estimated", 1, 1e-6, 9e-6))})
+    assert not variant_space.dominated_variants({fast: outcome(), bare: outcome(left)})
+    # Where kernels take long, what surrounds them matters less.
+    many = [(kind, origin, 500 * count, *times) for kind, origin, count, *times in kernels]
+    near = outcome((*many[0][:4], 1.9e-6), many[1])
+    assert set(variant_space.dominated_variants({fast: outcome(*many), most: near, some: outcome(many[0])})) == {some}
+    # XLA's code for a kernel that clearly won was never compiled: less is enough.
+    little = outcome(("point", "measured", 1, 1e-6, 1.5e-6))
+    little.report.subsets[0].derived = True
+    assert set(variant_space.dominated_variants({**found, fast: little})) == {bare}
+    # Where the plain form is behind, plain XLA, which has no form, races all the same.
+    behind = variant_space.dominated_variants({None: outcome(left), Variant((), "absorbing"): outcome(*kernels)})
+    names = variant_space.programs([None, Variant((), "absorbing")], ["graphs"])
+    assert set(variant_space.dominated_names(names, behind)) == {"jcuts", "jcuts:graphs"}
+
+
+def test_float64_results_that_cannot_be_had_early_are_asked_for_again(monkeypatch):
+    x = values(4, 4)
+    judge = variant_space.Float64Judge(jax.make_jaxpr(jnp.sin)(x), [x], 1.0, "cpu")
+    monkeypatch.setattr(judge, "_run", lambda: (_ for _ in ()).throw(MemoryError("no room")))
+    judge.precompute()
+    assert judge.reference() is None  # and now it is known
+    monkeypatch.undo()
+    again = variant_space.Float64Judge(jax.make_jaxpr(jnp.sin)(x), [x], 1.0, "cpu")
+    monkeypatch.setattr(again, "_run", lambda: (_ for _ in ()).throw(MemoryError("no room")))
+    again.precompute()
+    monkeypatch.undo()
+    (found,) = again.reference()
+    np.testing.assert_allclose(found, np.sin(np.asarray(x).astype(np.float64)), rtol=1e-15)
+
+
+def test_weights_that_are_arguments_are_turned_in_forms_of_their_own(monkeypatch):
+    def network(w, gain, x):
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jax.nn.relu(y * jnp.sqrt(gain))
+
+    closed = jaxapi.closed_jaxpr_of(network, values(1, 1, 256, 128), values(128), values(4, 32, 32, 256))
+    for capability, wanted in (
+        (
+            (9, 0),
+            ["None", "plain/anchored", "dots/none", "turns+vectors", "turns+vectors/anchored", "dots+turns+vectors"],
+        ),
+        ((8, 0), ["None", "plain/anchored", "dots", "dots/anchored", "dots/none", "dots/absorbing"]),
+    ):
+        machine = types.SimpleNamespace(capability=capability)
+        monkeypatch.setattr(variant_space.xla_devices, "machine", lambda machine=machine: machine)
+        assert [str(form) for form in variant_space.candidate_variants(closed, "cuda")] == wanted
+
+
+def test_the_float64_program_is_compiled_apart_from_its_run(monkeypatch):
+    x = values(4, 4)
+    judge = variant_space.Float64Judge(jax.make_jaxpr(jnp.sin)(x), [x], 1.0, "cpu")
+    judge.compile()
+    wide = judge._wide
+    monkeypatch.setattr(judge, "_wide", lambda: (None, wide()[1]))  # only what was compiled can run
+    (found,) = judge.reference()
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, np.sin(np.asarray(x).astype(np.float64)), rtol=1e-15)

@@ -1,0 +1,137 @@
+"""Cluster and model specifications: presets, TOML, and every mistake named with file, line and key."""
+
+import pytest
+
+from jcuts.base.errors import ModelError, UsageError
+from jcuts.plan.spec import cluster, model, toml_file
+
+GOOD = """name = "two"
+[[nodes]]
+count = 2
+gpus = 4
+[nodes.gpu]
+peak_tflops = 100
+memory_gib = 40
+bandwidth_gbs = 1000
+[intra]
+bandwidth_gbs = 50
+[inter]
+bandwidth_gbs = 10
+[host]
+capacity_gib = 500
+read_gbs = 20
+write_gbs = 10
+"""
+
+
+def _load(tmp_path, text):
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    return cluster.load(str(path))
+
+
+def test_every_preset_loads_and_says_where_its_constants_are_from():
+    assert {"thesis-a", "thesis-b", "thesis-c", "dgx-a100", "dgx-h100", "dgx-h200"} <= set(cluster.presets())
+    for name in cluster.presets():
+        found = cluster.load(name)
+        assert found.gpus > 0 and found.gpu.memory > 0
+        assert {"gpu", "gemm_efficiency"} <= set(found.sources), name
+
+
+def test_a_file_is_read(tmp_path):
+    found = _load(tmp_path, GOOD)
+    assert found.gpus == 8 and found.gpu.peak == 100e12 and found.storage is None
+    assert found.host is not None and (found.host.read, found.host.write) == (20e9, 10e9)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "key"),
+    [
+        ("bandwidth_gbs = 50", "bandwidth_gbs = -50", 10, "intra.bandwidth_gbs"),
+        ("bandwidth_gbs = 50\n", "", 9, "intra.bandwidth_gbs"),
+        ("bandwidth_gbs = 1000", "bandwith_gbs = 1000", 5, "nodes.gpu.bandwidth_gbs"),
+        ("gpus = 4", "gpus = 0", 4, "nodes.gpus"),
+        ("gpus = 4", "gpus = 4.5", 4, "nodes.gpus"),
+        ("memory_gib = 40", 'memory_gib = "40"', 7, "nodes.gpu.memory_gib"),
+        ('name = "two"', "name = 2", 1, "name"),
+        ("write_gbs = 10\n", "write_gbs = 10\ncolour = 1\n", 17, "host.colour"),
+        ("read_gbs = 20", "read_gbs 20", 15, "read_gbs 20"),
+    ],
+)
+def test_mistakes_are_named_with_file_line_and_key(tmp_path, old, new, line, key):
+    with pytest.raises(ModelError) as caught:
+        _load(tmp_path, GOOD.replace(old, new, 1))
+    assert (caught.value.line, caught.value.key) == (line, key)
+    assert f"c.toml:{line}: {key}" in str(caught.value)
+
+
+def test_unknown_presets_suggest_the_nearest():
+    with pytest.raises(UsageError, match="did you mean 'gpt3-175b'"):
+        model.load("gpt3-175")
+    with pytest.raises(UsageError, match="did you mean 'dgx-a100'"):
+        cluster.load("dgx-a10")
+    with pytest.raises(UsageError, match="cannot be read"):
+        cluster.load("no/such.toml")
+
+
+def test_gpu_counts_are_whole_nodes(tmp_path):
+    found = _load(tmp_path, GOOD)
+    assert found.resized(2).gpus == 2 and found.resized(12).gpus == 12
+    with pytest.raises(UsageError, match="use 4 or 8"):
+        found.resized(7)
+    with pytest.raises(UsageError, match="at least one"):
+        found.resized(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "tolerance"),
+    [
+        ("gpt3-175b", 174.6, 0.005),
+        ("turing-nlg-17b", 17.2, 0.01),
+        ("turing-530b", 530, 0.01),
+        ("megatron-1t", 1008, 0.01),
+        ("bert-large", 0.335, 0.01),
+        ("llama2-7b", 6.74, 0.005),
+        ("llama3-70b", 70.6, 0.005),
+        ("mixtral-8x7b", 46.7, 0.005),
+        ("resnet50", 0.02556, 0.002),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(name, billions, tolerance):
+    assert model.load(name).total_parameters / 1e9 == pytest.approx(billions, rel=tolerance)
+
+
+def test_flops_by_hand_count():
+    made = model.Transformer("t", 2, 64, 4, 32, 128).build()
+    layer = 2 * 32 * (12 * 64 * 64) + 2 * 2 * 32 * 32 * 64
+    assert made.forward_flops == 2 * layer + 2 * 32 * 64 * 128
+    assert model.load("resnet50").forward_flops == pytest.approx(2 * 4.09e9, rel=0.06)  # 4.09 G multiply-adds
+
+
+def test_activation_bytes_follow_the_published_formula():
+    # s b h (34 + 5 a s / h) bytes per layer: arXiv 2205.05198, equation 1.
+    s, h, a = 2048, 6144, 64
+    block = model.load("megatron-22b").blocks[0]
+    assert block.saved_tensor + block.saved_replicated + block.saved_inner == s * h * 34 + 5 * a * s * s
+
+
+def test_flash_keeps_no_scores():
+    ours, fused = (model.load("gpt3-125m", flash=flash).blocks[0] for flash in (False, True))
+    assert ours.kept(True)[2] == 12 * 2048 * (9 * 2048 + 8) and fused.kept(True)[2] == 4 * 12 * 2048
+    with pytest.raises(UsageError, match="no attention"):
+        model.load("resnet50", flash=True)
+
+
+def test_model_files(tmp_path):
+    path = tmp_path / "m.toml"
+    path.write_text("layers = 2\nhidden = 64\nheads = 4\nsequence = 32\nvocabulary = 100\ngated = true\n")
+    assert model.load(str(path)).layers == 2
+    path.write_text("layers = 2\nhidden = 64\nheads = 5\nsequence = 32\nvocabulary = 100\n")
+    with pytest.raises(ModelError, match=r"m.toml:3: heads: must divide"):
+        model.load(str(path))
+    with pytest.raises(ModelError, match="3 of 2 experts"):
+        model.Transformer("t", 1, 8, 2, 8, 8, experts=2, chosen=3).build()
+
+
+def test_find_line_of_a_dotted_table():
+    assert toml_file.find_line("a = 1\n[x.y]\nb = 2\n", "x.y", "b") == 3

@@ -1,0 +1,89 @@
+"""What `simplify` takes away: constants and conversions around 16-bit floats, dead code of loops; no value changes."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jcuts.rewrite.simplify import SMALL, simplify
+from jcuts.trace import jaxapi
+from jcuts.trace.inline import inline
+
+RNG = np.random.default_rng(0)
+HALVES = (jnp.bfloat16, jnp.float16)
+
+
+def flat(function, *args):
+    return simplify(inline(jaxapi.closed_jaxpr_of(function, *args)))
+
+
+def names(closed):
+    return [jaxapi.primitive_name(e) for e in closed.jaxpr.eqns]
+
+
+def half(dtype, *shape):
+    return jnp.asarray(RNG.standard_normal(shape), dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_norm_in_float32_around_halves_is_two_operations(dtype):
+    x, (gain, shift, mean) = half(dtype, 3, 5, 7), half(dtype, 3, 7)
+    variance = jnp.abs(half(dtype, 7)) + 1
+
+    def norm(x):
+        scale = lax.rsqrt(variance.astype(jnp.float32) + 1e-3) * gain.astype(jnp.float32)
+        wide = x.astype(jnp.float32) * scale[None, None]
+        return (wide + (shift.astype(jnp.float32) - mean.astype(jnp.float32) * scale)[None, None]).astype(dtype)
+
+    closed = flat(norm, x)
+    assert names(closed) == ["convert_element_type", "mul", "add", "convert_element_type"]
+    got, want = jaxapi.eval_closed(closed, x)[0], norm(x)
+    assert got.dtype == want.dtype
+    np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=float(jnp.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_conversion_there_and_back_is_none(dtype):
+    x = half(dtype, 4, 5)
+    closed = flat(lambda x: -x.astype(jnp.float32).astype(dtype), x)
+    assert names(closed) == ["neg"]
+    assert (jaxapi.eval_closed(closed, x)[0] == -x).all()
+
+
+def test_conversions_that_round_stay():
+    x, y = jnp.float32(RNG.standard_normal(9)), half(jnp.bfloat16, 9)
+    assert names(flat(lambda x: -x.astype(jnp.bfloat16).astype(jnp.float32), x)).count("convert_element_type") == 2
+    assert names(flat(lambda y: -y.astype(jnp.float16).astype(jnp.bfloat16), y)).count("convert_element_type") == 2
+
+
+def test_a_conversion_there_and_back_that_is_a_result_stays():
+    x = half(jnp.bfloat16, 6)
+    closed = flat(lambda x: x.astype(jnp.float32).astype(jnp.bfloat16), x)
+    assert (jaxapi.eval_closed(closed, x)[0] == x).all()
+
+
+def test_large_weights_that_are_kept_short_stay_short():
+    w, few = half(jnp.bfloat16, SMALL // 8 + 1, 8), half(jnp.bfloat16, 4, 8)
+    x = jnp.ones(8, jnp.float32)
+    assert "convert_element_type" in names(flat(lambda x: w.astype(jnp.float32) @ x, x))
+    assert "convert_element_type" not in names(flat(lambda x: few.astype(jnp.float32) @ x, x))
+    wide = w.astype(jnp.float32)
+    found = names(flat(lambda x: wide.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16), x))
+    assert found.count("convert_element_type") == 1
+
+
+def test_loops_lose_their_dead_code():
+    """JAX itself drops what no one reads from bodies of scans only."""
+
+    def step(x):
+        jnp.argmax(x, 1), jnp.tanh(x).max(1)
+        return x * 0.5
+
+    def fn(x):
+        return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, step(c[1])), (0, x))[1]
+
+    x = np.ones((4, 5), np.float32)
+    loop = next(e for e in flat(fn, x).jaxpr.eqns if jaxapi.primitive_name(e) == "while")
+    assert names(loop.params["body_jaxpr"]) == ["add", "mul"]

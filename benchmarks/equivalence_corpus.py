@@ -261,7 +261,7 @@ def _tests() -> Iterator[tuple[str, Entry]]:
         yield f"tests/codegen.test_attention {key}", _function(attention._masked(mask), arguments)
     for name in ("codegen.test_block", "codegen.test_block_halves"):
         for table in ("BLOCKS", "NETWORK"):
-            for key, layers in getattr(module(name), table).items():
+            for key, layers in getattr(module(MODULES[name]), table).items():
                 yield f"tests/{name} {table} {key}", lambda layers=layers: {"": (layers, layers.arguments(), False)}
 
 

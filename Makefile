@@ -40,7 +40,7 @@ unit: $(TEST_STAMP) $(NATIVE)
 
 test-cuda: $(CUDA_STAMP) $(NATIVE)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(CUDA_TESTS)
-	$(BIN)/python benchmarks/gpu_assemble.py --each 2 --out build/assemble
+	$(BIN)/python benchmarks/gpu_checks/assemble.py --each 2 --out build/assemble
 
 slow: $(TEST_STAMP) $(NATIVE)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not gpu and (slow or not slow)" --xla-as-shipped

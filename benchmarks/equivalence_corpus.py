@@ -85,7 +85,8 @@ def _zeros(shapes: Sequence[Sequence[int]], dtype: str = "float32") -> list[Any]
 def _network(name: str, batch: int, size: int, closed: bool, dtype: str = "float32") -> Entry:
     def make() -> Made:
         import keras
-        import workloads
+
+        from benchmarks.networks import workloads
 
         try:
             fn, arguments = workloads.network(name, batch, closed=closed, size=size, dtype=dtype)
@@ -99,7 +100,7 @@ def _network(name: str, batch: int, size: int, closed: bool, dtype: str = "float
 def _plain_jax() -> Iterator[tuple[str, Entry]]:
     def made(name: str, **options: Any) -> Entry:
         def make() -> Made:
-            import workloads
+            from benchmarks.networks import workloads
 
             return {"": (*getattr(workloads, name)(**options), False)}
 
@@ -180,9 +181,9 @@ def _with_schedules(fn: Callable[..., Any], arguments: Sequence[Any], x64: bool 
 
 def _recognised() -> Made:
     """Programs that are found in more than one region, or by their weights."""
-    import gpu_sanitize
+    from benchmarks.gpu_checks import sanitizer
 
-    return {f" {name}": program for name, program, _ in gpu_sanitize.recognised()}
+    return {f" {name}": program for name, program, _ in sanitizer.recognised()}
 
 
 def _elementary() -> Made:

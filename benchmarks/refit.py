@@ -48,9 +48,9 @@ class Family:
 
 
 def attention_samples(paths: Sequence[Path]) -> list[Sample]:
-    """Flash attention (`benchmarks/gpu_attention.py`): every recorded schedule whose tile is still one."""
-    from benchmarks.gpu_attention import cases
-    from benchmarks.gpu_run import program_of
+    """Flash attention (`benchmarks/gpu_kernels/attention.py`): every recorded schedule whose tile is still one."""
+    from benchmarks.gpu_kernels.attention import cases
+    from benchmarks.gpu_kernels.run import program_of
     from jcuts.base.errors import Refusal
     from jcuts.lower.patterns.attention import match
     from jcuts.schedule.gpu.attention import schedules

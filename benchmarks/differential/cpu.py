@@ -1,9 +1,9 @@
 """Differential test: random programs through jcuts' kernels against `jax.jit`.
 
-    python benchmarks/differential.py --programs 2000 --slices --jobs 16 --resume progress.jsonl --json result.json
-    python benchmarks/differential.py --programs 200 --grad --resume progress.jsonl
-    python benchmarks/differential.py --merge one.jsonl other.jsonl --programs 0 --json result.json
-    python benchmarks/differential.py --one 1234           # look into one program
+    python benchmarks/differential/cpu.py --programs 2000 --slices --jobs 16 --resume progress.jsonl --json result.json
+    python benchmarks/differential/cpu.py --programs 200 --grad --resume progress.jsonl
+    python benchmarks/differential/cpu.py --merge one.jsonl other.jsonl --programs 0 --json result.json
+    python benchmarks/differential/cpu.py --one 1234           # look into one program
 
 Every program runs with random schedules of all its kernels on several sets of inputs; the acceptance rule is the
 tuner's (`jcuts.tune.verify.acceptance`).  Progress is a file with one JSON object per program, next to it one per
@@ -27,12 +27,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 if "JCUTS_CACHE_DIR" not in os.environ:
     os.environ["JCUTS_CACHE_DIR"] = tempfile.mkdtemp(prefix="jcuts-differential-")
     atexit.register(shutil.rmtree, os.environ["JCUTS_CACHE_DIR"], ignore_errors=True)
 
-from random_programs import shards
+from benchmarks.random_programs import shards
 
 SLICE = 10
 """With ``--slices`` one program in so many, as many again, runs under grad, and one under vmap."""
@@ -145,7 +145,7 @@ def main() -> int:
     """Runs and sums up; exit status 1 where a program failed."""
     options = _arguments()
     if options.alone is not None:
-        from random_programs.runner import alone
+        from benchmarks.random_programs.runner import alone
 
         alone(options.alone, options.transform or "plain")
         return 0
@@ -172,7 +172,8 @@ def main() -> int:
 def _run(items: list[shards.Item], resume: Path | None) -> list[dict[str, Any]]:
     """Runs programs in this process; returns their rows and appends them to the file."""
     import jax
-    from random_programs.runner import run
+
+    from benchmarks.random_programs.runner import run
 
     commit = _commit()
     rows: list[dict[str, Any]] = []
@@ -208,7 +209,7 @@ def _run(items: list[shards.Item], resume: Path | None) -> list[dict[str, Any]]:
 
 def _who_died(seed: int, transform: str) -> Any:
     """Whose crash was it?  XLA alone, without any kernel, may crash on the program or on its float64 form."""
-    from random_programs.runner import Verdict
+    from benchmarks.random_programs.runner import Verdict
 
     command = [sys.executable, __file__, "--alone", str(seed), "--transform", transform]
     try:
@@ -221,8 +222,7 @@ def _who_died(seed: int, transform: str) -> Any:
 
 
 def _one(seed: int, transform: str) -> int:
-    from random_programs.runner import run
-
+    from benchmarks.random_programs.runner import run
     from jcuts.kernel_ir.printer import program_text
 
     keep: dict[str, Any] = {}

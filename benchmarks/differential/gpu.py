@@ -1,11 +1,11 @@
 """Differential test on a GPU: random programs through jcuts' CUDA kernels against `jax.jit` and a float64 reference.
 
-    python benchmarks/differential_gpu.py --programs 1000 --jobs 16 --out results     # with a GPU
-    python benchmarks/differential_gpu.py --programs 20 --interpreted --out results   # without: PTX machine
-    python benchmarks/differential_gpu.py --one 1234 [--transform grad] [--interpreted]
+    python benchmarks/differential/gpu.py --programs 1000 --jobs 16 --out results     # with a GPU
+    python benchmarks/differential/gpu.py --programs 20 --interpreted --out results   # without: PTX machine
+    python benchmarks/differential/gpu.py --one 1234 [--transform grad] [--interpreted]
 
-As `differential.py` does it on a CPU: random covers, a random schedule for every kernel, several sets of inputs, the
-tuner's acceptance rule.  Every kernel also runs alone on fenced, poisoned memory, twice, and must give equal bits.
+As `differential/cpu.py` does it on a CPU: random covers, a random schedule for every kernel, several sets of inputs,
+the tuner's acceptance rule.  Every kernel also runs alone on fenced, poisoned memory, twice, and must give equal bits.
 Products and convolutions that stay with XLA run at the highest precision (TF32 would be XLA's error, not jcuts'); the
 float64 reference runs on the CPU.  Each of the ``--jobs`` processes compiles its kernels on a core of its own and runs
 them on the one GPU.  Results: ``OUT/differential_gpu.json``, and one line per program beside it
@@ -27,8 +27,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 INTERPRETED, DEADLINE = "DIFFERENTIAL_INTERPRETED", "DIFFERENTIAL_DEADLINE"
 """Environment variables that a run hands to its processes."""
@@ -37,7 +37,7 @@ QUICK = " --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false --xla_gp
 CLEAR = 25  # programs after which compiled code is dropped
 SLICE = 10
 
-from random_programs import shards  # noqa: E402
+from benchmarks.random_programs import shards  # noqa: E402
 
 
 def _arguments() -> argparse.Namespace:
@@ -66,7 +66,7 @@ def main() -> int:
     if not os.environ.get(INTERPRETED) and "xla_gpu_autotune_level" not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + QUICK
     if options.alone is not None:
-        from random_programs import on_gpu, runner
+        from benchmarks.random_programs import on_gpu, runner
 
         with on_gpu.on_gpu(_interpreted()):
             runner.alone(options.alone, options.transform)
@@ -109,7 +109,7 @@ def _all(options: argparse.Namespace) -> int:
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Counts over the rows of all processes."""
-    from differential import summary as counts
+    from benchmarks.differential.cpu import summary as counts
 
     latest = shards.latest(rows)
     failed = [r for r in latest if r["status"] in ("mismatch", "error")]
@@ -128,8 +128,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _work(items: list[shards.Item], resume: Path) -> None:
     """Runs programs in this process and appends their rows to the file."""
     import jax
-    from differential import _commit
-    from random_programs import on_gpu, runner
+
+    from benchmarks.differential.cpu import _commit
+    from benchmarks.random_programs import on_gpu, runner
 
     interpreted, commit = _interpreted(), _commit()
     deadline = float(os.environ.get(DEADLINE, "inf"))
@@ -168,7 +169,7 @@ def _work(items: list[shards.Item], resume: Path) -> None:
 
 def _who_died(seed: int, transform: str) -> Any:
     """Whose crash was it?  XLA alone, without any kernel, may fail on the program."""
-    from random_programs.runner import Verdict
+    from benchmarks.random_programs.runner import Verdict
 
     command = [sys.executable, __file__, "--alone", str(seed), "--transform", transform]
     try:
@@ -181,8 +182,7 @@ def _who_died(seed: int, transform: str) -> Any:
 
 
 def _one(seed: int, transform: str) -> int:
-    from random_programs import on_gpu, runner
-
+    from benchmarks.random_programs import on_gpu, runner
     from jcuts.kernel_ir.printer import program_text
 
     keep: dict[str, Any] = {}

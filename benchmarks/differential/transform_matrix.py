@@ -1,6 +1,6 @@
 """Print the transformation matrix: every way of using ``jcuts.optimize`` against ``jax.jit``, pass or fail.
 
-python benchmarks/transform_matrix.py
+python benchmarks/differential/transform_matrix.py
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
 """Faults while tuning: does the user still get the right result?  Prints one line of figures per fault.
 
-    python benchmarks/faults.py                         # kernels written for this test, good and bad
-    python benchmarks/faults.py --workload optimize     # jcuts.optimize end to end
-    python benchmarks/faults.py --kills 10 --only kill  # part of it
+    python benchmarks/fault_injection/cpu.py                         # kernels written for this test, good and bad
+    python benchmarks/fault_injection/cpu.py --workload optimize     # jcuts.optimize end to end
+    python benchmarks/fault_injection/cpu.py --kills 10 --only kill  # part of it
 
 Every run of the workload is a process of its own with a cache folder of its own; it ends with RIGHT or WRONG, having
 compared what tuning chose with a reference.  Faults: kill -9 at random points, two processes at once, a truncated
@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 TIMEOUT_S = 300.0

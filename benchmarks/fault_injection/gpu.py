@@ -1,7 +1,7 @@
 """Faults while tuning on a GPU: is the user's process unharmed, and its result right?
 
-    python benchmarks/gpu_faults.py --out results                     # with a GPU, about 3 minutes
-    python benchmarks/gpu_faults.py --out results --cpu --kills 4     # the same harness with CPU kernels
+    python benchmarks/fault_injection/gpu.py --out results                     # with a GPU, about 3 minutes
+    python benchmarks/fault_injection/gpu.py --out results --cpu --kills 4     # the same harness with CPU kernels
 
     candidates   kernels that hang, trap, access illegal memory, write beside a result or into an operand, or are wrong
     neighbour    a second process computes on the GPU while the first tunes a kernel that hangs
@@ -32,10 +32,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
-from faults import descendants, gone  # noqa: E402
+from benchmarks.fault_injection.cpu import descendants, gone  # noqa: E402
 
 TIMEOUT_S = 150.0
 TUNE_TIMEOUT_S = "10"

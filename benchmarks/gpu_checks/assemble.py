@@ -1,7 +1,7 @@
 """CI without a GPU: every template and schedule assembles for every architecture, without spills.
 
-    python benchmarks/gpu_assemble.py --out results --each 4            # about a minute on 16 cores
-    python benchmarks/gpu_assemble.py --out results --each 1 --only float32
+    python benchmarks/gpu_checks/assemble.py --out results --each 4            # about a minute on 16 cores
+    python benchmarks/gpu_checks/assemble.py --out results --each 1 --only float32
 
 Cases are those of ``tests/gpu/cases.py``; ``--each`` schedules of each, from the best to the last.  A schedule whose
 kernel would use local memory is refused by the compiler, so none is ever run: such refusals are listed by case.  A case
@@ -22,15 +22,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 def assembled(out: Path, capability: tuple[int, int], each: int, jobs: int, only: str) -> dict[str, Any]:
     """Counts for one architecture."""
-    from gpu_sanitize import prepare
-
+    from benchmarks.gpu_checks.sanitizer import prepare
     from jcuts.codegen.cuda.toolchain.image import Image
     from jcuts.tune.kernel_file import read_kernel
 

@@ -1,7 +1,7 @@
 """The same function on several GPUs: one by one, on a mesh, inside shard_map, from several threads.
 
-    python benchmarks/gpu_mesh.py --out results                    # all GPUs of this machine, at least two
-    python benchmarks/gpu_mesh.py --out results --platform cpu     # the same on four pretended CPU devices
+    python benchmarks/gpu_checks/multi_gpu.py --out results                    # all GPUs of this machine, at least two
+    python benchmarks/gpu_checks/multi_gpu.py --out results --platform cpu     # the same on four pretended CPU devices
 
 Shown for each way: kernels run (the launcher's target is in the program), results equal those of one device, and how
 many measuring processes were started: tuning belongs to the kind of device, so a second equal GPU needs none.
@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 CALLS = 100
 
 

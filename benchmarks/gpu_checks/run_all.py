@@ -1,8 +1,8 @@
 """Everything that jcuts shows on a GPU, as one command: tests, sanitizer, differential test, faults, pruning, speed.
 
-    python benchmarks/gpu_prove.py --out results              # about 15 minutes on 16 cores and one GPU
-    python benchmarks/gpu_prove.py --out results --quick      # about 5, smaller counts
-    python benchmarks/gpu_prove.py --out results --only sanitize,faults
+    python benchmarks/gpu_checks/run_all.py --out results              # about 15 minutes on 16 cores and one GPU
+    python benchmarks/gpu_checks/run_all.py --out results --quick      # about 5, smaller counts
+    python benchmarks/gpu_checks/run_all.py --out results --only sanitize,faults
 
 Each step is a script of its own, in a process of its own, and writes its JSON under OUT (``--help`` of each says more);
 ``OUT/gpu_prove.json`` has how each ended and how long it took.  A step that fails does not stop the others.
@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 1200.0
 
 
@@ -27,22 +27,22 @@ def steps(out: Path, quick: bool) -> dict[str, list[str]]:
     here = "benchmarks/"
     return {
         "doctor": ["-m", "jcuts.cli.main", "doctor"],
-        "assemble": [f"{here}gpu_assemble.py", "--out", str(out / "assemble"), "--each", "2" if quick else "4"],
+        "assemble": [f"{here}gpu_checks/assemble.py", "--out", str(out / "assemble"), "--each", "2" if quick else "4"],
         "tests": ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"],
-        "sanitize": [f"{here}gpu_sanitize.py", "--out", str(out), "--each", "2" if quick else "3"],
+        "sanitize": [f"{here}gpu_checks/sanitizer.py", "--out", str(out), "--each", "2" if quick else "3"],
         "differential": [
-            f"{here}differential_gpu.py",
+            f"{here}differential/gpu.py",
             "--out",
             str(out),
             "--slices",
             "--programs",
             "300" if quick else "1000",
         ],
-        "faults": [f"{here}gpu_faults.py", "--out", str(out), "--kills", "6" if quick else "24"],
-        "mesh": [f"{here}gpu_mesh.py", "--out", str(out)],
-        "pruning": [f"{here}pruning_gpu.py", "--out", str(out / "pruning"), "--candidates", "60" if quick else "510"],
+        "faults": [f"{here}fault_injection/gpu.py", "--out", str(out), "--kills", "6" if quick else "24"],
+        "mesh": [f"{here}gpu_checks/multi_gpu.py", "--out", str(out)],
+        "pruning": [f"{here}pruning/gpu.py", "--out", str(out / "pruning"), "--candidates", "60" if quick else "510"],
         "speed": [
-            f"{here}gpu_run.py",
+            f"{here}gpu_kernels/run.py",
             "run",
             "--out",
             str(out / "speed"),

@@ -1,7 +1,7 @@
 """Every kernel template under compute-sanitizer, between red zones, and 1,000 times for equal bits.
 
-    python benchmarks/gpu_sanitize.py --out results                 # with a GPU
-    python benchmarks/gpu_sanitize.py --out results --compile-only  # without: compiles what would be run
+    python benchmarks/gpu_checks/sanitizer.py --out results                 # with a GPU
+    python benchmarks/gpu_checks/sanitizer.py --out results --compile-only  # without: compiles what would be run
 
 Kernels of every case of ``tests/gpu/cases.py`` are compiled in parallel.  Then, in processes that use the driver alone:
 
@@ -28,8 +28,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 REPEATS = 1000
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
@@ -116,8 +116,8 @@ def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], onl
     """Compiles schedules of every case and writes their operands; gives the list that `launch` reads."""
     import jax
     import numpy as np
-    from gpu_compile import compile_all
 
+    from benchmarks.gpu_kernels.parallel_compile import compile_all
     from jcuts.kernel_ir.program import Program
     from jcuts.schedule.gpu import candidates as gpu_candidates
     from jcuts.tune.verify.inputs import save

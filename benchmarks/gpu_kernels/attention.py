@@ -1,8 +1,8 @@
 """Attention of BERT-base (12 heads of 64), scores that never leave a multiprocessor: schedules against XLA.
 
-    python benchmarks/gpu_attention.py --out results --most 10 --budget 150
+    python benchmarks/gpu_kernels/attention.py --out results --most 10 --budget 150
 
-Needs a GPU. Kernels compile in parallel first; then every size as in `gpu_run.py`. XLA is timed with its default
+Needs a GPU. Kernels compile in parallel first; then every size as in `run.py`. XLA is timed with its default
 options and with everything in CUDA graphs; the faster one counts.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 HEADS, DEPTH = 12, 64
 SIZES = ((8, 384), (1, 384), (8, 512), (1, 512), (8, 128), (1, 128), (8, 1024), (1, 1024))
@@ -37,7 +37,7 @@ def cases() -> list[Any]:
     import jax
     import jax.numpy as jnp
 
-    from benchmarks.gpu_cases import Case
+    from benchmarks.gpu_kernels.cases import Case
 
     found = []
     for kind in ("float32", "bfloat16"):
@@ -56,7 +56,7 @@ def cases() -> list[Any]:
 
 def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[Any]:
     """The best schedules as ranked, or those asked for."""
-    from benchmarks.gpu_run import program_of
+    from benchmarks.gpu_kernels.run import program_of
     from jcuts.base.errors import Refusal
     from jcuts.lower.patterns.attention import match
     from jcuts.schedule.gpu.attention import schedules as attention_schedules
@@ -81,8 +81,8 @@ def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[A
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    from benchmarks import gpu_run
-    from benchmarks.gpu_groups import build, race
+    from benchmarks.gpu_kernels import run
+    from benchmarks.gpu_kernels.wgmma_tiles import build, race
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu_attention"))
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.kernels or options.out / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    wanted = [case for case in cases() if gpu_run.wanted(case, options.only)]
+    wanted = [case for case in cases() if run.wanted(case, options.only)]
     tiles = json.loads(options.tiles.read_text()) if options.tiles else {}
     work = [(c, schedules(c, options.most, tiles)) for c in wanted if not tiles or c.name in tiles]
     build([p for _, programs in work for p in programs], folder, options.workers, start)

@@ -1,6 +1,6 @@
 """Layers of networks that compute in bfloat16, with their norms in float32: kernels against XLA.
 
-    python benchmarks/gpu_halves.py --out results --most 6 --budget 100
+    python benchmarks/gpu_kernels/bfloat16_norms.py --out results --most 6 --budget 100
 
 A layer is a convolution (or product) whose result goes through a float32 norm with known statistics and an activation,
 as keras' networks have it; some have such a norm before the product, too.  Needs a GPU of compute capability 9.0;
@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_cases import Case  # noqa: E402
+from benchmarks.gpu_kernels.cases import Case  # noqa: E402
 
 CONVOLUTIONS = (
     (56, 64, 64, (3, 3), 1),
@@ -123,7 +123,7 @@ def _pooled(x: Any, count: Any, s: Any, t: Any) -> Any:
 
 def schedules(case: Case, most: int) -> list[Any]:
     """The best programs by the ranking; of what keeps pixels, and of what does not, a few each."""
-    from benchmarks.gpu_run import small_arguments
+    from benchmarks.gpu_kernels.run import small_arguments
     from jcuts.fusion.move_epilogue import CHEAP
     from jcuts.kernel_ir.program import Program
     from jcuts.lower.region import lower_region
@@ -144,9 +144,9 @@ def schedules(case: Case, most: int) -> list[Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    from benchmarks import gpu_run
-    from benchmarks.gpu_groups import build, race
-    from benchmarks.gpu_judged import options_of
+    from benchmarks.gpu_kernels import run
+    from benchmarks.gpu_kernels.paired_timing import options_of
+    from benchmarks.gpu_kernels.wgmma_tiles import build, race
 
     parser = options_of(__doc__, "gpu_halves", most=6, schedules="schedules per layer", budget=100.0)
     parser.add_argument("--batch", type=int, default=64, help="images")
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.out / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    cases = [case for case in layers(options.batch) if gpu_run.wanted(case, options.only)]
+    cases = [case for case in layers(options.batch) if run.wanted(case, options.only)]
     work = [(case, schedules(case, options.most)) for case in cases]
     build([p for _, programs in work for p in programs], folder, options.workers, start)
     if not options.build:

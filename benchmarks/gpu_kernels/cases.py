@@ -1,4 +1,4 @@
-"""The micro-benchmarks of `gpu_run.py`: memory-bound operations, each with the bytes that it must move."""
+"""The micro-benchmarks of `run.py`: memory-bound operations, each with the bytes that it must move."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Networks' first convolutions, with bias and activation: schedules of the patch form against XLA.
 
-    python benchmarks/gpu_first_layers.py --out results --most 14 --budget 50
+    python benchmarks/gpu_kernels/few_channel_convs.py --out results --most 14 --budget 50
 
-Needs a GPU. Kernels compile in parallel first; then every layer as in `gpu_run.py`.
+Needs a GPU. Kernels compile in parallel first; then every layer as in `run.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 OTHERS = 1  # candidates of other forms
 
@@ -25,7 +25,7 @@ def layers() -> list[Any]:
     import jax.numpy as jnp
     from jax import lax
 
-    from benchmarks.gpu_cases import Case
+    from benchmarks.gpu_kernels.cases import Case
 
     def layer(end: Callable[..., Any], padding: Any) -> Callable[..., Any]:
         names = ("NHWC", "HWIO", "NHWC")
@@ -52,7 +52,7 @@ def layers() -> list[Any]:
 
 def schedules(case: Any, most: int) -> list[Any]:
     """The best share of tiles of every tile, as ranked; then candidates of other forms."""
-    from benchmarks.gpu_run import program_of
+    from benchmarks.gpu_kernels.run import program_of
     from jcuts.lower.patterns.few_channel_conv import as_few_channel_conv
     from jcuts.schedule.gpu import candidates as gpu_candidates
     from jcuts.schedule.gpu.conv import few_channels
@@ -81,8 +81,8 @@ def schedules(case: Any, most: int) -> list[Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    from benchmarks import gpu_run
-    from benchmarks.gpu_groups import build, race
+    from benchmarks.gpu_kernels import run
+    from benchmarks.gpu_kernels.wgmma_tiles import build, race
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu_first_layers"))
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.kernels or options.out / "kernels"
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    work = [(case, schedules(case, options.most)) for case in layers() if gpu_run.wanted(case, options.only)]
+    work = [(case, schedules(case, options.most)) for case in layers() if run.wanted(case, options.only)]
     build([p for _, programs in work for p in programs], folder, options.workers, start)
     if not options.build:
         race(work, folder, options.out / "gpu_first_layers.json", options.budget, start)

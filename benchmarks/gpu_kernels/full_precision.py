@@ -1,9 +1,9 @@
 """Products and convolutions of float32 with ``precision`` HIGHEST and of float64, against XLA's, errors beside.
 
-    python benchmarks/gpu_exact.py --out results --most 8 --budget 200
+    python benchmarks/gpu_kernels/full_precision.py --out results --most 8 --budget 200
 
 Needs a GPU (``--build``: only compiles, for capability 9.0). Kernels compile in parallel first; then every case as in
-`gpu_run.py`.
+`run.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 GEMMS = ((4096, 4096, 4096), (3072, 1024, 4096), (384, 768, 3072), (12544, 256, 1024), (50176, 128, 512))
 """Rows, terms, columns."""
@@ -28,7 +28,7 @@ def cases() -> list[Any]:
     import jax.numpy as jnp
     from jax import lax
 
-    from benchmarks.gpu_cases import Case
+    from benchmarks.gpu_kernels.cases import Case
 
     def dense(x: Any, w: Any, b: Any) -> Any:
         return jax.nn.relu(jnp.dot(x, w, precision="highest") + b)
@@ -55,9 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import jax
 
     jax.config.update("jax_enable_x64", True)
-    from benchmarks import gpu_run
-    from benchmarks.gpu_groups import build, race
-    from benchmarks.gpu_judged import options_of
+    from benchmarks.gpu_kernels import run
+    from benchmarks.gpu_kernels.paired_timing import options_of
+    from benchmarks.gpu_kernels.wgmma_tiles import build, race
     from jcuts.schedule.gpu import candidates as gpu_candidates
 
     options = options_of(
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     work = []
     for case in cases():
-        if gpu_run.wanted(case, options.only) and (program := gpu_run.program_of(case)[0]) is not None:
+        if run.wanted(case, options.only) and (program := run.program_of(case)[0]) is not None:
             found = gpu_candidates.candidates(program, gpu_candidates.GpuMachine(132, capability=(9, 0)), options.most)
             work.append((case, [p for p, _ in found]))
     build([p for _, programs in work for p in programs], folder, options.workers, start)

@@ -1,6 +1,6 @@
 """MobileNetV2's inverted residual blocks in one kernel against XLA, weights rounded once as `rounds` leaves them.
 
-    python benchmarks/gpu_blocks.py --out results --most 8 --budget 150
+    python benchmarks/gpu_kernels/inverted_residual.py --out results --most 8 --budget 150
 
 XLA has weights as networks have them and as `rounds` leaves them, with and without CUDA graphs. With ``--halves``
 operands are bfloat16 (nothing is rounded), and a norm in float32 follows each sum. Needs a GPU. Kernels compile in
@@ -23,12 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_cases import Case  # noqa: E402
-from benchmarks.gpu_groups import build  # noqa: E402
-from benchmarks.gpu_judged import in_turn, judged, listed  # noqa: E402
+from benchmarks.gpu_kernels.cases import Case  # noqa: E402
+from benchmarks.gpu_kernels.paired_timing import in_turn, judged, listed  # noqa: E402
+from benchmarks.gpu_kernels.wgmma_tiles import build  # noqa: E402
 
 BLOCKS = (
     (56, 24, 144, 1, 24),
@@ -122,7 +122,7 @@ def operands(case: Case) -> list[np.ndarray]:
 
 def program_of(case: Case, rounded: bool) -> Any:
     """The unscheduled program of a block."""
-    from benchmarks.gpu_run import small_arguments
+    from benchmarks.gpu_kernels.run import small_arguments
     from jcuts.fusion import greedy
     from jcuts.fusion.match_inverted_residual import inverted_residual_groups
     from jcuts.lower.excess_precision import drop_bf16_round_trips
@@ -164,7 +164,7 @@ def schedules(case: Case, most: int, rounded: bool) -> list[Any]:
 
 def measured(pair: tuple[Case, Case], programs: Sequence[Any], folder: Path, most: int) -> dict[str, Any]:
     """One block: XLA with weights as they are ("xla") and along terms, and all programs, in turns."""
-    from benchmarks import gpu_run
+    from benchmarks.gpu_kernels import run
     from jcuts.jit import end_to_end_benchmark
     from jcuts.tune.kernel_file import read_kernel
     from jcuts.xla.ffi_call import call_kernel
@@ -173,11 +173,11 @@ def measured(pair: tuple[Case, Case], programs: Sequence[Any], folder: Path, mos
     row: dict[str, Any] = {
         "case": along.name,
         "bytes": along.moved(),
-        "bound": along.moved() / gpu_run.CEILING,
+        "bound": along.moved() / run.CEILING,
         "programs": {},
         "rejected": {},
     }
-    count = int(min(most, max(4, -(-gpu_run.ROTATED // along.moved()))))
+    count = int(min(most, max(4, -(-run.ROTATED // along.moved()))))
     found = [jnp.asarray(a) for a in operands(along)]
     places = products(len(found))
     turned = [found[place].transpose(1, 2, 3, 0) for place in places]
@@ -197,10 +197,10 @@ def measured(pair: tuple[Case, Case], programs: Sequence[Any], folder: Path, mos
         if path.exists():
             kernel = read_kernel(path)
             params[name] = {k: p for k, p in program.params if k != "cuda"}
-            functions[name] = lambda *xs, k=kernel: call_kernel(k, *gpu_run.operands_of(k, xs[:many]))
+            functions[name] = lambda *xs, k=kernel: call_kernel(k, *run.operands_of(k, xs[:many]))
     with jax.enable_x64(True):
         wide = jax.jit(along.function)(*(a.astype(jnp.float64) for a in found))
-    lowered = {name: jax.jit(gpu_run.chain(g, count)).lower(sets) for name, g in functions.items()}
+    lowered = {name: jax.jit(run.chain(g, count)).lower(sets) for name, g in functions.items()}
     compiled: dict[str, Any] = {}
     for name in ("xla", "xla along"):  # alone: they are tuned meanwhile
         low = lowered.pop(name)
@@ -231,7 +231,7 @@ def show(row: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    from benchmarks import gpu_run
+    from benchmarks.gpu_kernels import run
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu_blocks"))
@@ -254,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = [
         (pair, schedules(pair[0], options.most, not options.plain and not options.halves))
         for pair in pairs
-        if gpu_run.wanted(pair[0], options.only)
+        if run.wanted(pair[0], options.only)
     ]
     build([p for _, programs in work for p in programs], folder, options.workers, start)
     in_turn(

@@ -1,7 +1,7 @@
 """Which schedules of memory-bound operations come near the memory's bandwidth: many of each, XLA, and plain copies.
 
-    python benchmarks/gpu_bandwidth.py --out results --budget 120 --most 24
-    python benchmarks/gpu_bandwidth.py --out results --build --only "depthwise 3x3/1"      # only compiles; needs no GPU
+    python benchmarks/gpu_kernels/memory_bandwidth.py --out results --budget 120 --most 24
+    python benchmarks/gpu_kernels/memory_bandwidth.py --out results --build --only "depthwise 3x3/1"  # only compiles
 
 Every schedule is timed by CUDA events in graphs of 16 launches on rotated inputs, larger than the L2 cache; the best
 three and XLA's code as jitted chains, which XLA puts into CUDA graphs.  "Bound": bytes that must move over the rate of
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 LEAST_BYTES = 20_000_000
 FAMILIES = (
@@ -56,8 +56,8 @@ def measured_cases(only: str) -> list[Any]:
     """Copies first, then the cases of all families that move enough."""
     import jax.numpy as jnp
 
-    from benchmarks.gpu_cases import Case, cases
-    from benchmarks.gpu_run import wanted
+    from benchmarks.gpu_kernels.cases import Case, cases
+    from benchmarks.gpu_kernels.run import wanted
 
     found = []
     for megabytes in (28, 58, 116, 231, 462):
@@ -74,7 +74,7 @@ def measured_cases(only: str) -> list[Any]:
 
 def schedules(case: Any, most: int) -> list[Any]:
     """Programs of one case, for an H100 or H200: as ranked, but few that are alike."""
-    from benchmarks.gpu_run import program_of
+    from benchmarks.gpu_kernels.run import program_of
     from jcuts.schedule.gpu import candidates as gpu_candidates
 
     program, _ = program_of(case)
@@ -136,7 +136,7 @@ def bench(case: Any, programs: Sequence[Any], folder: Path, seconds: float) -> d
     """One case: times of all schedules, of XLA, and how far the best one is from XLA's result."""
     import jax
 
-    from benchmarks.gpu_run import CEILING, error_of
+    from benchmarks.gpu_kernels.run import CEILING, error_of
     from jcuts.tune.kernel_file import read_kernel
     from jcuts.tune.measure import gpu_problem
     from jcuts.xla.ffi_call import call_kernel
@@ -220,7 +220,7 @@ def copies_of(rows: Sequence[dict[str, Any]]) -> Callable[[float], float]:
 
 def main(given: Sequence[str] | None = None) -> int:
     """The command line."""
-    from benchmarks.gpu_groups import build
+    from benchmarks.gpu_kernels.wgmma_tiles import build
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu_bandwidth"))

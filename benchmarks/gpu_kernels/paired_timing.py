@@ -56,7 +56,7 @@ def judged(
     Args: compiled: chains by name, "xla" among them; lowered: those still to be compiled; params: of kernels; sets: of
         operands; wide: what the first set gives in float64.
     """
-    from benchmarks import gpu_run
+    from benchmarks.gpu_kernels import run
 
     with jax.enable_x64(True):
         scale = float(jnp.sqrt(jnp.mean(wide * wide)))
@@ -79,7 +79,7 @@ def judged(
         except Exception as error:
             row["rejected"][name] = f"{type(error).__name__}: {str(error)[:300]}: {params.get(name)}"
             del compiled[name]
-    for name, spent in gpu_run.timed(compiled, sets, len(sets), sets[0][0]).items():
+    for name, spent in run.timed(compiled, sets, len(sets), sets[0][0]).items():
         row["programs"][name] = {"params": params.get(name, {}), "error": errors[name], **spent}
 
 

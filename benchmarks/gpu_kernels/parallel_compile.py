@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from jcuts.base.errors import CompileRejected  # noqa: E402
-from jcuts.codegen.cuda.toolchain.target import CudaTarget  # noqa: E402
-from jcuts.kernel_ir.program import Program  # noqa: E402
+from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda.toolchain.target import CudaTarget
+from jcuts.kernel_ir.program import Program
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """1x1 convolutions of large batches that are bound by memory, with and without a matrix that is added before ReLU.
 
-    python benchmarks/gpu_residual.py --out results --budget 150
+    python benchmarks/gpu_kernels/residual_epilogue.py --out results --budget 150
 
 ResNet50's at batch 64, float32 with rounded weights: XLA (as a convolution and as a product), the first schedules of
 the ranking, and tiles with all ways of an exit (``held``, ``early``; `region.gpu_held`); two of them with weights as
@@ -24,13 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_cases import Case  # noqa: E402
-from benchmarks.gpu_constants import TF32  # noqa: E402
-from benchmarks.gpu_groups import build  # noqa: E402
-from benchmarks.gpu_judged import in_turn, judged, listed  # noqa: E402
+from benchmarks.gpu_kernels.cases import Case  # noqa: E402
+from benchmarks.gpu_kernels.paired_timing import in_turn, judged, listed  # noqa: E402
+from benchmarks.gpu_kernels.tf32_weights import TF32  # noqa: E402
+from benchmarks.gpu_kernels.wgmma_tiles import build  # noqa: E402
 
 SIZES = ((200704, 64, 256), (50176, 128, 512), (12544, 256, 1024), (3136, 512, 2048))
 """(rows, terms, columns)."""
@@ -108,7 +108,7 @@ def layers() -> list[Layer]:
 
 def schedules(case: Layer, most: int, tiles: Sequence[Sequence[int]]) -> list[Any]:
     """The first schedules of the ranking, and tiles with every exit."""
-    from benchmarks.gpu_run import small_arguments
+    from benchmarks.gpu_kernels.run import small_arguments
     from jcuts.base.errors import CompileRejected
     from jcuts.codegen.cuda.gemm.wgmma_tile import group_shape
     from jcuts.lower.patterns.gemm import as_gemm, gemm_operands, k_tiles_per_split
@@ -193,12 +193,12 @@ def fed(case: Layer, made: Any) -> list[Any]:
 
 def measured(case: Layer, programs: Sequence[Any], folder: Path) -> dict[str, Any]:
     """One layer: XLA, a copy, and all programs, in turns."""
-    from benchmarks import gpu_run
+    from benchmarks.gpu_kernels import run
     from jcuts.tune.kernel_file import read_kernel
     from jcuts.xla.ffi_call import call_kernel
 
     row: dict[str, Any] = {"case": case.name, "bytes": case.moved(), "programs": {}, "rejected": {}}
-    count = int(min(gpu_run.MOST_SETS, max(4, -(-gpu_run.ROTATED // case.moved()))))
+    count = int(min(run.MOST_SETS, max(4, -(-run.ROTATED // case.moved()))))
     first = tuple(jnp.asarray(a) for a in case.arguments(0))
     sets = [tuple(jax.block_until_ready(jnp.roll(a, k)) for a in first) for k in range(count)]
     functions: dict[str, Callable[..., Any]] = {
@@ -213,11 +213,11 @@ def measured(case: Layer, programs: Sequence[Any], folder: Path) -> dict[str, An
         if path.exists():
             kernel, name = read_kernel(path), str(number)
             params[name] = {k: v for k, v in program.params if k not in ("cuda", "threads")}
-            functions[name] = lambda *xs, k=kernel: call_kernel(k, *gpu_run.operands_of(k, xs))
+            functions[name] = lambda *xs, k=kernel: call_kernel(k, *run.operands_of(k, xs))
     with jax.enable_x64(True):
         wide = jax.jit(case.function)(*(a.astype(jnp.float64) for a in first))
     compiled: dict[str, Any] = {}
-    lowered = {name: jax.jit(gpu_run.chain(f, count)).lower(sets) for name, f in functions.items()}
+    lowered = {name: jax.jit(run.chain(f, count)).lower(sets) for name, f in functions.items()}
     for name in ("xla", "xla convolution"):  # alone: they are tuned meanwhile
         compiled[name] = lowered.pop(name).compile()
     judged(row, compiled, lowered, params, sets, wide)
@@ -226,7 +226,7 @@ def measured(case: Layer, programs: Sequence[Any], folder: Path) -> dict[str, An
 
 def show(row: dict[str, Any]) -> None:
     """A table of one layer."""
-    from benchmarks.gpu_run import CEILING
+    from benchmarks.gpu_kernels.run import CEILING
 
     print(f"{row['case']:44} bound {row['bytes'] / CEILING * 1e6:8.2f}")
     listed(row)
@@ -234,7 +234,7 @@ def show(row: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    from benchmarks import gpu_run
+    from benchmarks.gpu_kernels import run
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu_residual"))
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for made in (options.out, folder):
         made.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    cases = [case for case in layers() if gpu_run.wanted(case, options.only) and (case.rounded or not options.fed)]
+    cases = [case for case in layers() if run.wanted(case, options.only) and (case.rounded or not options.fed)]
     work = [(case, schedules(case, options.most, () if options.fed else TILES)) for case in cases]
     build([p for _, programs in work for p in programs], folder, options.workers, start)
     in_turn(

@@ -1,8 +1,8 @@
 """GPU tests and memory-bound micro-benchmarks against plain jax.jit, as one command for any machine with an NVIDIA GPU.
 
-    python benchmarks/gpu_run.py run --out results           # tests (-m gpu), then benchmarks; results/*.json
-    python benchmarks/gpu_run.py build --kernels kernels     # compile every benchmark kernel; needs no GPU
-    python benchmarks/gpu_run.py run --out results --kernels kernels    # uses them where numba-cuda is missing
+    python benchmarks/gpu_kernels/run.py run --out results           # tests (-m gpu), then benchmarks; results/*.json
+    python benchmarks/gpu_kernels/run.py build --kernels kernels     # compile every benchmark kernel; needs no GPU
+    python benchmarks/gpu_kernels/run.py run --out results --kernels kernels    # uses them where numba-cuda is missing
 
 Times are per execution inside one jitted chain of executions on rotated inputs (more than the L2 cache holds), each
 waiting for the one before, medians over repeated chains; XLA's code and jcuts' kernels take turns.
@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 ROTATED = 256 << 20  # bytes that the rotated inputs cover at least
 MOST_SETS = 24
@@ -80,7 +80,7 @@ def wanted(case: Any, only: str) -> bool:
 
 def build(folder: Path, sms: int, capability: tuple[int, int], only: str, count: int) -> int:
     """Compiles every candidate of every case into ``folder``."""
-    from benchmarks.gpu_cases import cases
+    from benchmarks.gpu_kernels.cases import cases
     from jcuts.base.errors import CompileRejected
     from jcuts.codegen.cuda.compile import compile_program
     from jcuts.codegen.cuda.toolchain.target import CudaTarget
@@ -365,7 +365,7 @@ def run(out: Path, folder: Path | None, only: str, budget: float, tests: bool, w
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     result["environment"] = environment()
     print(json.dumps(result["environment"], indent=1))
-    from benchmarks.gpu_cases import cases
+    from benchmarks.gpu_kernels.cases import cases
 
     sms, capability = 132, (9, 0)
     try:

@@ -1,6 +1,6 @@
 """Products of few rows, as networks have them at batch 1: float32 with constant weights, inside CUDA graphs.
 
-    python benchmarks/gpu_small.py --out results --most 14 --budget 100
+    python benchmarks/gpu_kernels/small_batch_gemm.py --out results --most 14 --budget 100
 
 XLA with weights as networks have them and along terms; schedules of rounded weights, those of
 the ranking and those of a wide sweep over tiles, clusters and stages.  Every schedule is timed as jitted chains on
@@ -24,12 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_cases import Case  # noqa: E402
-from benchmarks.gpu_constants import Layer  # noqa: E402
-from benchmarks.gpu_groups import build  # noqa: E402
+from benchmarks.gpu_kernels.cases import Case  # noqa: E402
+from benchmarks.gpu_kernels.tf32_weights import Layer  # noqa: E402
+from benchmarks.gpu_kernels.wgmma_tiles import build  # noqa: E402
 
 SECONDS = 0.05
 """Of samples of one program."""
@@ -105,7 +105,7 @@ def product(case: Case) -> Any:
     """The program of a layer whose weights are rounded, where they are float32."""
     from dataclasses import replace
 
-    from benchmarks.gpu_run import small_arguments
+    from benchmarks.gpu_kernels.run import small_arguments
     from jcuts.fusion.move_epilogue import CHEAP
     from jcuts.lower.patterns.gemm import as_gemm, gemm_operands
     from jcuts.lower.region import lower_region as built
@@ -183,7 +183,7 @@ def fixed() -> list[tuple[Layer, list[Any]]]:
 
 def measured(case: Case, plain: Layer | None, programs: Sequence[Any], folder: Path) -> dict[str, Any]:
     """One layer: XLA and all programs, in turns."""
-    from benchmarks import gpu_run
+    from benchmarks.gpu_kernels import run
     from jcuts.jit.end_to_end_benchmark import OPTIONS
     from jcuts.tune.kernel_file import read_kernel
     from jcuts.tune.measure.cuda_driver import device
@@ -201,7 +201,7 @@ def measured(case: Case, plain: Layer | None, programs: Sequence[Any], folder: P
             continue
         kernel = read_kernel(path)
         params[name] = {k: v for k, v in program.params if k not in ("cuda", "threads", "rounded")}
-        order = gpu_run.operands_of(kernel, arguments)  # the same of all
+        order = run.operands_of(kernel, arguments)  # the same of all
         places = [next(i for i, a in enumerate(arguments) if a is o) for o in order]
         launchers[name] = GpuLauncher(kernel, device())
         entries[name] = (lambda *xs, k=kernel, p=tuple(places): call_kernel(k, *(xs[i] for i in p)), graphs)
@@ -334,8 +334,8 @@ def clusters_at_once(folder: Path) -> dict[str, int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    from benchmarks import gpu_run
-    from benchmarks.gpu_judged import options_of
+    from benchmarks.gpu_kernels import run
+    from benchmarks.gpu_kernels.paired_timing import options_of
 
     parser = options_of(__doc__, "gpu_small", most=12, schedules="tiles of the sweep per layer", budget=100.0)
     parser.add_argument("--fixed", action="store_true", help="also sums of different lengths")
@@ -346,7 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work: list[tuple[Layer, Layer | None, list[Any]]] = []
     for shape in (*ROWS_OF_EIGHT, *LAYERS):
         case, plain = (layer(*shape, along) for along in (True, False))
-        if gpu_run.wanted(case, options.only):
+        if run.wanted(case, options.only):
             work.append((case, plain, schedules(case, options.most)))
     if options.fixed:
         work[1:1] = [(case, None, programs) for case, programs in fixed()]

@@ -1,13 +1,13 @@
 """Convolutions of few outputs, as networks have them at batch 1, with constant weights.
 
-    python benchmarks/gpu_small_filters.py --out results --most 10 --budget 100
-    python benchmarks/gpu_small_filters.py --out results --most 10 --budget 100 --bfloat16
+    python benchmarks/gpu_kernels/small_convs.py --out results --most 10 --budget 100
+    python benchmarks/gpu_kernels/small_convs.py --out results --most 10 --budget 100 --bfloat16
 
 float32: clusters that copy a tile per tap (`region.gpu_groups`) against those that keep pixels
 (`region.gpu_window_clusters`).  bfloat16: both families of the ranking.  In either case a sweep over tiles, clusters
-and stages wider than the ranking; columns as of `gpu_small.py`.  ``--ranking RESULTS`` needs no GPU: how far the best
-of the first 1, 2, 3, 4, 6, 8 schedules of today's ranking is behind the best that was measured.  Else a GPU of compute
-capability 9.0 is needed; compiles in parallel first.
+and stages wider than the ranking; columns as of `small_batch_gemm.py`.  ``--ranking RESULTS`` needs no GPU: how far the
+best of the first 1, 2, 3, 4, 6, 8 schedules of today's ranking is behind the best that was measured.  Else a GPU of
+compute capability 9.0 is needed; compiles in parallel first.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_cases import Case  # noqa: E402
-from benchmarks.gpu_constants import Layer  # noqa: E402
-from benchmarks.gpu_groups import build  # noqa: E402
-from benchmarks.gpu_small import best_tiles, measure, product  # noqa: E402
+from benchmarks.gpu_kernels.cases import Case  # noqa: E402
+from benchmarks.gpu_kernels.small_batch_gemm import best_tiles, measure, product  # noqa: E402
+from benchmarks.gpu_kernels.tf32_weights import Layer  # noqa: E402
+from benchmarks.gpu_kernels.wgmma_tiles import build  # noqa: E402
 
 LAYERS = (
     (1, 14, 256, 256, (3, 3)),
@@ -142,8 +142,8 @@ def behind(path: Path) -> dict[str, list[float]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    from benchmarks import gpu_run
-    from benchmarks.gpu_judged import options_of
+    from benchmarks.gpu_kernels import run
+    from benchmarks.gpu_kernels.paired_timing import options_of
 
     parser = options_of(__doc__, "gpu_small_filters", most=8, schedules="schedules of a kind per layer", budget=100.0)
     parser.add_argument("--bfloat16", action="store_true", help="layers of bfloat16")
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     half = options.bfloat16
     cases = [layer(*shape, "bfloat16") for shape in HALVES] if half else [layer(*shape) for shape in LAYERS]
-    chosen = [case for case in cases if gpu_run.wanted(case, options.only)]
+    chosen = [case for case in cases if run.wanted(case, options.only)]
     work = [(case, None, (halves if half else schedules)(case, options.most)) for case in chosen]
     build([p for _, _, programs in work for p in programs], folder, options.workers, start)
     if not options.build:

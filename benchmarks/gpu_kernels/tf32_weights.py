@@ -1,6 +1,6 @@
 """float32 products and convolutions whose weights are constants: kernels that take rounded weights as they are.
 
-    python benchmarks/gpu_constants.py --out results --most 10 --budget 150
+    python benchmarks/gpu_kernels/tf32_weights.py --out results --most 10 --budget 150
 
 Every layer twice: with weights as networks have them (XLA, and the best schedule that rounds both operands), and with
 rounded weights along terms, as the rewrite `rounds` leaves them (XLA, and schedules of `rounded`).  Needs a GPU of
@@ -23,12 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_cases import Case  # noqa: E402
-from benchmarks.gpu_groups import build  # noqa: E402
-from benchmarks.gpu_judged import in_turn, judged, listed, options_of  # noqa: E402
+from benchmarks.gpu_kernels.cases import Case  # noqa: E402
+from benchmarks.gpu_kernels.paired_timing import in_turn, judged, listed, options_of  # noqa: E402
+from benchmarks.gpu_kernels.wgmma_tiles import build  # noqa: E402
 
 GEMMS = (
     (4096, 4096, 4096),
@@ -126,7 +126,7 @@ def layers(along: bool) -> list[Layer]:
 
 def schedules(case: Case, most: int, along: bool, tiles: Sequence[Sequence[Any]]) -> list[Any]:
     """The best programs by the ranking, with rounded weights, or without; and those of the other family."""
-    from benchmarks.gpu_run import small_arguments
+    from benchmarks.gpu_kernels.run import small_arguments
     from jcuts.fusion.move_epilogue import CHEAP
     from jcuts.kernel_ir.program import Program
     from jcuts.lower.patterns.gemm import as_gemm, gemm_operands, prologue
@@ -174,13 +174,13 @@ def schedules(case: Case, most: int, along: bool, tiles: Sequence[Sequence[Any]]
 
 def measured(pair: tuple[Case, Case], programs: Sequence[Sequence[Any]], folder: Path) -> dict[str, Any]:
     """One layer: XLA with weights as they are ("xla") and along terms ("xla along"), and all programs, in turns."""
-    from benchmarks import gpu_run
+    from benchmarks.gpu_kernels import run
     from jcuts.tune.kernel_file import read_kernel
     from jcuts.xla.ffi_call import call_kernel
 
     along, plain = pair
     row: dict[str, Any] = {"case": along.name.removesuffix(" along terms"), "programs": {}, "rejected": {}}
-    count = int(min(gpu_run.MOST_SETS, max(4, -(-gpu_run.ROTATED // along.moved()))))
+    count = int(min(run.MOST_SETS, max(4, -(-run.ROTATED // along.moved()))))
     x, w, *more = (jnp.asarray(a) for a in along.arguments(0))
     across = w.T if w.ndim == 2 else w.transpose(1, 2, 3, 0)
     sets = [tuple(jax.block_until_ready(jnp.roll(a, k)) for a in (x, w, across, *more)) for k in range(count)]
@@ -197,12 +197,12 @@ def measured(pair: tuple[Case, Case], programs: Sequence[Sequence[Any]], folder:
             kernel = read_kernel(path)
             params[name] = {k: v for k, v in program.params if k not in ("cuda", "threads")}
             functions[name] = lambda x, w, v, b, *more, k=kernel, kind=kind: call_kernel(
-                k, *gpu_run.operands_of(k, (x, w if kind == "rounded" else v, *more, b))
+                k, *run.operands_of(k, (x, w if kind == "rounded" else v, *more, b))
             )
     with jax.enable_x64(True):
         wide = jax.jit(along.function)(*(a.astype(jnp.float64) for a in (x, w, *more)))
     compiled: dict[str, Any] = {}
-    lowered = {name: jax.jit(gpu_run.chain(f, count)).lower(sets) for name, f in functions.items()}
+    lowered = {name: jax.jit(run.chain(f, count)).lower(sets) for name, f in functions.items()}
     for name in ("xla", "xla along"):  # alone: they are tuned meanwhile
         compiled[name] = lowered.pop(name).compile()
     judged(row, compiled, lowered, params, sets, wide)
@@ -225,7 +225,7 @@ def show(row: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    from benchmarks import gpu_run
+    from benchmarks.gpu_kernels import run
 
     parser = options_of(
         __doc__,
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = []
     for pair in zip(layers(True), layers(False), strict=True):
         asked = [t for part, listed in tiles.items() if part in pair[0].name for t in listed]
-        if gpu_run.wanted(pair[0], options.only) and (not tiles or asked):
+        if run.wanted(pair[0], options.only) and (not tiles or asked):
             found = [schedules(pair[0], options.most, True, asked), schedules(pair[1], options.plain, False, ())]
             work.append((pair, found))
     parts = options.only.split(",")  # layers in the order in which they are named

@@ -1,8 +1,8 @@
 """Which tiles of warp groups win: many schedules of a few products against XLA and the best of the other family.
 
-    python benchmarks/gpu_groups.py --out results --only "gemm 384,gemm 4096" --most 20 --budget 200
+    python benchmarks/gpu_kernels/wgmma_tiles.py --out results --only "gemm 384,gemm 4096" --most 20 --budget 200
 
-Needs a GPU of compute capability 9.0. Kernels compile in parallel first; then every case as in `gpu_run.py`.
+Needs a GPU of compute capability 9.0. Kernels compile in parallel first; then every case as in `run.py`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 OTHERS = 2  # schedules of the other family
 
 
 def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[Any]:
     """Programs of one case, for an H100 or H200: the best by the ranking, or those asked for."""
-    from benchmarks.gpu_run import program_of
+    from benchmarks.gpu_kernels.run import program_of
     from jcuts.lower.patterns.gemm import as_gemm
     from jcuts.schedule.gpu.candidates import GpuMachine
     from jcuts.schedule.gpu.gemm import mma as gemm_mma
@@ -80,7 +80,7 @@ def race(
     Args: work: cases with programs; folder: of their kernels; out: file of the rows, written after every case; budget,
         start: seconds and the clock's start; hidden: parameters that are not shown; graphs: as of `gpu_run.bench`.
     """
-    from benchmarks import gpu_run
+    from benchmarks.gpu_kernels import run
 
     rows: list[dict[str, Any]] = []
     for case, programs in work:
@@ -88,9 +88,9 @@ def race(
             print(f"{case.name}: out of time")
             continue
         built = [p for p in programs if (folder / f"{p.digest}.kernel").exists()]
-        row = gpu_run.bench(case, folder, 132, 0, (9, 0), built, graphs)
+        row = run.bench(case, folder, 132, 0, (9, 0), built, graphs)
         rows.append(row)
-        gpu_run.show(row)
+        run.show(row)
         print(f"    {time.perf_counter() - start:.0f} s")
         for found in sorted(row["candidates"].values(), key=lambda c: c.get("median", 1e9)):
             params = {k: v for k, v in found["params"].items() if k not in hidden}
@@ -102,9 +102,9 @@ def race(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    from benchmarks import gpu_run
-    from benchmarks.gpu_cases import cases
-    from benchmarks.gpu_judged import options_of
+    from benchmarks.gpu_kernels import run
+    from benchmarks.gpu_kernels.cases import cases
+    from benchmarks.gpu_kernels.paired_timing import options_of
 
     parser = options_of(
         __doc__, "gpu_groups", most=20, schedules="schedules per case", budget=200.0, only="gemm", what="case"
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     tiles = json.loads(options.tiles.read_text()) if options.tiles else {}
-    work = [(c, schedules(c, options.most, tiles)) for c in cases() if gpu_run.wanted(c, options.only)]
+    work = [(c, schedules(c, options.most, tiles)) for c in cases() if run.wanted(c, options.only)]
     work = [(case, programs) for case, programs in work if programs]
     build([p for _, programs in work for p in programs], folder, options.workers, start)
     if not options.build:

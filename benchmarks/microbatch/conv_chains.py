@@ -2,7 +2,7 @@
 
 All kernels of the step in its order, each with its division, in one XLA program that XLA may capture into CUDA graphs;
 nothing else of the step is in it, so it compiles in seconds.  Its temporary memory is what XLA takes for workspaces.
-Run by `gpu_microbatch_tables.py --items chains`, which measures the divisions' times first.
+Run by `gpu_tables.py --items chains`, which measures the divisions' times first.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Networks whose kernels are timed by a run of `gpu_microbatch_tables.py`, and their convolutions as programs."""
+"""Networks whose kernels are timed by a run of `gpu_tables.py`, and their convolutions as programs."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from benchmarks import microbatch_chains
-from benchmarks.microbatch_models import gradients, inputs_of
-from benchmarks.microbatch_networks import training_step
-from benchmarks.microbatch_run import BATCHES, MODES, BudgetSpent, Run, in_mode, precisions_of
+from benchmarks.microbatch import conv_chains
+from benchmarks.microbatch.modelled_device import training_step
+from benchmarks.microbatch.table_run import BATCHES, MODES, BudgetSpent, Run, in_mode, precisions_of
+from benchmarks.microbatch.training_models import gradients, inputs_of
 
 
 def kernels_of(run: Run, name: str, dtype: str) -> Any:
@@ -76,6 +76,6 @@ def chained(run: Run, name: str, network: Any, found: dict[str, Any]) -> None:
             found[key] = rows
             run.save("chains", found)
 
-        found[key] = microbatch_chains.chains(run, in_mode(network, precision), run.left - 10, keep)
-        run.say("\n".join(microbatch_chains.lines(key, found[key])))
+        found[key] = conv_chains.chains(run, in_mode(network, precision), run.left - 10, keep)
+        run.say("\n".join(conv_chains.lines(key, found[key])))
         run.save("chains", found)

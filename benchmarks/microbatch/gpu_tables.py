@@ -1,9 +1,9 @@
 """Micro-batching on a GPU in figures: training steps, DeepBench in three precisions, networks under WR and WD.
 
-    python benchmarks/gpu_microbatch_tables.py --out results --items steps --budget 200
-    python benchmarks/gpu_microbatch_tables.py --out results --items deepbench --budget 150
-    python benchmarks/gpu_microbatch_tables.py --out results --items chains --networks ResNet-50 --budget 100
-    python benchmarks/gpu_microbatch_tables.py --out /tmp/x --dry-run      # no GPU: the tests' cuDNN, tiny shapes
+    python benchmarks/microbatch/gpu_tables.py --out results --items steps --budget 200
+    python benchmarks/microbatch/gpu_tables.py --out results --items deepbench --budget 150
+    python benchmarks/microbatch/gpu_tables.py --out results --items chains --networks ResNet-50 --budget 100
+    python benchmarks/microbatch/gpu_tables.py --out /tmp/x --dry-run      # no GPU: the tests' cuDNN, tiny shapes
 
   steps      AlexNet and ResNet-18 (--networks: any of the four) forward and backward, every program in a process of its
              own: time, peak memory and gradients of plain jax.jit, of single calls, of WR, of WD at WR's total
@@ -32,13 +32,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmarks import microbatch_chains, microbatch_steps  # noqa: E402
-from benchmarks.gpu_microbatch import prepare  # noqa: E402
-from benchmarks.microbatch_chains import text  # noqa: E402
-from benchmarks.microbatch_fill import chained, fill_network  # noqa: E402
-from benchmarks.microbatch_run import (  # noqa: E402
+from benchmarks.microbatch import conv_chains, step_processes  # noqa: E402
+from benchmarks.microbatch.conv_chains import text  # noqa: E402
+from benchmarks.microbatch.fill_database import chained, fill_network  # noqa: E402
+from benchmarks.microbatch.on_gpu import prepare  # noqa: E402
+from benchmarks.microbatch.table_run import (  # noqa: E402
     BATCHES,
     MODES,
     MOST,
@@ -47,7 +47,7 @@ from benchmarks.microbatch_run import (  # noqa: E402
     in_mode,
     precisions_of,
 )
-from benchmarks.microbatch_whole import mixed, steps  # noqa: E402
+from benchmarks.microbatch.training_steps import mixed, steps  # noqa: E402
 
 ITEMS = ("steps", "deepbench", "networks", "mixed", "chains")
 
@@ -96,7 +96,7 @@ def compared(table: Any, batch: int, limit: int, precision: str) -> dict[str, An
     best = workspace_reuse.divide(table, batch, limit, precision=precision) if one is not None else None
     row = {"single": description(one), "divided": description(best), "no limit": description(free)}
     if one is not None and best is not None and free is not None:
-        pieces = workspace_reuse.divide(microbatch_chains.whole(table), batch, limit, precision=precision)
+        pieces = workspace_reuse.divide(conv_chains.whole(table), batch, limit, precision=precision)
         row |= {"gain of pieces only": one.ticks / pieces.ticks}
         row |= {"gain": one.ticks / best.ticks, "lost": one.ticks / free.ticks, "left": best.ticks / free.ticks}
     return row
@@ -227,7 +227,7 @@ def reduced(run: Run, layer: Any) -> tuple[Any, int]:
 
 def share_algorithms(out: Path) -> None:
     """Whoever times algorithms of XLA for an item leaves them to the other processes, where JAX keeps them, too."""
-    folder = out.resolve() / microbatch_steps.PROGRAMS / "xla_gpu_per_fusion_autotune_cache_dir"
+    folder = out.resolve() / step_processes.PROGRAMS / "xla_gpu_per_fusion_autotune_cache_dir"
     folder.mkdir(parents=True, exist_ok=True)
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_per_fusion_autotune_cache_dir={folder}".strip()

@@ -1,9 +1,9 @@
 """WR and WD on measured times, without a device: networks, and DeepBench's layers as one network.
 
-    python benchmarks/microbatch_offline.py benchmarks/results/gpu_microbatch_tables_h200_2026-11-22.json
-    python benchmarks/microbatch_offline.py results/a/tables.json results/b/tables.json --json results/offline.json
+    python benchmarks/microbatch/offline.py benchmarks/results/microbatch/gpu_microbatch_tables_h200_2026-11-22.json
+    python benchmarks/microbatch/offline.py results/a/tables.json results/b/tables.json --json results/offline.json
 
-The files are what `gpu_microbatch_tables.py` writes.  A network is shown where the times of its kernels are, of nine
+The files are what `gpu_tables.py` writes.  A network is shown where the times of its kernels are, of nine
 tenths of them at least.
 """
 
@@ -17,12 +17,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmarks.gpu_microbatch_tables import compared, compared_network, summary  # noqa: E402
-from benchmarks.microbatch_chains import text  # noqa: E402
-from benchmarks.microbatch_networks import training_step  # noqa: E402
-from benchmarks.microbatch_run import BATCHES, MIB, MODES, MOST, in_mode  # noqa: E402
+from benchmarks.microbatch.conv_chains import text  # noqa: E402
+from benchmarks.microbatch.gpu_tables import compared, compared_network, summary  # noqa: E402
+from benchmarks.microbatch.modelled_device import training_step  # noqa: E402
+from benchmarks.microbatch.table_run import BATCHES, MIB, MODES, MOST, in_mode  # noqa: E402
 from jcuts.base.errors import JcutsError, UsageError  # noqa: E402
 from jcuts.microbatch import workspace_reuse  # noqa: E402
 from jcuts.microbatch.analysis import tables_of  # noqa: E402

@@ -1,8 +1,8 @@
 """Divided convolutions on a GPU: right answers, and AlexNet's conv2 under a workspace limit.
 
-    python benchmarks/gpu_microbatch.py --out results/microbatch                     # everything, within --budget
-    python benchmarks/gpu_microbatch.py --out /tmp/x --items validate alexnet --budget 120
-    python benchmarks/gpu_microbatch.py --out /tmp/x --dry-run                       # no GPU: the tests' cuDNN
+    python benchmarks/microbatch/on_gpu.py --out results/microbatch                     # everything, within --budget
+    python benchmarks/microbatch/on_gpu.py --out /tmp/x --items validate alexnet --budget 120
+    python benchmarks/microbatch/on_gpu.py --out /tmp/x --dry-run                       # no GPU: the tests' cuDNN
 
 Needs jax[cuda13] and jcuts' native libraries (`make native`).  Times go into ``microbatch.sqlite`` of the cache
 directory (``<out>/cache`` unless JCUTS_CACHE_DIR names one): a second run goes on where the first stopped.  Results are
@@ -14,7 +14,7 @@ directory (``<out>/cache`` unless JCUTS_CACHE_DIR names one): a second run goes 
   alexnet    conv2 at batch 256 within 64 MiB: float32 HIGHEST by exact algorithms and by any of cuDNN's, TF32, half:
              whole calls against each other and against float64
 
-Networks, DeepBench and whole training steps: `gpu_microbatch_tables.py`.
+Networks, DeepBench and whole training steps: `gpu_tables.py`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmarks.microbatch_chains import whole  # noqa: E402
+from benchmarks.microbatch.conv_chains import whole  # noqa: E402
 
 MIB = 1 << 20
 LIMIT = 64 * MIB

@@ -1,8 +1,8 @@
 """Are the micro-batch solvers right, and how fast are they?  No device needed.
 
-    python benchmarks/microbatch_solvers.py                       # everything, about two minutes
-    python benchmarks/microbatch_solvers.py --only wr wd          # parts: wr wd times split database
-    python benchmarks/microbatch_solvers.py --json out.json
+    python benchmarks/microbatch/solvers.py                       # everything, about two minutes
+    python benchmarks/microbatch/solvers.py --only wr wd          # parts: wr wd times split database
+    python benchmarks/microbatch/solvers.py --json out.json
 
 wr: dynamic programming against all compositions.  wd: the knapsack on desirable sets, on all configurations, and HiGHS
 on all configurations, under both constraints.  times: seconds to solve networks of ResNet-50's and ResNet-152's size,
@@ -29,11 +29,10 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
-from microbatch_networks import Modelled, training_step  # noqa: E402
-
+from benchmarks.microbatch.modelled_device import Modelled, training_step  # noqa: E402
 from jcuts.base.errors import CacheError  # noqa: E402
 from jcuts.microbatch import clique_knapsack, deepbench, knapsack, workspace_reuse  # noqa: E402
 from jcuts.microbatch.best_batch import best_batch_size  # noqa: E402
@@ -209,8 +208,8 @@ def run_split(cases: int) -> dict[str, Any]:
 
 WRITER = """
 import sys
-sys.path[:0] = [{root!r}, {root!r} + "/benchmarks"]
-from microbatch_networks import Modelled, convolution, alexnet
+sys.path.insert(0, {root!r})
+from benchmarks.microbatch.modelled_device import Modelled, convolution, alexnet
 from jcuts.microbatch.database import Database
 measure, database = Modelled(), Database({path!r})
 kernel = convolution(alexnet()[1], "forward")
@@ -222,7 +221,7 @@ for batch in range({first}, {first} + {count}):
 
 def run_database(writers: int, records: int, kills: int) -> dict[str, Any]:
     """Writers at the same time, kill -9 at random moments, and what is refused."""
-    from microbatch_networks import alexnet, convolution
+    from benchmarks.microbatch.modelled_device import alexnet, convolution
 
     kernel, device = convolution(alexnet()[1], "forward"), Modelled().device
     found: dict[str, Any] = {}

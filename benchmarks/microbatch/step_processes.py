@@ -5,7 +5,7 @@
 
 All processes import, trace and compile at once.  Whoever is ready runs; all others stand still meanwhile, since XLA
 times algorithms on the device while it compiles.  Every program is compiled once: what was compiled is kept, with the
-algorithms that XLA chose.  Run by `gpu_microbatch_tables.py`, which fills the database meanwhile.
+algorithms that XLA chose.  Run by `gpu_tables.py`, which fills the database meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NO_LIMIT = 1 << 45
 PROGRAMS = "programs"
 """Folder of what was compiled."""
@@ -201,7 +201,7 @@ def child(base: dict[str, Any], folder: Path) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from benchmarks.microbatch_models import gradients, inputs_of
+    from benchmarks.microbatch.training_models import gradients, inputs_of
     from jcuts.trace import jaxapi
     from jcuts.xla.cudnn.match import scratch_bytes
 

@@ -1,4 +1,4 @@
-"""Training steps of four networks in plain JAX, as `microbatch_networks.py` lists their convolutions."""
+"""Training steps of four networks in plain JAX, as `modelled_device.py` lists their convolutions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Whole training steps on a GPU: AlexNet, ResNet-18, ResNet-50, DenseNet-40 under WR, WD, single calls and plain XLA.
 
-Items of `gpu_microbatch_tables.py`; every program is compiled and run by `microbatch_steps.py`.
+Items of `gpu_tables.py`; every program is compiled and run by `step_processes.py`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import microbatch_steps
-from benchmarks.microbatch_chains import text
-from benchmarks.microbatch_fill import chained, fill_network
-from benchmarks.microbatch_run import BATCHES, MODES, Run, description, precisions_of
+from benchmarks.microbatch import step_processes
+from benchmarks.microbatch.conv_chains import text
+from benchmarks.microbatch.fill_database import chained, fill_network
+from benchmarks.microbatch.table_run import BATCHES, MODES, Run, description, precisions_of
 
 MOST_PROGRAMS = ("plain", "WR", "single", "no limit", "WR at WD's largest", "WD")
 MORE = ("small", "large")
@@ -71,7 +71,7 @@ def specs_of(run: Run, network: Any, mine: Sequence[dict[str, Any]]) -> list[dic
         "plain": {"name": "plain jax.jit", "plain": True},
         "WR": {"name": f"WR {text(middle)}", "limit": middle},
         "single": {"name": f"single calls, {text(middle)}", "limit": middle, "single": True},
-        "no limit": {"name": "single calls, no limit", "limit": microbatch_steps.NO_LIMIT, "single": True},
+        "no limit": {"name": "single calls, no limit", "limit": step_processes.NO_LIMIT, "single": True},
         "WD": {"name": f"WD at WR's total of {text(total)}", "total": total},
         "WR at WD's largest": {"name": f"WR at WD's largest workspace of {text(peak)}", "limit": peak},
         "launched": {"name": f"WR {text(middle)}, launched one by one", "limit": middle, "launched": True},
@@ -89,7 +89,7 @@ def steps(run: Run) -> Any:
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["steps"] if file.exists() else {}
     found = {key: row for key, row in found.items() if "stopped" not in row}
     started = bases(run, names, found)
-    with microbatch_steps.Race(started, Path(run.folder.name), run.out) as race:
+    with step_processes.Race(started, Path(run.folder.name), run.out) as race:
         networks_ = {}
         for name in names:
             network, why = fill_network(run, name, spare=50.0)
@@ -108,7 +108,7 @@ def steps(run: Run) -> Any:
     return found
 
 
-def finished(run: Run, item: str, race: microbatch_steps.Race, found: dict[str, Any]) -> Any:
+def finished(run: Run, item: str, race: step_processes.Race, found: dict[str, Any]) -> Any:
     """Runs what is compiled or compiling, and compares its gradients with those that are there."""
     for spec, answer in race.run(end=time.monotonic() + max(8.0, run.left)):
         row = found.setdefault(f"{spec['network']}, batch {spec['batch']}, {MODES[spec['precision']]}", {})
@@ -118,7 +118,7 @@ def finished(run: Run, item: str, race: microbatch_steps.Race, found: dict[str, 
         mine = [o for o in run.ran if (o["network"], o["precision"]) == (spec["network"], spec["precision"])]
         for one, other in [*((spec, o) for o in mine), *((o, spec) for o in mine)]:
             if other.get("plain") or other.get("float64"):
-                off = microbatch_steps.distances(race.folder, one, other)
+                off = step_processes.distances(race.folder, one, other)
                 name = f"{one['name']}, gradients from {other['name']}"
                 row.setdefault("gradients", {})[name] = off
         run.ran.append(spec)
@@ -151,7 +151,7 @@ def mixed(run: Run) -> Any:
                         "id": f"mixed-{name}-{precision}-{what.replace(' ', '-')}",
                     }
                 )
-    with microbatch_steps.Race(specs, Path(run.folder.name), run.out) as race:
+    with step_processes.Race(specs, Path(run.folder.name), run.out) as race:
         for name in names:
             network, why = fill_network(run, name, library=True, spare=25.0)
             mine = [spec for spec in specs if spec["network"] == name]

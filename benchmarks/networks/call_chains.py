@@ -1,7 +1,7 @@
 """Chains of kernels against single calls in whole networks on one GPU: what the race says, and what a call takes.
 
-    python benchmarks/gpu_chains.py --out results MobileNetV2:1:closed=scales+rounds+dots ResNet50:1:closed=scales+dots
-    python benchmarks/gpu_chains.py --out dry --dry MobileNetV2:1:closed=scales+dots     # on this CPU: finds typos
+    python benchmarks/networks/call_chains.py --out results MobileNetV2:1:closed=scales+rounds+dots
+    python benchmarks/networks/call_chains.py --out dry --dry MobileNetV2:1:closed=scales+dots  # on this CPU, for typos
 
 After a network's name the forms that compete, separated by commas; none for all that are worth it.  Every network runs
 in a process of its own and then in a second one, which finds the decision.  `step` waits for every call, `stream` only
@@ -20,10 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
-import gpu_networks  # noqa: E402
+from benchmarks.networks import on_gpu  # noqa: E402
 
 
 class Race(logging.Handler):
@@ -55,21 +55,21 @@ def optimized(spec: str, dry: bool) -> tuple[Any, Any, tuple[Any, ...], float, R
     race = Race()
     logging.getLogger("jcuts").setLevel(logging.INFO)
     logging.getLogger("jcuts").addHandler(race)
-    platform = gpu_networks.pretend(dry)
+    platform = on_gpu.pretend(dry)
     if dry:
         from jcuts.xla.chains import fuse as chains_fuse
 
         chains_fuse.joined = lambda closed: 1 << 20  # as if they could matter; pyright: ignore
-    session.set_progress(gpu_networks.Stages())
+    session.set_progress(on_gpu.Stages())
     if only:
         chosen = [variant_space.form_of(f"jcuts/{name}") for name in only.split(",")]
         variant_space.candidate_variants = lambda closed, platform: chosen
-    fn, args = gpu_networks.workload(spec, dry)
+    fn, args = on_gpu.workload(spec, dry)
     jax.block_until_ready(args)
-    ours = jcuts.optimize(gpu_networks.named(fn, "ours"))
+    ours = jcuts.optimize(on_gpu.named(fn, "ours"))
     start = time.perf_counter()
     jax.block_until_ready(ours(*args))
-    gpu_networks.note(f"{spec} on {platform}: first call {time.perf_counter() - start:.1f} s")
+    on_gpu.note(f"{spec} on {platform}: first call {time.perf_counter() - start:.1f} s")
     return fn, ours, args, time.perf_counter() - start, race
 
 
@@ -102,7 +102,7 @@ def measure(spec: str, dry: bool, seconds: float) -> dict[str, Any]:
         "decision": decision.to_dict(),
         "notes": list(ours.explain(*args).notes),
         "unequal": unequal,
-        "times": gpu_networks.timed(calls, seconds) if calls else {},
+        "times": on_gpu.timed(calls, seconds) if calls else {},
     }
 
 
@@ -163,8 +163,8 @@ def main() -> None:
             if left <= 5 or "failed" in row:
                 row.setdefault("failed", f"{what}: no time is left")
                 break
-            row |= gpu_networks.child(what, spec, options, left, script=__file__)
-            name = gpu_networks.label(spec.partition("=")[0])
+            row |= on_gpu.child(what, spec, options, left, script=__file__)
+            name = on_gpu.label(spec.partition("=")[0])
             (options.out / f"chains_{name}.json").write_text(json.dumps(row, indent=1) + "\n")
         print(line(row), flush=True)
 

@@ -1,4 +1,4 @@
-"""What `networks.py` does in processes of their own: the modes of `jcuts.optimize`, a warm start, planning alone."""
+"""What `run.py` does in processes of their own: the modes of `jcuts.optimize`, a warm start, planning alone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import gpu_networks
-import network_counts
-import network_device
+from benchmarks.networks import device_profile, on_gpu, roofline
 
 MODES = ("no_fusion", "fusion", "mixed")
 PRETENDED = ("NVIDIA H200", (9, 0), 132)
@@ -30,8 +28,8 @@ def modes(spec: str, out: Path, dry: bool, seconds: float, which: Sequence[str] 
     from jcuts.jit import variant_space
     from jcuts.tune import session
 
-    platform = gpu_networks.pretend(dry)
-    fn, args = gpu_networks.workload(spec, dry)
+    platform = on_gpu.pretend(dry)
+    fn, args = on_gpu.workload(spec, dry)
     jax.block_until_ready(args)
     option = next(iter(variant_space.options(platform)), "")
     flags = variant_space.compiler_options(f"xla:{option}", platform) or None
@@ -43,14 +41,14 @@ def modes(spec: str, out: Path, dry: bool, seconds: float, which: Sequence[str] 
         "device": str(jax.devices()[0].device_kind),
         "modes": {},
     }
-    closed = network_counts.traced(fn, args)
-    row["counts"] = network_counts.summary(closed, row["device"])
-    session.set_progress(gpu_networks.Stages())
+    closed = roofline.traced(fn, args)
+    row["counts"] = roofline.summary(closed, row["device"])
+    session.set_progress(on_gpu.Stages())
     calls: dict[str, Callable[[], Any]] = {}
     made_by: dict[str, Any] = {}
     for mode in which:
-        gpu_networks.note(f"{spec}: {mode}")
-        ours = jcuts.optimize(gpu_networks.named(fn, mode), mode=mode)
+        on_gpu.note(f"{spec}: {mode}")
+        ours = jcuts.optimize(on_gpu.named(fn, mode), mode=mode)
         start = time.perf_counter()
         jax.block_until_ready(ours(*args))
         spent = time.perf_counter() - start
@@ -61,37 +59,37 @@ def modes(spec: str, out: Path, dry: bool, seconds: float, which: Sequence[str] 
             "equations": report.equations,
             "decision": decision and decision.to_dict(),
             "stages": report.seconds,
-            "by_kind": network_counts.by_kind(report.subsets),
-            "shares": network_counts.shares_of(ours, args, closed, platform),
-            "subsets": [{**gpu_networks.subset_row(s), "kind": s.kind} for s in report.subsets],
+            "by_kind": roofline.by_kind(report.subsets),
+            "shares": roofline.shares_of(ours, args, closed, platform),
+            "subsets": [{**on_gpu.subset_row(s), "kind": s.kind} for s in report.subsets],
             "left": [[r.op, r.reason, r.count] for r in report.refusals],
         }
         calls[mode], made_by[mode] = functools.partial(ours, *args), ours
         row["modes"][mode] = made
-        gpu_networks.save(out, row, "modes_")
-    plain = jax.jit(gpu_networks.named(fn, "plain")).lower(*args)
+        on_gpu.save(out, row, "modes_")
+    plain = jax.jit(on_gpu.named(fn, "plain")).lower(*args)
     calls["xla"] = bound(plain.compile(), args)
     if flags:
         calls["xla options"] = bound(plain.compile(compiler_options=flags), args)
         for mode in (m for m in which if m != "mixed"):
             calls[f"{mode} options"] = bound(made_by[mode].lower(*args).compile(compiler_options=flags), args)
-    row["times"] = gpu_networks.timed(calls, seconds)
-    gpu_networks.save(out, row, "modes_")
-    want, row["errors_against"] = gpu_networks.reference(spec, fn, args, dry)
-    row["errors"] = {n: gpu_networks.error_of(gpu_networks.first_rows(c(), want), want) for n, c in calls.items()}
+    row["times"] = on_gpu.timed(calls, seconds)
+    on_gpu.save(out, row, "modes_")
+    want, row["errors_against"] = on_gpu.reference(spec, fn, args, dry)
+    row["errors"] = {n: on_gpu.error_of(on_gpu.first_rows(c(), want), want) for n, c in calls.items()}
     row["profiles"] = {}
     kinds = {mode: kinds_of(row["modes"][mode]["subsets"]) for mode in which}
     for name in calls:
         try:
-            seen = network_device.profiled(calls[name], out / f"profile_{gpu_networks.label(spec)}", most=1000)
+            seen = device_profile.profiled(calls[name], out / f"profile_{on_gpu.label(spec)}", most=1000)
         except Exception as error:
-            gpu_networks.note(f"no profile of {name}: {type(error).__name__}: {error}")
+            on_gpu.note(f"no profile of {name}: {type(error).__name__}: {error}")
             continue
         of = kinds.get(name.split()[0], {})
         row["profiles"][name] = {
             **seen,
             "largest": seen["largest"][:25],
-            "by_kind": network_counts.profile_by_kind(seen["largest"], of),
+            "by_kind": roofline.profile_by_kind(seen["largest"], of),
         }
     return row | {"finished": True}
 
@@ -116,13 +114,13 @@ def warm(spec: str, dry: bool) -> dict[str, Any]:
 
     import jcuts
 
-    gpu_networks.pretend(dry)
-    fn, args = gpu_networks.workload(spec, dry)
+    on_gpu.pretend(dry)
+    fn, args = on_gpu.workload(spec, dry)
     jax.block_until_ready(args)
     start = time.perf_counter()
-    jax.block_until_ready(jax.jit(gpu_networks.named(fn, "plain"))(*args))
+    jax.block_until_ready(jax.jit(on_gpu.named(fn, "plain"))(*args))
     plain = time.perf_counter() - start
-    ours = jcuts.optimize(gpu_networks.named(fn, "ours"))
+    ours = jcuts.optimize(on_gpu.named(fn, "ours"))
     start = time.perf_counter()
     jax.block_until_ready(ours(*args))
     spent = time.perf_counter() - start
@@ -214,9 +212,9 @@ def planning(spec: str, dry: bool) -> dict[str, Any]:
     from jcuts.tune import session
     from jcuts.tune.database import Store
 
-    fn, args = gpu_networks.workload(spec, dry)
+    fn, args = on_gpu.workload(spec, dry)
     start = time.perf_counter()
-    closed = network_counts.traced(fn, args)
+    closed = roofline.traced(fn, args)
     row: dict[str, Any] = {"part": "planning", "network": spec, "trace_seconds": time.perf_counter() - start}
     tuned: dict[str, Any] = {}
     session.set_store(Store(None, device="pretended", versions="none"))

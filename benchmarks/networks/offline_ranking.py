@@ -1,7 +1,7 @@
 """Networks ranked for GPUs that are not here: kernels assembled, PTX written, candidates ranked by PUL.
 
-    python benchmarks/rank_networks.py --out results                              # RTX 2080 and V100, four networks
-    python benchmarks/rank_networks.py --out results --arch rtx2080 MobileNetV2
+    python benchmarks/networks/offline_ranking.py --out results  # RTX 2080 and V100, four networks
+    python benchmarks/networks/offline_ranking.py --out results --arch rtx2080 MobileNetV2
 
 Nothing runs; the compilers of ``jcuts[cuda13]`` are needed.  ``OUT/rank_networks.json`` counts distinct operations,
 those with kernels for the GPU, kernels that were assembled or rejected (spills), PTX files, and says what kept the
@@ -19,15 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 NETWORKS = ("MobileNetV2", "ResNet50", "DenseNet121", "InceptionV3")
 
 
 def ranked(network: str, arch: str, limit: int) -> dict[str, Any]:
     """Counts of one network on one GPU."""
-    import workloads
-
+    from benchmarks.networks import workloads
     from jcuts.arch.load import load_gpu
     from jcuts.pipeline import offline_ranking
 

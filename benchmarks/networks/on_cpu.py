@@ -1,8 +1,8 @@
 """Whole programs on the CPU: plain `jax.jit`, XLA with its best options, jcuts, and the roofline, in one run each.
 
-    python benchmarks/cpu_networks.py                      # everything (half an hour on 2 cores)
-    python benchmarks/cpu_networks.py MobileNetV2:1 gru    # some; NAME[:BATCH][:bfloat16][:args]
-    python benchmarks/cpu_networks.py --json out.json
+    python benchmarks/networks/on_cpu.py                      # everything (half an hour on 2 cores)
+    python benchmarks/networks/on_cpu.py MobileNetV2:1 gru    # some; NAME[:BATCH][:bfloat16][:args]
+    python benchmarks/networks/on_cpu.py --json out.json
 
 Each workload runs in a process of its own, twice: the first fills the tuning database (cold code generation), the
 second finds it (warm), and times both sides interleaved.  Weights closed over are compared with weights closed over.
@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 DEFAULT = [
     "MobileNetV2:1",
@@ -51,9 +51,9 @@ def one(spec: str) -> dict[str, Any]:
     """Runs one workload in this process and returns its figures."""
     import jax
     import numpy as np
-    import workloads
 
     import jcuts
+    from benchmarks.networks import workloads
     from jcuts.base import fingerprint
     from jcuts.schedule.cpu.bound import host_arch
 

@@ -1,10 +1,10 @@
 """Whole networks on one GPU: plain `jax.jit`, XLA with its best options, jcuts, and torch.compile, in one run each.
 
-    python benchmarks/gpu_networks.py --out results MobileNetV2:1:closed MobileNetV2:64:args
-    python benchmarks/gpu_networks.py --out results              # everything; what is in results already is skipped
-    python benchmarks/gpu_networks.py --out results --gpus 4     # on four equal GPUs side by side
-    python benchmarks/gpu_networks.py --out results --table      # the table of what is there
-    python benchmarks/gpu_networks.py --out dry --dry MobileNetV2:2:closed   # small networks on this CPU: finds typos
+    python benchmarks/networks/on_gpu.py --out results MobileNetV2:1:closed MobileNetV2:64:args
+    python benchmarks/networks/on_gpu.py --out results  # everything; what is in results already is skipped
+    python benchmarks/networks/on_gpu.py --out results --gpus 4  # on four equal GPUs side by side
+    python benchmarks/networks/on_gpu.py --out results --table  # the table of what is there
+    python benchmarks/networks/on_gpu.py --out dry --dry MobileNetV2:2:closed  # small networks on this CPU: finds typos
 
 Every network runs in a process of its own, with its weights as arguments or closed over; all programs take turns.
 `step` waits for every call, `stream` only for the last of many.  Errors are against float64, in the first rows
@@ -30,11 +30,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
-import network_counts  # noqa: E402
-import network_device  # noqa: E402
+from benchmarks.networks import device_profile, roofline  # noqa: E402
 
 NETWORKS = ("MobileNetV2", "ResNet50", "DenseNet121", "InceptionV3", "bert")
 FORMS = ("closed", "args")
@@ -56,7 +55,7 @@ EXACT = 4
 
 def workload(spec: str, dry: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Function and arguments of ``NAME:BATCH:FORM`` or ``NAME:BATCH:FORM:DTYPE``."""
-    import workloads
+    from benchmarks.networks import workloads
 
     name, count, form, dtype = parts(spec)
     closed = form == "closed"
@@ -140,17 +139,17 @@ def measure(
     calls = {side: functools.partial(call, *args) for side, call in sides.items()}
     row["times"] = timed(calls, seconds)
     save(out, row, prefix)
-    closed = network_counts.traced(fn, args)
-    row["counts"] = network_counts.summary(closed, row["device"])
-    row["shares"] = network_counts.shares_of(ours, args, closed, platform)
+    closed = roofline.traced(fn, args)
+    row["counts"] = roofline.summary(closed, row["device"])
+    row["shares"] = roofline.shares_of(ours, args, closed, platform)
     want, against = reference(spec, fn, args, dry)
     row["errors"] = {name: error_of(first_rows(call(), want), want) for name, call in calls.items()}
     row["errors_against"] = against
-    row["launches"] = network_device.launches(calls["jcuts"])
+    row["launches"] = device_profile.launches(calls["jcuts"])
     row["device_kernels"] = {}
     for name in ("flags", "jcuts"):
         try:
-            row["device_kernels"][name] = network_device.profiled(calls[name], out / f"profile_{label(spec)}")
+            row["device_kernels"][name] = device_profile.profiled(calls[name], out / f"profile_{label(spec)}")
         except Exception as error:
             note(f"no profile of {name}: {type(error).__name__}: {error}")
     return row | {"finished": True}
@@ -169,7 +168,7 @@ def reference(spec: str, fn: Callable[..., Any], args: tuple[Any, ...], dry: boo
     few = ":".join((name, str(min(batch_of(spec), EXACT)), *rest))
     small, inputs = (fn, args) if str(batch) == few.split(":")[1] else workload(few, dry)
     judge = variant_space.Float64Judge(
-        network_counts.traced(small, inputs), jax.tree.leaves(inputs), 2.0, jax.default_backend()
+        roofline.traced(small, inputs), jax.tree.leaves(inputs), 2.0, jax.default_backend()
     )
     found = judge.reference()
     if found is not None:
@@ -308,13 +307,13 @@ def prove(spec: str, out: Path, dry: bool) -> dict[str, Any]:
     jax.block_until_ready(ours(*args))
     spent = time.perf_counter() - start
     decision = ours.decision(*args)
-    hlo = network_device.hlo_counts(ours.chosen(*args).compile().as_text())
+    hlo = device_profile.hlo_counts(ours.chosen(*args).compile().as_text())
     found = {
         "warm_first_call_seconds": spent,
         "hlo": hlo,
         "chosen": decision and decision.chosen,
-        **network_device.launches(lambda: ours(*args)),
-        "thunks": network_device.thunks(folder),
+        **device_profile.launches(lambda: ours(*args)),
+        "thunks": device_profile.thunks(folder),
     }
     note(f"{spec}: warm start {spent:.1f} s, {found['thunks']}")
     keep = [p for p in folder.rglob("*") if "thunk" in p.name]
@@ -503,9 +502,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.child:
         spec = options.networks[0]
         if options.child == "torch":
-            import gpu_torch
+            from benchmarks.networks import torch_compile
 
-            result = gpu_torch.measure(spec, options.seconds)
+            result = torch_compile.measure(spec, options.seconds)
         elif options.child == "prove":
             result = prove(spec, options.out, options.dry)
         else:

@@ -1,11 +1,11 @@
 """The evaluation on whole networks, on one or several GPUs: speed, modes, unusual blocks, code generation.
 
-    python benchmarks/networks.py --out results                          # everything; what is there already is skipped
-    python benchmarks/networks.py --out results --gpus 4 --budget 3600   # four GPUs side by side, an hour
-    python benchmarks/networks.py --out results modes blocks             # parts of it
-    python benchmarks/networks.py --out results speed/ResNet50:64:closed modes/MobileNetV2:1:closed
-    python benchmarks/networks.py --out results --table --markdown       # what is there, as tables
-    python benchmarks/networks.py --out dry --dry blocks planning/MobileNetV2:2:closed       # on this CPU: finds typos
+    python benchmarks/networks/run.py --out results  # everything; what is there already is skipped
+    python benchmarks/networks/run.py --out results --gpus 4 --budget 3600  # four GPUs side by side, an hour
+    python benchmarks/networks/run.py --out results modes blocks  # parts of it
+    python benchmarks/networks/run.py --out results speed/ResNet50:64:closed modes/MobileNetV2:1:closed
+    python benchmarks/networks/run.py --out results --table --markdown  # what is there, as tables
+    python benchmarks/networks/run.py --out dry --dry blocks planning/MobileNetV2:2:closed  # on this CPU: finds typos
 
 | part | what each of its items writes (OUT/PART_NAME_bBATCH_bFORM.json) |
 |---|---|
@@ -28,12 +28,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
-import gpu_networks  # noqa: E402
-import network_tables  # noqa: E402
-from network_parts import MODES  # noqa: E402
+from benchmarks.networks import on_gpu, tables  # noqa: E402
+from benchmarks.networks.modes import MODES  # noqa: E402
 
 PARTS = ("speed", "modes", "blocks", "planning")
 NETWORKS = ("ResNet50", "DenseNet121", "MobileNetV2", "InceptionV3")
@@ -72,7 +71,7 @@ def asked(names: Sequence[str], forms: Sequence[str]) -> list[str]:
 def path_of(item: str, out: Path) -> Path:
     """The file of an item."""
     part, _, spec = item.partition("/")
-    return out / f"{part}_{gpu_networks.label(spec)}.json"
+    return out / f"{part}_{on_gpu.label(spec)}.json"
 
 
 def stages(part: str, options: argparse.Namespace) -> tuple[str, ...]:
@@ -95,11 +94,11 @@ def run(item: str, options: argparse.Namespace, left: Callable[[], float], lane:
         if left() < (min(LEAST[part], options.least) if main else 5.0):
             print(f"{item}: {what} is not begun, {max(0.0, left()):.0f} s are left", flush=True)
             return
-        cache = f"cache/{gpu_networks.label(spec)}"  # a first call is a cold one; modes of one item share it
+        cache = f"cache/{on_gpu.label(spec)}"  # a first call is a cold one; modes of one item share it
         where = argparse.Namespace(**{**vars(options), "out": options.out})
         extra = ["--item", item, "--modes", *options.modes, "--torch-mode", options.torch_mode]
         fresh = not (options.out / cache).exists()
-        found = gpu_networks.child(
+        found = on_gpu.child(
             what, spec, where, min(options.limit, left() + 20), lane, script=__file__, cache=cache, extra=extra
         )
         row = read(path) | ({"cold": fresh} if main else {})
@@ -117,20 +116,20 @@ def read(path: Path) -> dict[str, Any]:
 
 def child(what: str, options: argparse.Namespace) -> dict[str, Any]:
     """In a process of its own."""
-    import network_parts
+    from benchmarks.networks import modes
 
     part, _, spec = options.item.partition("/")
     if what == "torch":
-        import gpu_torch
+        from benchmarks.networks import torch_compile
 
-        return gpu_torch.measure(spec, options.seconds, options.torch_mode)
+        return torch_compile.measure(spec, options.seconds, options.torch_mode)
     if what == "warm":
-        return network_parts.warm(spec, options.dry)
+        return modes.warm(spec, options.dry)
     if what == "planning":
-        return network_parts.planning(spec, options.dry)
+        return modes.planning(spec, options.dry)
     if what == "modes":
-        return network_parts.modes(spec, options.out, options.dry, options.seconds, options.modes)
-    return gpu_networks.measure(spec, options.out, options.dry, options.seconds, prefix=f"{part}_")
+        return modes.modes(spec, options.out, options.dry, options.seconds, options.modes)
+    return on_gpu.measure(spec, options.out, options.dry, options.seconds, prefix=f"{part}_")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -162,8 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.torch = options.torch and not options.dry
     if not options.table:
         todo = asked(options.items, ("closed", "args") if options.arguments else ("closed",))
-        gpu_networks.over_lanes(todo, options, run)
-    print(network_tables.report(network_tables.load([options.out]), options.markdown))
+        on_gpu.over_lanes(todo, options, run)
+    print(tables.report(tables.load([options.out]), options.markdown))
     return 0
 
 

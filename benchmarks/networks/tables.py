@@ -1,4 +1,4 @@
-"""Tables of what `networks.py` has measured, as text or markdown."""
+"""Tables of what `run.py` has measured, as text or markdown."""
 
 from __future__ import annotations
 

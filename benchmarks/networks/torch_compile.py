@@ -1,6 +1,6 @@
-"""The networks of `gpu_networks.py` in torch, compiled with CUDA graphs, channels last, TF32 on, random weights.
+"""The networks of `on_gpu.py` in torch, compiled with CUDA graphs, channels last, TF32 on, random weights.
 
-    python benchmarks/gpu_torch.py MobileNetV2:64 bert:8 ResNet50:1:bfloat16 --mode max-autotune
+    python benchmarks/networks/torch_compile.py MobileNetV2:64 bert:8 ResNet50:1:bfloat16 --mode max-autotune
 
 Convolutional networks are torchvision's, BERT is that of `transformers`. Prints one line of JSON per network.
 """

@@ -1,7 +1,7 @@
 """A GPT training step over data x tensor x pipeline axes: what a plan means when a pipeline is in it.
 
     export XLA_FLAGS=--xla_force_host_platform_device_count=8
-    python benchmarks/gpt_step.py --data 2 --tensor 2 --pipeline 2 --layers 4 --hidden 64 --heads 4 --count 4
+    python benchmarks/planner/gpt_step.py --data 2 --tensor 2 --pipeline 2 --layers 4 --hidden 64 --heads 4 --count 4
 
 Shardings cannot express a pipeline, so the step is written over ``shard_map``: stages hand activations on by
 ``ppermute``.

@@ -1,7 +1,7 @@
 """The planner against measured steps of the reference GPT on the GPUs of one host.
 
-    python benchmarks/h200_plans.py measure --out FOLDER            # on the machine: its cluster file, then every plan
-    python benchmarks/h200_plans.py compare RESULTS... --cluster NAME  # anywhere: predicted against measured
+    python benchmarks/planner/measured_plans.py measure --out FOLDER  # on the machine: cluster file, then every plan
+    python benchmarks/planner/measured_plans.py compare RESULTS... --cluster NAME  # predicted against measured
 
 ``measure`` needs four GPUs.  Each plan runs in a process of its own with a time limit, and results are written after
 each, so that one failure does not lose the others.
@@ -13,7 +13,7 @@ the step's own program (``jcuts.plan.cost.spmd_step``), time and memory; of a pl
 counts, and plans that ran out of memory must be predicted to.  It needs as many devices as the plans had, of any kind:
 
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=4 \
-        python benchmarks/h200_plans.py compare RESULTS...
+        python benchmarks/planner/measured_plans.py compare RESULTS...
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 SIZES = {"layers": 24, "hidden": 2560, "heads": 20, "sequence": 1024, "vocabulary": 32768, "dtype": "bfloat16"}
 BATCH = 32
 PLANS = (  # data, tensor, pipeline, samples per micro-batch
@@ -73,12 +74,12 @@ def layout(data: int, tensor: int, pipeline: int, micro: int, *, remat: bool = T
 
 def one(values: dict[str, Any], steps: int, warm: int) -> dict[str, Any]:
     """Runs a plan in this process: seconds of each step after ``warm`` of them, and what was compiled."""
-    sys.path.insert(0, str(ROOT))
-    import gpt_step
     import jax
     import jax.numpy as jnp
     import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
+
+    from benchmarks.planner import gpt_step
 
     begun = time.perf_counter()
     config = gpt_step.Config(**values)
@@ -121,7 +122,6 @@ def one(values: dict[str, Any], steps: int, warm: int) -> dict[str, Any]:
 
 def cluster(out: Path, name: str) -> None:
     """Measures the machine in this process and writes ``out``/NAME.toml."""
-    sys.path.insert(0, str(ROOT.parent))
     from jcuts.plan.calibrate import fit, measure
 
     begun = time.perf_counter()
@@ -208,9 +208,9 @@ def described(sizes: dict[str, Any], batch: int) -> tuple[Any, Any]:
 
 def priced(config: dict[str, Any], cluster: Any) -> tuple[float, float]:
     """(seconds, bytes per GPU) of the step's own program."""
-    import gpt_step
     import jax
 
+    from benchmarks.planner import gpt_step
     from jcuts.plan.cost.jaxpr_liveness import footprint
     from jcuts.plan.cost.spmd_step import step_time
 
@@ -244,7 +244,6 @@ def gathered(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def compare(results: list[Path], name: str) -> dict[str, Any]:
     """Measured and predicted seconds and memory of every plan, with errors, rank correlation and the plan that we would
     choose among those predicted to fit (its regret is infinite if it did not)."""
-    sys.path[:0] = [str(ROOT), str(ROOT.parent)]
     import numpy as np
 
     from jcuts.plan.calibrate.validate import rank_correlation

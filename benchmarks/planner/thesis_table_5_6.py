@@ -1,7 +1,7 @@
 """Table 5.6 of the thesis beside the model that reproduces it.
 
-python benchmarks/table_5_6.py              table, model and residuals
-python benchmarks/table_5_6.py --json -     one object per cell
+python benchmarks/planner/thesis_table_5_6.py              table, model and residuals
+python benchmarks/planner/thesis_table_5_6.py --json -     one object per cell
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import json
 import statistics
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from jcuts.plan.calibrate.tables import read_csv, shipped
 from jcuts.plan.cost import thesis

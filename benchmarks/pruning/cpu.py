@@ -1,6 +1,6 @@
 """Is pruning by the estimate safe?  Candidates drawn without the model, all compiled, all timed.
 
-    python benchmarks/pruning.py [--candidates 520] [--jobs 16] [--json out.json] [OPERATION ...]
+    python benchmarks/pruning/cpu.py [--candidates 520] [--jobs 16] [--json out.json] [OPERATION ...]
 
 First everything is compiled in parallel processes into a cache of object code that a second run finds.  Then every
 operation is timed in a process of its own on a pinned core (`--timers` of them at once): each kernel once, those not
@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 HOPELESS = 4.0  # times the least time: one run is enough, unless it was so short that an interruption decides
 SHORT = 2e-3  # seconds
@@ -280,7 +280,7 @@ def judged_again(row: dict[str, Any], seed: int) -> dict[str, Any]:
 
 def pool_of(name: str, count: int, seed: int) -> tuple[list[Any], list[Any], Any]:
     """The candidates of an operation, its operands and its function: the same in every process."""
-    import pruning_space as space
+    from benchmarks.pruning import cpu_space as space
 
     plain, operands, reference = space.unscheduled(space.OPERATIONS[name])
     return space.candidates(plain, space.machine(), count, f"{seed}:{name}"), operands, reference
@@ -341,8 +341,7 @@ def main() -> int:
     os.environ["JCUTS_CACHE_DIR"] = str(options.cache)
     os.environ.setdefault("JCUTS_CACHE_MAX_MB", "8192")
 
-    import pruning_space as space
-
+    from benchmarks.pruning import cpu_space as space
     from jcuts.base.fingerprint import versions
     from jcuts.kernel_ir.program import Program
     from jcuts.schedule.cpu.bound import host_arch

@@ -1,8 +1,8 @@
 """Is pruning by the estimate safe on a GPU?  Schedules drawn without the model, all measured.
 
-    python benchmarks/pruning_gpu.py --out results --candidates 510 --budget 180 --lane 0/2    # with a GPU
-    python benchmarks/pruning_gpu.py --out results --candidates 20 --pretend "full sum 2^24"   # without
-    python benchmarks/pruning_gpu_rank.py results/pruning_gpu_0.json                           # what it shows
+    python benchmarks/pruning/gpu.py --out results --candidates 510 --budget 180 --lane 0/2    # with a GPU
+    python benchmarks/pruning/gpu.py --out results --candidates 20 --pretend "full sum 2^24"   # without
+    python benchmarks/pruning/gpu_ranking.py results/pruning_gpu_0.json                           # what it shows
 
 For each operation (`pruning_gpu_ops`), schedules are drawn at random from all that its forms can express
 (`pruning_gpu_space`), and what the tuner would measure is added.  Kernels compile in parallel and are measured as they
@@ -32,13 +32,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
-from gpu_compile import _compile, _path  # noqa: E402
-from pruning_gpu_ops import OPERATIONS  # noqa: E402
 
+from benchmarks.gpu_kernels.parallel_compile import _compile, _path  # noqa: E402
+from benchmarks.pruning.gpu_operations import OPERATIONS  # noqa: E402
 from jcuts.base.errors import NativeError  # noqa: E402
 from jcuts.base.fingerprint import versions  # noqa: E402
 from jcuts.codegen.cuda.toolchain.image import Image  # noqa: E402
@@ -77,8 +77,8 @@ def prepare(name: str, count: int, seed: int, again: Sequence[tuple[str, int]] =
 
     Args: again: files of earlier runs, and how many of the fastest schedules of each are measured again.
     """
-    import pruning_gpu_space as space
-    from pruning_gpu_rank import rows_of
+    from benchmarks.pruning import gpu_space as space
+    from benchmarks.pruning.gpu_ranking import rows_of
 
     operation = OPERATIONS[name]
     found, kept, scores = space.pool(operation.program, count, f"{seed} {name}")

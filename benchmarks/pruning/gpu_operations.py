@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 os.environ["JAX_PLATFORMS"] = "cpu"  # JAX only traces, and computes what is to be compared with
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from jax import lax  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from jcuts.fusion import greedy  # noqa: E402
-from jcuts.fusion.match_inverted_residual import inverted_residual_groups  # noqa: E402
-from jcuts.kernel_ir.program import Program  # noqa: E402
-from jcuts.rewrite.tf32_weights import round_tf32  # noqa: E402
-from tests import programs  # noqa: E402
+from jcuts.fusion import greedy
+from jcuts.fusion.match_inverted_residual import inverted_residual_groups
+from jcuts.kernel_ir.program import Program
+from jcuts.rewrite.tf32_weights import round_tf32
+from tests import programs
 
 Shape = tuple[int, ...]
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -156,7 +152,7 @@ def _attention(q: Any, k: Any, v: Any) -> Any:
 
 
 def _block(size: int, batch: int, channels: int, wide: int, stride: int, features: int) -> Operation:
-    from gpu_blocks import function
+    from benchmarks.gpu_kernels.inverted_residual import function
 
     residual = stride == 1 and channels == features
     shapes: list[Shape] = [(batch, size, size, channels or wide)]

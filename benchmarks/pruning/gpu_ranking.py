@@ -1,6 +1,6 @@
 """What the pruning study on a GPU shows: every measured schedule ranked by the estimate alone.
 
-    python benchmarks/pruning_gpu_rank.py benchmarks/results/pruning_gpu_*.json
+    python benchmarks/pruning/gpu_ranking.py benchmarks/results/pruning/pruning_gpu_*.json
 
 Per operation: what the best of the top 1 % of the analytic ranking loses against the best of all (at most 2 % where
 it `keeps` it), what the tuner's own choice of candidates loses, rank correlation, and how many kernels were faster
@@ -20,13 +20,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
-import pruning_gpu_space as space  # noqa: E402
-from pruning_gpu_ops import OPERATIONS  # noqa: E402
 
+from benchmarks.pruning import gpu_space as space  # noqa: E402
+from benchmarks.pruning.gpu_operations import OPERATIONS  # noqa: E402
 from jcuts.arch.load import load_gpu  # noqa: E402
 from jcuts.base.errors import Refusal  # noqa: E402
 from jcuts.estimate.gpu_kernel import least_seconds  # noqa: E402

@@ -1,1 +1,1 @@
-"""Random JAX programs for the differential test (`benchmarks/differential.py`, `tests/differential/`)."""
+"""Random JAX programs for the differential test (`benchmarks/differential/cpu.py`, `tests/differential/`)."""

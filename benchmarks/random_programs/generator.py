@@ -236,10 +236,10 @@ class Program:
 
     def function(self, *args: Any) -> tuple[Any, ...]:
         """The program; a tuple of arrays."""
-        import random_programs.calls
-        import random_programs.lookups
-        import random_programs.networks
-        import random_programs.steps  # noqa: F401 - these register the families
+        import benchmarks.random_programs.calls
+        import benchmarks.random_programs.lookups
+        import benchmarks.random_programs.networks
+        import benchmarks.random_programs.steps  # noqa: F401 - these register the families
 
         rng = np.random.default_rng([self.seed, 2])
         draw = Draw(rng, self.kind, self.main, list(args), limit=LARGE_SIZE if self.large else MAX_SIZE)

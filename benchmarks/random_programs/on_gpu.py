@@ -20,6 +20,7 @@ from unittest import mock
 import jax
 import numpy as np
 
+from benchmarks.random_programs import plans, runner
 from jcuts.base import knobs
 from jcuts.base.errors import AccuracyRejected, CompileRejected, NativeError
 from jcuts.codegen.artifact import CompiledKernel
@@ -31,7 +32,6 @@ from jcuts.tune.verify.inputs import flushed, make_inputs
 from jcuts.xla import cuda_launcher
 from jcuts.xla import devices as xla_devices
 from jcuts.xla.kernel_cache import kernel_for
-from random_programs import plans, runner
 
 CANDIDATES = 64
 PRETENDED = xla_devices.Gpu("pretended H200", (9, 0), 132)

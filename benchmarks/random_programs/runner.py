@@ -14,6 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jcuts
+from benchmarks.random_programs import oracle
+from benchmarks.random_programs.generator import FLOATS, Program, program, signature
+from benchmarks.random_programs.plans import every_kernel
 from jcuts.base.errors import AccuracyRejected
 from jcuts.pipeline import passes as pipeline_passes
 from jcuts.trace import jaxapi
@@ -30,9 +33,6 @@ from jcuts.tune.verify.reference import TRUST_ULP, distance, value_range, widen
 from jcuts.tune.verify.tolerances import NOISE_ULP
 from jcuts.xla.ffi_call import call_kernel
 from jcuts.xla.kernel_cache import kernel_for
-from random_programs import oracle
-from random_programs.generator import FLOATS, Program, program, signature
-from random_programs.plans import every_kernel
 
 TOLERANCE = 2.0
 NOISE_RUNS = 40

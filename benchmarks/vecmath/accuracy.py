@@ -1,8 +1,8 @@
 """Error and speed of the vector functions: largest error in ulp over every exponent, and ns per element beside jax.jit.
 
-    python benchmarks/vecmath_error.py                 # float32 and float64, errors and times
-    python benchmarks/vecmath_error.py float32 tanh    # one format, names that start so
-    python benchmarks/vecmath_error.py --no-jax        # without JAX beside
+    python benchmarks/vecmath/accuracy.py                 # float32 and float64, errors and times
+    python benchmarks/vecmath/accuracy.py float32 tanh    # one format, names that start so
+    python benchmarks/vecmath/accuracy.py --no-jax        # without JAX beside
 
 References: float64 (NumPy, SciPy) for float32; 80-bit long double for float64, and ``mpmath`` for erf, erfc
 and erf_inv (if it is not installed: libm and SciPy, whose own error then adds).
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import scipy.special as special
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from jcuts.codegen.vecmath import TABLE, emit
 from tests.codegen.vecmath.harness import compile_loop

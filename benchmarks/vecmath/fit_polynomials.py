@@ -4,8 +4,8 @@ The fits minimise the weighted error ``w(x) * (p(x) - f(x))``, where w makes it 
 Remez exchange in multiple precision.  Coefficients are then rounded to the target format one at a time, lowest
 power first, and the rest is fitted again after each, so that the others absorb the rounding of one.
 
-    python benchmarks/vecmath_fit.py f32          # every fit of one format: coefficients and largest weighted error
-    python benchmarks/vecmath_fit.py f64 asin     # those whose name starts so
+    python benchmarks/vecmath/fit_polynomials.py f32  # every fit of one format: coefficients and largest weighted error
+    python benchmarks/vecmath/fit_polynomials.py f64 asin  # those whose name starts so
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def shardings(plan: Plan, tree: Any, devices: Any = None, *, optimizer: bool = F
     """
     if plan.pipeline > 1:
         raise UsageError(
-            "shardings cannot express a pipeline: see benchmarks/gpt_step.py for a step that can",
+            "shardings cannot express a pipeline: see benchmarks/planner/gpt_step.py for a step that can",
             pipeline=plan.pipeline,
         )
     where = mesh(plan, devices)

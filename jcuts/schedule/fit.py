@@ -3,7 +3,7 @@
     fit_h200.toml of a family:
 
         [memory_bound]
-        source = "benchmarks/results/gpu_residual_h200_2026-11-22.json"    # what the coefficients were fitted to
+        source = "benchmarks/results/gpu_kernels/gpu_residual_h200_2026-11-22.json"  # of the fit
         samples = 194                                                      # measured schedules, or "unknown"
         error = "..."                                                      # of the fit on them, or "unknown"
         date = "2026-11-22"                                                # or "unknown"

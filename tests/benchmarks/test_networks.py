@@ -15,17 +15,13 @@ import pytest
 from jax import lax
 
 import jcuts
+from benchmarks.networks import roofline as counts
+from benchmarks.networks import run, tables, workloads
 from jcuts.arch.load import load_gpu
 from jcuts.base.settings import Settings
 from jcuts.report.function_report import SubsetReport
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import network_counts as counts  # noqa: E402
-import network_tables as tables  # noqa: E402
-import networks  # noqa: E402
-import workloads  # noqa: E402
 
 W = np.ones((3, 3, 8, 16), np.float32)
 D = np.ones((3, 3, 1, 16), np.float32)
@@ -152,17 +148,17 @@ def test_fits_and_means():
 
 
 def test_items():
-    full = networks.asked([], ["closed"])
+    full = run.asked([], ["closed"])
     assert len(full) == len(set(full)) == 4 * 4 + 4 * 2 + 8 + 4 + 8
     assert "speed/InceptionV3:256:closed" in full and "speed/ResNet50:64:closed:bfloat16" in full
-    assert networks.asked(["blocks", "modes/a:1:closed"], ["closed"])[-1] == "modes/a:1:closed"
-    assert len(networks.asked(["speed"], ["closed", "args"])) == 48
+    assert run.asked(["blocks", "modes/a:1:closed"], ["closed"])[-1] == "modes/a:1:closed"
+    assert len(run.asked(["speed"], ["closed", "args"])) == 48
     with pytest.raises(SystemExit, match="no part"):
-        networks.asked(["spead"], ["closed"])
+        run.asked(["spead"], ["closed"])
 
 
 def test_tables_of_measured_rows():
-    rows = tables.load([ROOT / "benchmarks" / "results" / "gpu_networks_h200_2026-11-22d.json"])
+    rows = tables.load([ROOT / "benchmarks" / "results" / "networks" / "gpu_networks_h200_2026-11-22d.json"])
     text = tables.report(rows, markdown=True)
     assert "| ResNet50 b64 | 4.264 | 4.172 | 4.516 | 2.943 | 1.45 | 1.42 |" in text
     assert "Geometric means, speed, closed" in text
@@ -183,7 +179,7 @@ def test_octave_and_shift_modules_are_what_their_papers_say():
 def test_an_item_from_the_command_to_its_table(tmp_path):
     command = [
         sys.executable,
-        str(ROOT / "benchmarks" / "networks.py"),
+        str(ROOT / "benchmarks" / "networks" / "run.py"),
         "--dry",
         "--out",
         str(tmp_path),
@@ -206,7 +202,7 @@ def test_modes_and_blocks_from_the_command_to_their_tables(tmp_path):
     items = ["modes/shift_conv:2:closed", "blocks/shift_conv:2:closed"]
     command = [
         sys.executable,
-        str(ROOT / "benchmarks" / "networks.py"),
+        str(ROOT / "benchmarks" / "networks" / "run.py"),
         "--dry",
         "--out",
         str(tmp_path),

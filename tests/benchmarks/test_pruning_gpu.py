@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import pruning_gpu_rank as rank
-import pruning_gpu_space as space
-from pruning_gpu_ops import OPERATIONS
-
+from benchmarks.pruning import gpu_ranking as rank
+from benchmarks.pruning import gpu_space as space
+from benchmarks.pruning.gpu_operations import OPERATIONS
 from jcuts.arch.load import load_gpu
 from jcuts.schedule.gpu import candidates as gpu_candidates
 
@@ -83,7 +79,7 @@ def row_of(name, times, order):
     }
 
 
-MEASURED = Path(__file__).resolve().parents[2] / "benchmarks/results/pruning_gpu_products_h200_2026-11-22.json"
+MEASURED = Path(__file__).resolve().parents[2] / "benchmarks/results/pruning/pruning_gpu_products_h200_2026-11-22.json"
 LOSSES = {
     "gemm 1024x512x512, ReLU": 0.02,
     "gemm 3136x256x512 rounded": 0.02,

@@ -1,21 +1,17 @@
 """Random programs against `jax.jit`, a part under grad and vmap: 50, with ``-m slow`` 60 others.
 
-`benchmarks/differential.py` runs thousands.
+`benchmarks/differential/cpu.py` runs thousands.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from random_programs import generator, runner
+from benchmarks.random_programs import generator, runner
 
 pytestmark = pytest.mark.usefixtures("xla_as_shipped")
 SEED = 7_000_000
@@ -62,7 +58,7 @@ def test_gradients_of_the_newer_families_match_xla():
 
 def test_every_step_makes_a_program():
     """Each step alone, on two small arrays: it applies to at least one of a few attempts."""
-    import random_programs.networks  # noqa: F401 - registers its families
+    import benchmarks.random_programs.networks  # noqa: F401 - registers its families
 
     for family in generator.MORE:
         for _, rule in generator._STEPS[family]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +9,7 @@ import pytest
 from jax import lax
 
 import jcuts
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from random_programs.runner import every_kernel
+from benchmarks.random_programs.runner import every_kernel
 
 pytestmark = pytest.mark.usefixtures("xla_as_shipped")
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
 
+from benchmarks.random_programs import on_gpu, runner
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.xla import devices as xla_devices
 from tests import programs
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from random_programs import on_gpu, runner
 
 SEED = 70_000_000
 _WHY = compiler.available()

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from jax import lax
 
+from benchmarks.random_programs import oracle
 from jcuts.trace import jaxapi
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from random_programs import oracle
 
 RNG = np.random.default_rng(3)
 WINDOWS = [

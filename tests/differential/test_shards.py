@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from random_programs import shards
+from benchmarks.random_programs import shards
 
 WORKER = """
 import json, os, pathlib, sys

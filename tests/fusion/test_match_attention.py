@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import workloads
+from benchmarks.networks import workloads
 from jcuts.base.errors import Refusal
 from jcuts.fusion import greedy
 from jcuts.fusion.dag import Dag, is_acyclic_cover

@@ -1,4 +1,4 @@
-"""One function on two GPUs, alone and on a mesh (``-m gpu``; needs two): `benchmarks/gpu_mesh.py` in a process."""
+"""One function on two GPUs, alone and on a mesh (``-m gpu``; needs two): `gpu_checks/multi_gpu.py` in a process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def checks(tmp_path_factory):
         pytest.skip("one GPU")
     out = tmp_path_factory.mktemp("mesh")
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JCUTS_CACHE_DIR": str(out / "cache")}
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_mesh.py"), "--out", str(out)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_checks" / "multi_gpu.py"), "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
     assert (out / "gpu_mesh.json").exists(), done.stdout[-2000:] + done.stderr[-2000:]
     return json.loads((out / "gpu_mesh.json").read_text())["checks"]

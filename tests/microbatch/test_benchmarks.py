@@ -15,11 +15,11 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import gpu_microbatch_tables, microbatch_chains, microbatch_offline, microbatch_whole
-from benchmarks.microbatch_fill import fill_network, traced
-from benchmarks.microbatch_models import gradients, inputs_of
-from benchmarks.microbatch_networks import Modelled, training_step
-from benchmarks.microbatch_run import BATCHES, Run
+from benchmarks.microbatch import conv_chains, gpu_tables, offline, training_steps
+from benchmarks.microbatch.fill_database import fill_network, traced
+from benchmarks.microbatch.modelled_device import Modelled, training_step
+from benchmarks.microbatch.table_run import BATCHES, Run
+from benchmarks.microbatch.training_models import gradients, inputs_of
 from jcuts.base import knobs
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database, Device
@@ -69,7 +69,7 @@ def test_programs_of_a_network():
             micros = [m for m in table.micros if m.batch == size]
             fast = dataclasses.replace(micros[0], algorithm="FFT/slices=2", seconds=1e-6, workspace=60 << 20)
             database.record(device.device, use.convolution, size, [*micros, fast])
-    made = microbatch_chains.programs(network, database, device.device, limits)
+    made = conv_chains.programs(network, database, device.device, limits)
 
     def seconds(name):
         return sum(division.seconds for division in made[name])
@@ -89,7 +89,7 @@ def test_programs_of_a_network():
 
 def test_steps_go_on_where_they_were_cut():
     run = SimpleNamespace(dry=False, options=SimpleNamespace(precisions=["float32", "tf32"], programs=None))
-    every = microbatch_whole.bases(run, ["AlexNet"], {})
+    every = training_steps.bases(run, ["AlexNet"], {})
     assert len(every) == 16 and len({base["id"] for base in every}) == 16
     found = {
         "AlexNet, batch 256, TF32": {
@@ -97,33 +97,33 @@ def test_steps_go_on_where_they_were_cut():
             "WR 64 MiB": {"what": "WR", "error": "the budget was spent"},
         }
     }
-    left = [(base["precision"], base["what"]) for base in microbatch_whole.bases(run, ["AlexNet"], found)]
+    left = [(base["precision"], base["what"]) for base in training_steps.bases(run, ["AlexNet"], found)]
     assert len(left) == 15 and ("tf32", "plain") not in left and {("tf32", "WR"), ("float32", "plain")} <= set(left)
 
 
 def test_measured_times_are_analysed_without_a_device():
-    file = ROOT / "benchmarks" / "results" / "gpu_microbatch_tables_h200_2026-11-22.json"
-    database, device = microbatch_offline.database_of(file)
-    found = dict(microbatch_offline.networks(database, device))
+    file = ROOT / "benchmarks" / "results" / "microbatch" / "gpu_microbatch_tables_h200_2026-11-22.json"
+    database, device = offline.database_of(file)
+    found = dict(offline.networks(database, device))
     # Steps of networks have several tables, in three precisions each; DeepBench's layers are one network in each.
     assert {name.split(",")[0] for name in found} == {"AlexNet", "DeepBench", "ResNet-18"}
     found = {name: network for name, network in found.items() if name.startswith("DeepBench")}
     assert len(found) == 3
     run = SimpleNamespace(database=database, device=device, limits=(64 << 20,))
     name, network = next(iter(found.items()))
-    row = gpu_microbatch_tables.compared_network(run, network)
+    row = gpu_tables.compared_network(run, network)
     entry = row["64 MiB"]
     # At the total that WR takes WD is as fast at least; at the largest workspace that WD takes WR is.
     assert entry["WD at 1 of that sum"]["seconds"] <= entry["WR seconds"] < entry["single calls"]
     assert entry["WD at 1 of that sum"]["WR at its largest"] <= entry["WD at 1 of that sum"]["seconds"]
-    assert name in microbatch_offline.lines(name, row)[0]
+    assert name in offline.lines(name, row)[0]
 
 
 def test_memory_of_layers_is_that_of_operands_and_the_largest_workspace():
-    file = ROOT / "benchmarks" / "results" / "gpu_microbatch_networks_tables_h200_2026-11-22.json"
-    database, device = microbatch_offline.database_of(file, file)
-    network = dict(microbatch_offline.networks(database, device))["AlexNet, batch 256, TF32"]
-    row = microbatch_offline.memory(network, database, device)
+    file = ROOT / "benchmarks" / "results" / "microbatch" / "gpu_microbatch_networks_tables_h200_2026-11-22.json"
+    database, device = offline.database_of(file, file)
+    network = dict(offline.networks(database, device))["AlexNet, batch 256, TF32"]
+    row = offline.memory(network, database, device)
     name = next(name for name in row["layers"] if "27x27x64" in name)
     layer = row["layers"][name]
     # Images, results and filters of conv2.
@@ -172,7 +172,7 @@ def test_times_of_earlier_runs_do_not_replace_those_of_this_one(host_cudnn, tmp_
 
 
 def test_only_what_must_be_timed_takes_of_the_budget(monkeypatch, tmp_path):
-    file = ROOT / "benchmarks" / "results" / "gpu_microbatch_networks_tables_h200_2026-11-22.json"
+    file = ROOT / "benchmarks" / "results" / "microbatch" / "gpu_microbatch_networks_tables_h200_2026-11-22.json"
     name, driver, library = re.fullmatch(
         r"(.*?) \(driver (.*?), (.*)\)", json.loads(file.read_text())["device"]
     ).groups()
@@ -223,7 +223,12 @@ def test_sizes_between_are_looked_for_once_also_where_micro_batches_are_of_whole
 
 def test_tables_go_on_where_they_were_cut(tmp_path):
     def run(out: str, *more: str) -> Path:
-        command = [sys.executable, str(ROOT / "benchmarks" / "gpu_microbatch_tables.py"), "--out", str(tmp_path / out)]
+        command = [
+            sys.executable,
+            str(ROOT / "benchmarks/microbatch/gpu_tables.py"),
+            "--out",
+            str(tmp_path / out),
+        ]
         options = ["--dry-run", "--items", "deepbench", "--layers", "0", "3", "--seconds", "0.002", *more]
         env = {name: value for name, value in os.environ.items() if not name.startswith("JCUTS_")}
         done = subprocess.run([*command, *options], capture_output=True, text=True, env=env, check=False)

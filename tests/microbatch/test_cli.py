@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.microbatch.modelled_device import NETWORKS, Modelled, resnet, training_step
 from jcuts.cli.main import main
 from jcuts.cli.microbatch import parse_bytes
 from jcuts.microbatch import workspace_reuse
@@ -18,10 +18,6 @@ from jcuts.microbatch.errors import MissingTimesError
 from jcuts.microbatch.network import Network
 from jcuts.microbatch.pareto import desirable
 from jcuts.microbatch.timings import policy_sizes
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from microbatch_networks import NETWORKS, Modelled, resnet, training_step
 
 MIB = 1 << 20
 

@@ -21,8 +21,6 @@ from jcuts.codegen.cuda.toolchain import ptxas
 from jcuts.pipeline import offline_ranking
 from tests.ops.cases import conv
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 _WHY = compiler.available()
 compiled = pytest.mark.skipif(bool(_WHY), reason=_WHY or "-")
 OF_LATER_GPUS = ("cp.async", ".NaN.", "mma.sync", "bf16", "tf32", "f16x2.f32", "ldmatrix")
@@ -31,7 +29,7 @@ OF_LATER_GPUS = ("cp.async", ".NaN.", "mma.sync", "bf16", "tf32", "f16x2.f32", "
 @pytest.fixture(scope="module")
 def mobilenet():
     pytest.importorskip("keras")
-    import workloads
+    from benchmarks.networks import workloads
 
     return workloads.network("MobileNetV2", 1, size=32)
 

@@ -1,28 +1,13 @@
 """The reference training step: gradients of every layout equal the unpipelined ones; collectives are those priced."""
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from benchmarks.planner import gpt_step as gpt
 from jcuts.plan.spec.model import Transformer
-
-
-def _benchmark():
-    path = Path(__file__).parents[2] / "benchmarks" / "gpt_step.py"
-    spec = importlib.util.spec_from_file_location("gpt_step", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpt_step"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-gpt = _benchmark()
 
 
 def _small(**layout):

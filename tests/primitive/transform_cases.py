@@ -1,7 +1,7 @@
 """The transformation matrix: programs that use an optimiser (``jax.jit`` or ``jcuts.optimize``) in every way.
 
 Each case is a function of one decorator and returns arrays; the two decorators must give the same ones.  Used by the
-tests and by ``benchmarks/transform_matrix.py``.
+tests and by ``benchmarks/differential/transform_matrix.py``.
 """
 
 from __future__ import annotations

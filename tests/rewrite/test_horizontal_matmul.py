@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jcuts
-from benchmarks import workloads
+from benchmarks.networks import workloads
 from jcuts.rewrite import horizontal_matmul
 from jcuts.rewrite.horizontal_matmul import MOST
 from jcuts.rewrite.registry import RULES, applicable, rewritten

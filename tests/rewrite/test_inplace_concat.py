@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from benchmarks import workloads
+from benchmarks.networks import workloads
 from jcuts.rewrite import inplace_concat
 from jcuts.rewrite.registry import rewritten
 from jcuts.rewrite.simplify import simplify

@@ -37,7 +37,7 @@ class Function:
     Attributes:
         code: from ``Num`` arguments to the ``Num`` result.
         ulp: bound of the error against the exact value, in units in the last place of the result, for results that
-            are normal numbers (smaller ones may be flushed to zero); found by ``benchmarks/vecmath_error.py``.
+            are normal numbers (smaller ones may be flushed to zero); found by ``benchmarks/vecmath/accuracy.py``.
         arity: number of arguments.
         scalarised: some lanes may go through a scalar libm call.
     """

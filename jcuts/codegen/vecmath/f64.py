@@ -1,6 +1,6 @@
 """Constants of float64.
 
-The polynomials are the output of ``benchmarks/vecmath_fit.py f64``, whose table says what each fits and on which
+The polynomials are the output of ``benchmarks/vecmath/fit_polynomials.py f64``: its table says what each fits, on which
 interval; the comments give the largest weighted error of the rounded coefficients.
 """
 

@@ -21,7 +21,7 @@ class Format:
         mantissa: stored mantissa bits (23 or 52); bias: of the exponent.
         shifter: 1.5 * 2^mantissa; adding it leaves the nearest integer in the low bits of the sum.
         ln2, pi_half, ...: constants in parts.
-        polynomials: coefficients by name, lowest power first (``benchmarks/vecmath_fit.py`` lists what they fit).
+        polynomials: coefficients by name, lowest power first (fitted by ``benchmarks/vecmath/fit_polynomials.py``).
         exp_range: beyond these, e^x is 0 or infinite; one_above: tanh is 1 from here on.
         trig_fast: largest |x| whose reduction by pi/2 in three parts keeps full accuracy.
     """

@@ -17,7 +17,7 @@ from jcuts.plan.spec import cluster
 from jcuts.plan.spec.cluster import Gpu, Link
 
 SHAPES = [(4096, 4096, k) for k in (512, 1024, 2048, 4096)] + [(1024, 8192, 8192), (8192, 2048, 1024)]
-KEPT = sorted((Path(__file__).parents[3] / "benchmarks" / "results").glob("h200_x4_cluster_*.toml"))
+KEPT = sorted((Path(__file__).parents[3] / "benchmarks" / "results" / "planner").glob("h200_x4_cluster_*.toml"))
 
 
 def _products(speed, ramp, gap, shapes=SHAPES, units=132):

@@ -1,27 +1,19 @@
 """Plans of the reference step, measured on four H200s, against predictions that no step time was fitted to."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+from benchmarks.planner import measured_plans
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "planner"
 
 
 @pytest.fixture(scope="module")
 def found():
-    """The comparison; the benchmark's folder is importable only meanwhile."""
-    spec = importlib.util.spec_from_file_location("h200_plans", BENCHMARKS / "h200_plans.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    before = list(sys.path)
-    try:
-        results = [BENCHMARKS / "results" / f"h200_x4_plans_2026-11-21{part}.json" for part in ("", "b")]
-        return module.compare(results, "h200-x4-measured")
-    finally:
-        sys.path[:] = before
+    """The comparison."""
+    results = [RESULTS / f"h200_x4_plans_2026-11-21{part}.json" for part in ("", "b")]
+    return measured_plans.compare(results, "h200-x4-measured")
 
 
 @pytest.mark.parametrize("way", ["model", "program"])

@@ -1,15 +1,13 @@
 """Costs from jaxprs, memory against the compiler's own analysis, and plans applied to real training steps."""
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.planner import gpt_step as gpt
 from jcuts.base.errors import NotJaxError, UsageError
 from jcuts.plan import jax_mesh
 from jcuts.plan.cost import jaxpr, jaxpr_liveness
@@ -20,19 +18,6 @@ from jcuts.plan.spec import cluster, model
 from jcuts.plan.spec.workload import Training
 
 COLLECTIVE = re.compile(r"\b(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")
-
-
-def _benchmark():
-    if "gpt_step" not in sys.modules:
-        path = Path(__file__).parents[3] / "benchmarks" / "gpt_step.py"
-        spec = importlib.util.spec_from_file_location("gpt_step", path)
-        assert spec is not None and spec.loader is not None
-        sys.modules["gpt_step"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["gpt_step"])
-    return sys.modules["gpt_step"]
-
-
-gpt = _benchmark()
 
 
 def _struct(*shape):

@@ -1,25 +1,12 @@
 """The thesis' formulas by hand count, its Table 5.6, and the figures of its text."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
+from benchmarks.planner import thesis_table_5_6 as table
 from jcuts.base.errors import ModelError, UsageError
 from jcuts.plan.cost import thesis
-
-
-def _benchmark():
-    path = Path(__file__).parents[3] / "benchmarks" / "table_5_6.py"
-    spec = importlib.util.spec_from_file_location("table_5_6", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-table = _benchmark()
 
 
 def test_table_as_it_stands_and_with_its_transposed_cells_swapped():

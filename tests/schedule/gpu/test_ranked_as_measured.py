@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.gpu_small_filters import TRIED, behind
+from benchmarks.gpu_kernels.small_convs import TRIED, behind
 
-RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "gpu_kernels"
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ per block of those that are resident, and what the variants of epilogue and copi
     cycles = waves * (CHAIN + resident * work) * exp(sum of the ways)
 
 with the longest of units, shared memory's port and memory, and a fraction of the rest, as work.  Constants come from
-194 schedules of eight GEMMs on an H200 (``benchmarks/gpu_residual.py``); the best that was measured of the first three
-took at most 5 % more than the fastest.
+194 schedules of eight GEMMs on an H200 (``benchmarks/gpu_kernels/residual_epilogue.py``); the best that was measured
+of the first three took at most 5 % more than the fastest.
 """
 
 from __future__ import annotations

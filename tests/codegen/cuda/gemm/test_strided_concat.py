@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jcuts
-from benchmarks import workloads
+from benchmarks.networks import workloads
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.fusion import greedy

@@ -26,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.mkdtemp(prefix="jcuts-tests-")
     os.environ["JCUTS_CACHE_DIR"] = folder
     os.environ["JCUTS_RAISE_ERRORS"] = "1"  # nothing that fails in jcuts itself may pass as XLA's
+    os.environ["JCUTS_VERIFY"] = "1"
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 

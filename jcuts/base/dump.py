@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jcuts.base import knobs
@@ -73,6 +73,19 @@ class Dump:
             # Printing is not part of the next stage.
             self._last = time.perf_counter()
         return path
+
+    def beside(self, stage: Path, files: Callable[[], Mapping[str, bytes]]) -> None:
+        """Writes more files of a stage: ``01_jaxpr.txt`` gets ``01_jaxpr.py`` and whatever else belongs to it.
+
+        Args: stage: its file; files: makes their contents, by suffix (called only when dumping).
+        """
+        try:
+            for suffix, data in files().items():
+                stage.with_suffix(f".{suffix}").write_bytes(data)
+        except OSError as error:
+            log.warning("stage %s of %s not dumped: %s", stage.stem, self.function, error)
+        finally:
+            self._last = time.perf_counter()
 
 
 def open_dump(function: str) -> Dump:

@@ -143,7 +143,7 @@ class Optimized:
                 platform_of(signature),
                 notes=("left to XLA: JCUTS_DISABLE is set",),
             )
-            return _with_decision(report, decision)
+            return report.with_guard(decision.to_dict())
         parts = shard_local.split(closed, self._arguments.placement(args, kwargs))
         if not isinstance(parts, str):
             closed = max((p.closed for p in parts.parts), key=lambda c: len(c.jaxpr.eqns))  # the report's program
@@ -152,12 +152,7 @@ class Optimized:
         decision = known or self._deciding.stored_decision(original, signature, outcome.closed is not closed)
         if (form := self._shown_form(decision)) is not None:
             outcome = plan(closed, self._carriers.settings_for(form), platform, may_measure=False)
-        report = outcome.report
-        if report is None:
-            report = FunctionReport(
-                function_name(self._fn), self.settings.mode, platform_of(signature), notes=(outcome.note,)
-            )
-        return _with_decision(report, decision)
+        return outcome.report.with_guard(decision.to_dict())
 
     @staticmethod
     def _shown_form(decision: end_to_end_benchmark.Decision) -> Variant | None:
@@ -282,8 +277,3 @@ class BoundOptimized:
 
     def __repr__(self) -> str:
         return f"<bound {self.__func__!r} of {self.__self__!r}>"
-
-
-def _with_decision(report: Any, decision: end_to_end_benchmark.Decision) -> Any:
-    attach = getattr(report, "with_guard", None)
-    return attach(decision.to_dict()) if attach is not None else report

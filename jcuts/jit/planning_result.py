@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from jcuts.base.settings import Variant
 from jcuts.jit import variant_space
 from jcuts.microbatch.report import DivisionReport
+from jcuts.pipeline.outcome import Outcome
 from jcuts.xla.chains import fuse as chains_fuse
 
 
@@ -24,20 +24,20 @@ class PlanningResult:
         joined: kernels in chains of two or more, as often as they run, of the forms that have any.
     """
 
-    outcomes: Sequence[Any]
+    outcomes: Sequence[Outcome]
     racing: Sequence[Variant | None]
     rows: Mapping[Variant | None, Sequence[DivisionReport]]
     behind: Mapping[Variant | None, str] = field(default_factory=dict)
     joined: Mapping[Variant | None, float] = field(default_factory=dict)
 
     @classmethod
-    def plain(cls, outcomes: Sequence[Any], uses_jcuts: bool) -> PlanningResult:
+    def plain(cls, outcomes: Sequence[Outcome], uses_jcuts: bool) -> PlanningResult:
         """The plain form alone, of a function in one part or several."""
         rows: dict[Variant | None, Sequence[DivisionReport]] = {None: [row for o in outcomes for row in _divisions(o)]}
         return cls(outcomes, [None] if uses_jcuts else [], rows, joined=_joined({None: outcomes}))
 
     @classmethod
-    def of_forms(cls, found: Mapping[Variant | None, Any], outcomes: Sequence[Any]) -> PlanningResult:
+    def of_forms(cls, found: Mapping[Variant | None, Outcome], outcomes: Sequence[Outcome]) -> PlanningResult:
         """Several forms. Args: found: outcomes of those that may race; outcomes: of all."""
         rows = {form: _divisions(outcome) for form, outcome in found.items()}
         joined = _joined({form: [outcome] for form, outcome in found.items()})
@@ -49,10 +49,10 @@ class PlanningResult:
         return bool(self.racing)
 
 
-def _joined(outcomes: Mapping[Variant | None, Sequence[Any]]) -> dict[Variant | None, float]:
+def _joined(outcomes: Mapping[Variant | None, Sequence[Outcome]]) -> dict[Variant | None, float]:
     counts = {form: sum(chains_fuse.joined(outcome.closed) for outcome in mine) for form, mine in outcomes.items()}
     return {form: count for form, count in counts.items() if count}
 
 
-def _divisions(outcome: Any) -> Sequence[DivisionReport]:
-    return getattr(outcome.report, "divisions", ())
+def _divisions(outcome: Outcome) -> Sequence[DivisionReport]:
+    return outcome.report.divisions

@@ -22,8 +22,9 @@ from jcuts.jit.precompile import precompile_variants
 from jcuts.jit.trace_token import permission
 from jcuts.jit.variant_compiler import VariantCompiler
 from jcuts.pipeline import microbatch_convs
+from jcuts.pipeline.outcome import Outcome
 from jcuts.primitive import shard_local
-from jcuts.primitive.lowering import plan
+from jcuts.primitive.lowering import Started, plan, start_planning
 from jcuts.primitive.sharding import Placement
 from jcuts.report.function_report import NOT_CHECKED, NOT_MEASURED, FunctionReport
 from jcuts.rewrite.splat_constants import numbers_of
@@ -115,7 +116,7 @@ class VariantSelector:
         planned = self._plan_variants(call, closed, leaves, exact, key, measure, force)
         if isinstance(planned, end_to_end_benchmark.Decision):
             return planned
-        if measure and any(getattr(o.report, "postponed", False) for o in planned.outcomes):
+        if measure and any(o.report.postponed for o in planned.outcomes):
             name = end_to_end_benchmark.XLA if self.settings.mode == "mixed" else end_to_end_benchmark.JCUTS
             return end_to_end_benchmark.Decision(
                 name, "kernels could not be measured now: a later call tunes", deferred=True
@@ -134,7 +135,7 @@ class VariantSelector:
         if stored is not None and not force and (stored.is_final or key in _decided_here):
             return stored
         decision = self._benchmark(call, closed, leaves, exact, planned, stored if not force else None)
-        if not any(getattr(o, "failed", False) for o in planned.outcomes):  # else another process may do better
+        if not any(o.failed for o in planned.outcomes):  # else another process may do better
             _decided_here.add(key)
             self._guard_store().put_guard(key, decision.to_dict())
         return decision
@@ -187,7 +188,7 @@ class VariantSelector:
             return True
         settings = self.carriers.settings_for(variant_space.form_of(stored.chosen))
         outcome = plan(closed, settings, platform, may_measure=False, examples=leaves)
-        return not any(s.why in (NOT_MEASURED, NOT_CHECKED) for s in getattr(outcome.report, "subsets", ()))
+        return not any(s.why in (NOT_MEASURED, NOT_CHECKED) for s in outcome.report.subsets)
 
     def _benchmark(
         self,
@@ -253,20 +254,27 @@ class VariantSelector:
     ) -> tuple[dict[Variant | None, Any], list[Any]]:
         """The forms worth a race, and the outcomes of all: one that could not be measured may change nothing."""
         outcomes = []
-
-        def of_form(form: Variant | None) -> Any:
-            outcomes.append(plan(closed, self.carriers.settings_for(form), platform, may_measure=True, examples=leaves))
-            return outcomes[-1]
+        measuring = functools.partial(start_planning, may_measure=True, examples=leaves)
 
         with session.shared_worker_session():
             start = time.monotonic()
-            with session.collect_problems(meanwhile.quiesce):  # these have all problems of the others
-                for form in worth:
-                    if form is None or form.regions in ("all", "absorbing"):
-                        of_form(form)
-                log.info("forms planned in %.2f s", time.monotonic() - start)
+            # These have all problems of the others.
+            widest = [form for form in worth if form is None or form.regions in ("all", "absorbing")]
+            started: dict[Variant | None, Started] = {}
+            for form in widest:
+                started[form] = measuring(closed, self.carriers.settings_for(form), platform)
+                if (problems := started[form].problems) is not None:
+                    session.warm_workers(problems)
+            log.info("forms planned in %.2f s", time.monotonic() - start)
+            collected = [planning.problems for planning in started.values() if planning.problems is not None]
+            session.tune_together(collected, meanwhile.quiesce)
             meanwhile.quiesce(True)
-            outcomes.clear()
+
+            def of_form(form: Variant | None) -> Outcome:
+                known = started.get(form) or measuring(closed, self.carriers.settings_for(form), platform)
+                outcomes.append(known.finish())
+                return outcomes[-1]
+
             start = time.monotonic()
             found = variant_space.plan_variants(closed, platform, of_form, worth)
             log.info("forms planned with what was measured in %.2f s", time.monotonic() - start)

@@ -33,6 +33,7 @@ from jcuts.microbatch.report import DivisionReport
 from jcuts.pipeline import microbatch_convs
 from jcuts.pipeline.computation import TOO_LITTLE
 from jcuts.pipeline.kernel_selection import NEAR_TIE_RATIO
+from jcuts.pipeline.outcome import Outcome
 from jcuts.report.function_report import FunctionReport
 from jcuts.rewrite import registry as rewrite_registry
 from jcuts.rewrite.simplify import simplify
@@ -111,9 +112,9 @@ def _accepts(name: str, platform: str) -> bool:
 def plan_variants(
     closed: jaxapi.Closed,
     platform: str,
-    plan: Callable[[Variant | None], Any],
+    plan: Callable[[Variant | None], Outcome],
     worth: Sequence[Variant | None] | None = None,
-) -> dict[Variant | None, Any]:
+) -> dict[Variant | None, Outcome]:
     """Outcomes of the forms that are worth a race, the plainest first; those that change nothing are left out.
 
     Args: plan: gives the pipeline's outcome for a form (tuning its subsets); worth: `worth_planning`, if it is known.
@@ -130,11 +131,11 @@ def plan_variants(
     Where `turns` takes weights that are arguments, kernels come with it, `vectors` and `joins`, or in the form without
     other rewrites.
     """
-    found: dict[Variant | None, Any] = {}
+    found: dict[Variant | None, Outcome] = {}
     seen: set[str] = set()
     for form in candidate_variants(closed, platform) if worth is None else worth:
         outcome = plan(form)
-        text = getattr(outcome.report, "source", "")  # equal programs are one candidate
+        text = outcome.report.source  # equal programs are one candidate
         if outcome.closed is not closed and text not in seen:
             seen.add(text)
             found[form] = outcome
@@ -225,7 +226,7 @@ def over_workspace_limit(
     return found
 
 
-def dominated_variants(found: Mapping[Variant | None, Any]) -> dict[Variant | None, str]:
+def dominated_variants(found: Mapping[Variant | None, Outcome]) -> dict[Variant | None, str]:
     """Forms that need not race, with the reason: one of the same rewrites gains far more by measured sums.
 
     What XLA and kernels take in a whole program is not what they take alone, but the differences are smaller than that.
@@ -259,18 +260,13 @@ def numeric_rewrites(form: Variant | None) -> tuple[str, ...]:
     return () if form is None else tuple(r for r in form.rewrites if r not in KERNEL_ONLY)
 
 
-def _is_derived(outcome: Any) -> bool:
+def _is_derived(outcome: Outcome) -> bool:
     """Whether XLA's own code for some kernel was never compiled: a program without kernels would have to."""
-    subsets = getattr(outcome.report, "subsets", ())
-    return any(s.chosen != end_to_end_benchmark.XLA and getattr(s, "derived", False) for s in subsets)
+    return any(s.chosen != end_to_end_benchmark.XLA and s.derived for s in outcome.report.subsets)
 
 
-def _sums(outcome: Any) -> tuple[float, float]:
+def _sums(outcome: Outcome) -> tuple[float, float]:
     """What the kernels of a program were measured to take together, and what they gain on XLA's code [s]."""
-    won = [
-        s
-        for s in getattr(outcome.report, "subsets", ())
-        if s.chosen != end_to_end_benchmark.XLA and s.origin == "measured"
-    ]
+    won = [s for s in outcome.report.subsets if s.chosen != end_to_end_benchmark.XLA and s.origin == "measured"]
     pairs = [(s.count * s.seconds, s.count * s.xla_seconds) for s in won if s.seconds and s.xla_seconds]
     return sum(ours for ours, _ in pairs), sum(xla - ours for ours, xla in pairs)

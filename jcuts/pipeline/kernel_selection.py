@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from jcuts.kernel_ir.program import Program
 from jcuts.pipeline import inplace_update, partition_store
 from jcuts.pipeline.computation import (
     CONSTANT,
+    NOT_ASKED,
     OF_LIBRARY,
     TO_FUSE,
     Computation,
@@ -34,6 +35,7 @@ from jcuts.trace.canonical import canonical_digest
 from jcuts.tune import session
 from jcuts.tune.choice import LIBRARY
 from jcuts.tune.row_signature import FOREIGN
+from jcuts.tune.session import RegionProblems, TunedChoices
 from jcuts.xla import devices as xla_devices
 
 log = logging.getLogger("jcuts.pipeline.kernel_selection")
@@ -78,65 +80,101 @@ class Summary:
         )
 
 
-def select(top: Computation, settings: Settings, *, may_measure: bool, platform: str = "cpu") -> Summary:
-    """Sets every level's subsets and every subset's winner.
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """The regions of a function and of its loop bodies, from their choice to the rebuilt program.
 
-    Modes without fusion, ``tune="off"`` (estimates rank kernels, they are not fit to overrule the greedy cover), a
-    limited ``JCUTS_FUEL`` and GPUs (`schedule.cpu.time_estimate` knows CPUs only) keep the greedy cover.
+    Attributes:
+        top: the function; its regions, and theirs in the bodies, are the partition.
+        platform: 'cpu' or 'cuda'. key: what the partition is stored under.
+        origin: 'none' (the variant has no kernels), 'stored', or 'greedy', which measured times may still improve.
+        shares: candidates per region identity where the partition decides them.
+        blocks: regions that could be one kernel in place of several, each with its computation and its parts.
     """
+
+    top: Computation
+    settings: Settings
+    platform: str
+    key: str = ""
+    origin: str = "greedy"
+    shares: dict[str, int] | None = None
+    blocks: tuple[tuple[Computation, Region, list[Region]], ...] = ()
+
+    @property
+    def levels(self) -> list[Computation]:
+        """The function and its loop bodies."""
+        return self.top.walk()
+
+    @property
+    def regions(self) -> list[Region]:
+        """All regions."""
+        return _subsets(self.levels)
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether it may be stored."""
+        return self.settings.tune != "off" and knobs.current().fuel is None
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether measured times may change which equations are a region (`search`)."""
+        return self.settings.mode != "no_fusion" and self.is_lasting and self.platform == "cpu"
+
+    @property
+    def takes_near_ties(self) -> bool:
+        """Whether kernels that lost to XLA by little win: the variant has ``every`` one."""
+        return self.origin == "stored" and self.settings.form is not None and self.settings.form.regions == "every"
+
+
+def select(top: Computation, settings: Settings, *, may_measure: bool, platform: str = "cpu") -> Summary:
+    """Sets every level's subsets and every subset's winner: all steps below, one after the other."""
     with session.shared_worker_session():
-        return _select(top, settings, may_measure, platform)
+        chosen = choose_partition(top, settings, platform)
+        problems = collect_problems(chosen)
+        resolve(chosen, problems, session.tune_problems(problems, may_measure=may_measure))
+        return search(chosen, problems, may_measure=may_measure)
 
 
-def _select(top: Computation, settings: Settings, may_measure: bool, platform: str) -> Summary:
-    levels = top.walk()
-    lasting = settings.tune != "off" and knobs.current().fuel is None
-    searching = settings.mode != "no_fusion" and lasting and platform == "cpu"
-    key = partition_key(top, settings, platform)
-    stored = _stored(key, platform) if searching or (lasting and platform != "cpu") else None
-    if stored is not None and _restore(levels, stored, platform):
-        if settings.form is not None and settings.form.regions == "every":
-            for level in levels:
+def choose_partition(top: Computation, settings: Settings, platform: str = "cpu") -> Partition:
+    """The stored partition of a function, else the greedy one; nothing is measured."""
+    if settings.form is not None and settings.form.regions == "none":
+        for level in top.walk():
+            level.leave_to_xla(lambda _: NOT_ASKED)
+        return Partition(top, settings, platform, origin="none")
+    chosen = Partition(top, settings, platform, partition_key(top, settings, platform))
+    use_stored = chosen.is_searched or (chosen.is_lasting and platform != "cpu")
+    stored = _stored(chosen.key, platform) if use_stored else None
+    if stored is not None and _restore(chosen.levels, stored, platform):
+        chosen = replace(chosen, origin="stored", shares=_shares(stored))
+        if chosen.takes_near_ties:
+            for level in chosen.levels:
                 _add_small_regions(level)
-        subsets = _subsets(levels)
-        add_candidates(subsets, platform)
-        _choose(subsets, settings, may_measure, _shares(stored), platform)
-        return Summary("stored")
-    if platform != "cpu":
-        shares = _select_on_gpu(levels, settings, may_measure, platform)
-    else:
-        add_candidates(_subsets(levels), platform)
-        shares = session.resolve_choices(_subsets(levels), settings, may_measure=may_measure)
-    subsets = _subsets(levels)
-    unknown = session.is_collecting() or _postponed([s for level in levels for s in level.subset_cache.values()])
-    if settings.tune != "auto" or not may_measure or unknown:
-        return Summary("greedy")
-    if platform != "cpu" and lasting and all(s.choice is not None and s.choice.origin == "measured" for s in subsets):
-        _store_partition(levels, shares, key)
-    return _search(levels, settings, shares, key) if searching and subsets else Summary("greedy")
+    elif platform != "cpu":
+        return _choose_on_gpu(chosen)
+    add_candidates(chosen.regions, platform)
+    return chosen
 
 
 def _stored(key: str, platform: str) -> dict[str, Any] | None:
-    """The stored cover; those of GPUs hold programs, and count only where this cache has made them."""
-    cover, source = session.store().entry("partition", key)
-    if cover is not None and platform != "cpu" and source == FOREIGN:
-        log.info("a stored cover of another cache is not used")
+    """The stored partition; those of GPUs hold programs, and count only where this cache has made them."""
+    partition, source = session.store().entry("partition", key)
+    if partition is not None and platform != "cpu" and source == FOREIGN:
+        log.info("a stored partition of another cache is not used")
         return None
-    return cover
+    return partition
 
 
-def _select_on_gpu(
-    levels: Sequence[Computation], settings: Settings, may_measure: bool, platform: str
-) -> dict[str, int]:
-    """Chooses what the form's subsets are, and their winners; returns the shares of candidates."""
-    add_candidates(_subsets(levels), platform)
+def _choose_on_gpu(chosen: Partition) -> Partition:
+    """The greedy partition with what the variant's regions are on a GPU."""
+    levels, settings = chosen.levels, chosen.settings
+    add_candidates(_subsets(levels), chosen.platform)
     regions = settings.form.regions if settings.form is not None else "all"
     if settings.mode != "no_fusion":
         covers = (split_prologues, move_epilogues if regions == "absorbing" else fuse_prologues)
         for cover in covers:
             for level in levels:
                 level.set_partition(cover(level.graph, [(s.members, s.program) for s in level.subsets], has_gpu_kernel))
-            add_candidates(_subsets(levels), platform)
+            add_candidates(_subsets(levels), chosen.platform)
     # Before any are left: the forms that leave some share the problems, and so the times, of those that do not.
     shares = session.candidate_budget([s for s in _subsets(levels) if s.ranked], on_gpu=True)
     blocks: list[tuple[Computation, Region, list[Region]]] = []
@@ -144,27 +182,67 @@ def _select_on_gpu(
         blocks = _blocks(levels)
         shares.update({s.identity: BLOCK_CANDIDATES for _, s, _ in blocks})
     _leave_on_gpu(levels, regions, measured=settings.tune != "off")
-    rivals = [subset for _, subset, _ in blocks]
-    pieces = {subset.identity: [part.identity for part in parts] for _, subset, parts in blocks}
-    level_of = {id(subset): level for level in levels for subset in level.subsets}
-    level_of.update({id(subset): level for level, subset, _ in blocks})
+    return replace(chosen, shares=shares, blocks=tuple(blocks))
+
+
+def collect_problems(partition: Partition) -> RegionProblems:
+    """What has to be known to choose the kernels of a partition's regions; nothing is measured for it."""
+    settings = partition.settings
+    if partition.origin == "none":
+        return session.collect_problems((), settings)
+    if partition.takes_near_ties:
+        return session.collect_problems(partition.regions, replace(settings, mode="fusion"), shares=partition.shares)
+    device = _device(partition.platform)
+    if partition.origin == "stored" or partition.platform == "cpu":
+        return session.collect_problems(partition.regions, settings, shares=partition.shares, device=device)
+    rivals = [subset for _, subset, _ in partition.blocks]
+    level_of = {id(subset): level for level in partition.levels for subset in level.subsets}
+    level_of.update({id(subset): level for level, subset, _ in partition.blocks})
 
     def further(subset: Region, chosen: Program) -> list[Program]:
         return inplace_update.programs(level_of[id(subset)], subset, chosen)
 
-    shares = session.resolve_choices(
-        [*_subsets(levels), *rivals],
+    return session.collect_problems(
+        [*partition.regions, *rivals],
         settings,
-        may_measure=may_measure,
-        shares=shares,
-        device=_device(platform),
-        parts=pieces,
+        shares=partition.shares,
+        device=device,
+        parts={subset.identity: [part.identity for part in parts] for _, subset, parts in partition.blocks},
         further=further,
     )
-    for level, subset, parts in blocks:
+
+
+def resolve(partition: Partition, problems: RegionProblems, tuned: TunedChoices) -> None:
+    """Sets the winner of every region, and takes the blocks that are better than their parts."""
+    session.resolve(problems, tuned)
+    if partition.takes_near_ties:
+        for subset in partition.regions:
+            mine, xla = _measured(subset), None if subset.choice is None else subset.choice.seconds(LIBRARY)
+            if subset.origin != "measured" or mine is None or xla is None or mine > NEAR_TIE_RATIO * xla:
+                subset.chosen = None
+    for level, subset, parts in partition.blocks:
         if _is_better(subset, parts):
             level.merge_into(subset)
-    return shares
+
+
+def search(partition: Partition, problems: RegionProblems, *, may_measure: bool) -> Summary:
+    """Improves a greedy partition by measured times, and stores it.
+
+    Modes without fusion, ``tune="off"`` (estimates rank kernels, they are not fit to overrule the greedy cover), a
+    limited ``JCUTS_FUEL`` and GPUs (`schedule.cpu.time_estimate` knows CPUs only) keep the greedy partition.
+    """
+    if partition.origin != "greedy":
+        return Summary(partition.origin)
+    levels, regions, shares = partition.levels, partition.regions, dict(problems.shares)
+    unknown = _postponed([s for level in levels for s in level.subset_cache.values()])
+    if partition.settings.tune != "auto" or not may_measure or unknown:
+        return Summary("greedy")
+    is_known = all(s.choice is not None and s.choice.origin == "measured" for s in regions)
+    if partition.platform != "cpu" and partition.is_lasting and is_known:
+        _store_partition(levels, shares, partition.key)
+    if not partition.is_searched or not regions:
+        return Summary("greedy")
+    return _search(levels, partition.settings, shares, partition.key)
 
 
 def _device(platform: str) -> str:
@@ -182,20 +260,6 @@ def _store_partition(levels: Sequence[Computation], shares: dict[str, int], key:
         },
         is_news=False,  # it is what plans that are remembered have come to
     )
-
-
-def _choose(
-    subsets: Sequence[Region], settings: Settings, may_measure: bool, shares: dict[str, int], platform: str = "cpu"
-) -> None:
-    """Every subset's winner; kernels that lost by little win where the form has ``every`` one."""
-    if settings.form is None or settings.form.regions != "every":
-        session.resolve_choices(subsets, settings, may_measure=may_measure, shares=shares, device=_device(platform))
-        return
-    session.resolve_choices(subsets, replace(settings, mode="fusion"), may_measure=may_measure, shares=shares)
-    for subset in subsets:
-        mine, xla = _measured(subset), None if subset.choice is None else subset.choice.seconds(LIBRARY)
-        if subset.origin != "measured" or mine is None or xla is None or mine > NEAR_TIE_RATIO * xla:
-            subset.chosen = None
 
 
 def _add_small_regions(level: Computation) -> None:

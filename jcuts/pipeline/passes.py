@@ -1,69 +1,235 @@
-"""The stages as one readable list: closed jaxpr in, closed jaxpr with custom calls out.
+"""The pass list of one function: closed jaxpr in, closed jaxpr with custom calls out.
 
-    inline      flat jaxpr, no calls                                  trace/inline.py
-    simplify    dead code, constants, shared broadcasts               rewrite/simplify.py
-    rewrite     products with folded factors, convolutions as dots    rewrite/registry.py (what the form asks for)
-    pieces      the batch in pieces where caches are too small        chunking.py, rewrite/chunk_batch.py
-    divide      convolutions by cuDNN under a workspace limit         divide.py
-    group       tensor graph -> subsets with unscheduled programs     fusion/greedy.py, lower/region.py
-    select      candidates per subset, choices, better partitions     search.py, region/{plans,explore}.py, tune/
-    compile     winners -> object code                                codegen/cpu/compile.py, xla/object_cache.py
-    rebuild     jaxpr with the winners in it, in chains on a GPU      xla/rebuild.py, xla/chains/fuse.py
+    inline      flat jaxpr: no calls, no dead code, constants known   trace/inline.py, rewrite/simplify.py
+    rewrite     what the variant asks for, by name                    rewrite/registry.py, rewrite/splat_constants.py
+    chunk       the batch in chunks where caches are too small        batch_chunking.py, rewrite/chunk_batch.py
+    divide      convolutions by cuDNN under a workspace limit         microbatch_convs.py
+    group       tensor graph -> regions with unscheduled programs     computation.py, fusion/greedy.py, lower/region.py
+    partition   the stored partition, or what the variant's is        kernel_selection.py, partition_store.py
+    collect     the tuning problems of its regions                    kernel_selection.py, tune/session.py
+    tune        a choice for every problem: stored, or measured now   tune/parent/tuner.py
+    resolve     every region's winner                                 kernel_selection.py
+    search      better partitions by measured times (CPU)             kernel_selection.py, fusion/partition_space.py
+    prepare     kernels for weights that are arguments (GPU)          weight_prep.py
+    compile     winners -> object code                                rebuild.py, xla/kernel_cache.py
+    rebuild     jaxpr with calls of the winners                       rebuild.py, xla/rebuild.py
+    chain       one call for kernels that follow each other (GPU)     rebuild.py, xla/chains/fuse.py
 
-Bodies of scan, while and cond go through the same list; all their subsets are tuned in one session.
+Bodies of scan, while and cond go through the same list; all their regions are tuned in one session.  A new pass is one
+entry of `PASSES`; what it took, its dumps and its verifier come from `run`.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import itertools
 import threading
-import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from jcuts.base import fingerprint, knobs
 from jcuts.base.dump import open_dump
-from jcuts.base.errors import JcutsError, UnsupportedError
+from jcuts.base.errors import UnsupportedError
 from jcuts.base.settings import Settings, Variant
 from jcuts.kernel_ir.printer import program_text
-from jcuts.pipeline import batch_chunking, inplace_update, kernel_selection, microbatch_convs, weight_prep
-from jcuts.pipeline.computation import CHOICES, NOT_ASKED, Computation, Fuel, Region, group
-from jcuts.report.function_report import NOT_CHECKED, NOT_MEASURED, FunctionReport, RefusalReport, SubsetReport
+from jcuts.pipeline import (
+    batch_chunking,
+    inplace_update,
+    kernel_selection,
+    microbatch_convs,
+    rebuild,
+    report_rows,
+    weight_prep,
+)
+from jcuts.pipeline.computation import CHOICES, Fuel, group
+from jcuts.pipeline.outcome import Outcome
+from jcuts.pipeline.state import DumpedStage, Pass, State, nothing
+from jcuts.pipeline.verify import verify_jaxpr, verify_partition, verify_programs, verify_winners
+from jcuts.report.function_report import FunctionReport
 from jcuts.rewrite.registry import Rewritten, rewritten
 from jcuts.rewrite.simplify import simplify
 from jcuts.rewrite.splat_constants import splat_constants
-from jcuts.schedule.bound import roofline_bound as lower_bound
-from jcuts.schedule.cpu import loop_candidates
 from jcuts.trace import jaxapi
 from jcuts.trace.canonical import canonical_digest
 from jcuts.trace.inline import inline
 from jcuts.trace.source import as_source
-from jcuts.tune.choice import FAMILY, LIBRARY, SCREENED, UNVERIFIED
-from jcuts.tune.parent import extra_kernels
+from jcuts.tune import session
+from jcuts.tune.session import RegionProblems
 from jcuts.xla import devices as xla_devices
 from jcuts.xla import native_library
 from jcuts.xla.chains import fuse as chains_fuse
-from jcuts.xla.kernel_cache import kernel_for, source_text
-from jcuts.xla.rebuild import in_order, kernel_eqns
-
-log = logging.getLogger("jcuts.pipeline.passes")
 
 MEMO_LIMIT, SHARED_LIMIT = 64, 12
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What planning gives back: a closed jaxpr of the same signature, and the report."""
-
-    closed: jaxapi.Closed
-    report: FunctionReport
+# -- the passes -----------------------------------------------------------------------------------------------------
+def _inline(state: State) -> State:
+    make = lambda: simplify(inline(state.original))  # noqa: E731
+    return replace(state, closed=_once(f"{state.digest} inlined", state.settings.form, make))
 
 
+def _rewrite(state: State) -> State:
+    form, inlined = state.settings.form, state.closed
+    rules, rewrites = form.rewrites if form is not None else (), Rewritten(inlined)
+    if rules:
+        rewrites = _once(f"{state.digest} {rules}", form, lambda: rewritten(inlined, rules))
+    closed = _once(f"{state.digest} {rules} numbers", form, lambda: splat_constants(rewrites.closed))
+    state = replace(state, closed=closed, rewrites=sum(rewrites.counts.values()))
+    return state.noted(rewrites if rewrites.counts else None)
+
+
+def _chunk(state: State) -> State:
+    if state.settings.mode == "no_fusion" or state.platform != "cpu":
+        return state
+    closed, chunks = batch_chunking.chunk_batch(state.closed)
+    return replace(state, closed=closed, chunked=chunks is not None).noted(chunks)
+
+
+def _divide(state: State) -> State:
+    division = microbatch_convs.divide_convolutions(
+        state.closed, state.settings, state.platform, may_measure=state.may_measure
+    )
+    return replace(state, closed=division.closed, division=division).noted(division.note or None)
+
+
+def _group(state: State) -> State:
+    wait = state.platform != "cpu"
+    return replace(state, computation=group(state.closed, state.settings, Fuel(), state.platform, wait=wait))
+
+
+def _partition(state: State) -> State:
+    return replace(state, partition=kernel_selection.choose_partition(state.top, state.settings, state.platform))
+
+
+def _collect(state: State) -> State:
+    return replace(state, problems=kernel_selection.collect_problems(state.regions))
+
+
+def _tune(state: State) -> State:
+    return replace(state, tuned=session.tune_problems(state.collected, may_measure=state.may_measure))
+
+
+def _resolve(state: State) -> State:
+    assert state.tuned is not None, "the pass 'tune' comes first"
+    kernel_selection.resolve(state.regions, state.collected, state.tuned)
+    return state
+
+
+def _search(state: State) -> State:
+    return state.noted(kernel_selection.search(state.regions, state.collected, may_measure=state.may_measure))
+
+
+def _prepare(state: State) -> State:
+    if state.platform != "cpu" and state.regions.origin != "none":
+        weight_prep.add_weight_prep_kernels(state.top)
+    return state
+
+
+def _compile(state: State) -> State:
+    return replace(state, calls=rebuild.compile_winners(state.top)).noted(inplace_update.note(state.top))
+
+
+def _rebuild(state: State) -> State:
+    return replace(state, closed=rebuild.with_calls(state.top, state.calls))
+
+
+def _chain(state: State) -> State:
+    closed = rebuild.with_chains(state.closed, state.settings)
+    return replace(state, closed=closed).noted(chains_fuse.note(closed))
+
+
+# -- the list -------------------------------------------------------------------------------------------------------
+def _is_jaxpr(state: State) -> None:
+    verify_jaxpr(state.closed, state.original)
+
+
+def _is_partition(state: State) -> None:
+    verify_partition(state.top)
+    verify_programs(state.top)
+
+
+def _has_winners(state: State) -> None:
+    _is_partition(state)
+    verify_winners(state.top)
+
+
+def _jaxpr_stage(name: str, when: Callable[[State], bool] = lambda state: True) -> DumpedStage:
+    return DumpedStage(name, lambda state: as_source(state.closed, state.name), when=when)
+
+
+def _programs_text(state: State) -> str:
+    return "\n".join(program_text(s.program) for level in state.top.walk() for s in level.subsets)
+
+
+FLAT = _jaxpr_stage("flat")
+REWRITES = _jaxpr_stage("rewrites", lambda state: bool(state.rewrites))
+CHUNKS = _jaxpr_stage("pieces", lambda state: state.chunked)
+DIVIDED = _jaxpr_stage("divided", lambda state: state.division is not None and bool(state.division.count))
+SUBSETS = DumpedStage("subsets", _programs_text)
+REWRITTEN = _jaxpr_stage("rewritten")
+KERNELS = DumpedStage("kernels", lambda state: rebuild.kernel_texts(state.top), suffix="py")
+
+PASSES = (
+    Pass("inline", _inline, _is_jaxpr, (FLAT,), any_platform=True),
+    Pass("rewrite", _rewrite, _is_jaxpr, (REWRITES,), any_platform=True),
+    Pass("chunk", _chunk, _is_jaxpr, (CHUNKS,), stage="pieces", any_platform=True),
+    Pass("divide", _divide, _is_jaxpr, (DIVIDED,), any_platform=True),
+    Pass("group", _group, nothing, (SUBSETS,)),
+    Pass("partition", _partition, _is_partition, stage="select"),
+    Pass("collect", _collect, nothing, stage="select"),
+    Pass("tune", _tune, nothing, stage="select", times=True),
+    Pass("resolve", _resolve, _has_winners, stage="select", times=True),
+    Pass("search", _search, _has_winners, stage="select", times=True),
+    Pass("prepare", _prepare, _has_winners, stage="select"),
+    Pass("compile", _compile, nothing, stage="rebuild"),
+    Pass("rebuild", _rebuild, _is_jaxpr),
+    Pass("chain", _chain, _is_jaxpr, (REWRITTEN, KERNELS), stage="rebuild"),
+)
+COLLECTED = 1 + [p.name for p in PASSES].index("collect")
+"""So many passes come before anything is tuned."""
+
+
+def run(state: State, passes: Sequence[Pass] = PASSES) -> State:
+    """A state after some passes, one after the other."""
+    for times, some in itertools.groupby(passes, key=lambda p: p.times):
+        with session.shared_worker_session() if times else contextlib.nullcontext():
+            for one in some:
+                state = one(state)
+    return state
+
+
+# -- planning a function --------------------------------------------------------------------------------------------
 _memo: OrderedDict[str, Outcome] = OrderedDict()
 _shared: OrderedDict[str, Any] = OrderedDict()
 _memo_lock = threading.Lock()
+
+
+class Planning:
+    """A function on its way through the list, stopped before anything is tuned.
+
+    Attributes: problems: what is tuned next, None where nothing is: the outcome is known, or there are no kernels.
+    """
+
+    def __init__(self, state: State | None, program: str, known: Outcome | None = None) -> None:
+        self._state, self._program, self._known = state, program, known
+        self.problems: RegionProblems | None = None if state is None or not state.may_measure else state.problems
+        if state is not None and state.settings.tune != "auto":
+            self.problems = None
+
+    def finish(self) -> Outcome:
+        """The rest of the list. Raises: UnsupportedError with ``strict=True``."""
+        if self._state is None:
+            assert self._known is not None
+            return self._known
+        state = run(self._state, PASSES[COLLECTED:])
+        outcome = _outcome(state)
+        with _memo_lock:
+            _memo[_memo_key(self._program, state.settings)] = outcome
+            while len(_memo) > MEMO_LIMIT:
+                _memo.popitem(last=False)
+        return outcome
 
 
 def optimize_jaxpr(
@@ -85,29 +251,43 @@ def optimize_jaxpr(
         tuning database.
     Raises: UnsupportedError with ``strict=True``.
     """
+    started = start_planning(closed, settings, platform=platform, may_measure=may_measure, examples=examples)
+    return started.finish()
+
+
+def start_planning(
+    closed: jaxapi.Closed,
+    settings: Settings,
+    *,
+    platform: str,
+    may_measure: bool,
+    examples: Sequence[Any] | None = None,
+) -> Planning:
+    """`optimize_jaxpr` up to where its problems are known: several functions can then be tuned in one session.
+
+    Args: as of `optimize_jaxpr`.
+    """
     name = getattr(closed.jaxpr.debug_info, "func_name", "") or "function"
     reason = _unusable(platform)
     if reason and not (microbatch_convs.is_asked(settings) and platform in ("cpu", *xla_devices.NAMES)):
-        return Outcome(closed, FunctionReport(name, settings.mode, platform, notes=(f"left to XLA: {reason}",)))
+        report = FunctionReport(name, settings.mode, platform, notes=(f"left to XLA: {reason}",))
+        return Planning(None, "", Outcome(closed, report))
     platform = "cpu" if platform == "cpu" else "cuda"
     original = canonical_digest(closed, consts="digest")
-    program = fingerprint.digest(
-        original, repr(settings), platform, knobs.current().fuel, knobs.current().chunk, knobs.current().chains
-    )
+    here = knobs.current()
+    program = fingerprint.digest(original, repr(settings), platform, here.fuel, here.chunk, here.chains)
     with _memo_lock:
         found = _memo.get(_memo_key(program, settings))
     if found is not None and (not may_measure or settings.tune != "auto" or _is_settled(found)):
-        return found
-    outcome = _plan(closed, settings, platform, may_measure, name, reason, original)
-    with _memo_lock:
-        _memo[_memo_key(program, settings)] = outcome
-        while len(_memo) > MEMO_LIMIT:
-            _memo.popitem(last=False)
-    return outcome
+        return Planning(None, program, found)
+    dump = open_dump(name)
+    dump.stage("jaxpr", lambda: str(closed.jaxpr))
+    state = State(closed, closed, name, settings, platform, may_measure, reason, original, dump)
+    return Planning(run(state, PASSES[:COLLECTED]), program)
 
 
 def _once(key: str, form: Variant | None, make: Callable[[], Any]) -> Any:
-    """What the forms of a function have in common, made once for all of them (`levels.group` knows it again)."""
+    """What the forms of a function have in common, made once for all of them (`computation.group` knows it again)."""
     with _memo_lock:
         known = _shared.get(key)
     if known is not None:
@@ -131,8 +311,6 @@ def _unusable(platform: str) -> str:
 
 def _memo_key(program: str, settings: Settings) -> str:
     """A plan depends on the tuning database, but for ``tune="off"``."""
-    from jcuts.tune import session
-
     stored = "" if settings.tune == "off" else str(session.generation())
     return fingerprint.digest(program, stored, microbatch_convs.generation(settings))
 
@@ -151,88 +329,34 @@ def _is_settled(outcome: Outcome) -> bool:
     return timed and all(s.origin == "measured" for s in outcome.report.subsets)
 
 
-def _plan(
-    closed: jaxapi.Closed,
-    settings: Settings,
-    platform: str,
-    may_measure: bool,
-    name: str,
-    reason: str,
-    original: str,
-) -> Outcome:
-    """``reason``: why there are no kernels here, '' where there are: then convolutions alone are looked at."""
-    clock: dict[str, float] = {}
-    dump = open_dump(name)
-    dump.stage("jaxpr", lambda: str(closed.jaxpr))
-
-    def timed(stage: str, start: float) -> None:
-        clock[stage] = clock.get(stage, 0.0) + time.perf_counter() - start
-
-    start = time.perf_counter()
-    form = settings.form
-    inlined = _once(f"{original} inlined", form, lambda: simplify(inline(closed)))
-    timed("inline", start)
-    dump.stage("flat", lambda: as_source(inlined, name))
-    start = time.perf_counter()
-    rewrites = Rewritten(inlined)
-    rules = form.rewrites if form is not None else ()
-    if rules:
-        rewrites = _once(f"{original} {rules}", form, lambda: rewritten(inlined, rules))
-    flat = _once(f"{original} {rules} numbers", form, lambda: splat_constants(rewrites.closed))
-    timed("rewrite", start)
-    if rewrites.counts:
-        dump.stage("rewrites", lambda: as_source(flat, name))
-    start = time.perf_counter()
-    flat, pieces = (
-        batch_chunking.chunk_batch(flat) if settings.mode != "no_fusion" and platform == "cpu" else (flat, None)
+def _outcome(state: State) -> Outcome:
+    """What the last state says. Raises: UnsupportedError with ``strict=True``."""
+    division = state.division
+    assert division is not None, "the pass 'divide' has run"
+    report = FunctionReport(
+        state.name,
+        state.settings.mode,
+        state.platform,
+        source=as_source(state.closed, state.name),
+        seconds=dict(state.seconds),
+        notes=state.notes,
+        postponed=division.postponed,
+        divisions=division.rows,
     )
-    timed("pieces", start)
-    if pieces is not None:
-        dump.stage("pieces", lambda: as_source(flat, name))
-    start = time.perf_counter()
-    division = microbatch_convs.divide_convolutions(flat, settings, platform, may_measure=may_measure)
-    flat = division.closed
-    timed("divide", start)
-    if division.count:
-        dump.stage("divided", lambda: as_source(flat, name))
-    if reason:
-        notes = (f"no kernels: {reason}", *((division.note,) if division.note else ()))
-        report = FunctionReport(
-            name,
-            settings.mode,
-            platform,
-            equations=len(flat.jaxpr.eqns),
-            source=as_source(flat, name),
-            seconds=clock,
-            notes=notes,
-            postponed=division.postponed,
-            divisions=division.rows,
-        )
-        return Outcome(flat if division.count else closed, report)
-    start = time.perf_counter()
-    top = group(flat, settings, Fuel(), platform, wait=platform != "cpu")
-    timed("group", start)
-    dump.stage("subsets", lambda: "\n".join(program_text(s.program) for level in top.walk() for s in level.subsets))
-    start = time.perf_counter()
-    partition = _select(top, settings, may_measure, platform)
-    timed("select", start)
-    start = time.perf_counter()
-    rebuilt = _rebuild(top, settings)
-    timed("rebuild", start)
-    dump.stage("rewritten", lambda: as_source(rebuilt, name))
-    dump.stage("kernels", lambda: _kernel_texts(top), suffix="py")
-    texts = (
-        rewrites if rewrites.counts else None,
-        pieces,
-        division.note or None,
-        partition,
-        inplace_update.note(top),
-        chains_fuse.note(rebuilt),
+    if state.unusable:
+        notes = (f"no kernels: {state.unusable}", *((division.note,) if division.note else ()))
+        report = replace(report, equations=len(state.closed.jaxpr.eqns), notes=notes)
+        return Outcome(state.closed if division.count else state.original, report)
+    top = state.top
+    report = replace(
+        report,
+        subsets=report_rows.region_rows(top),
+        refusals=report_rows.refusal_rows(top),
+        equations=sum(len(level.closed.jaxpr.eqns) for level in top.walk()),
+        postponed=division.postponed or report_rows.is_postponed(top),
+        library=report_rows.library_work(top),
     )
-    notes = tuple(str(note) for note in texts if note is not None)
-    report = _report(top, rebuilt, settings, platform, name, clock, notes, division)
-    unable = [r for r in report.refusals if r.reason not in CHOICES]
-    if settings.strict and unable:
+    if state.settings.strict and (unable := [r for r in report.refusals if r.reason not in CHOICES]):
         first = unable[0]
         raise UnsupportedError(
             f"strict=True: {first.op} at {first.where} is left to XLA: {first.reason}",
@@ -240,229 +364,6 @@ def _plan(
             where=first.where,
             reason=first.reason,
         )
-    changed = rewrites.counts or division.count
-    untouched = not changed and not any(s.chosen for level in top.walk() for s in level.subsets)
-    return Outcome(closed if untouched else rebuilt, report)
-
-
-def _select(top: Computation, settings: Settings, may_measure: bool, platform: str) -> kernel_selection.Summary:
-    """Chooses the partition, and a candidate or XLA for every subset."""
-    if settings.form is not None and settings.form.regions == "none":
-        for level in top.walk():
-            level.leave_to_xla(lambda _: NOT_ASKED)
-        return kernel_selection.Summary("none")
-    summary = kernel_selection.select(top, settings, may_measure=may_measure, platform=platform)
-    if platform != "cpu":
-        weight_prep.add_weight_prep_kernels(top)
-    return summary
-
-
-def _rebuild(level: Computation, settings: Settings) -> jaxapi.Closed:
-    units: dict[int, Sequence[int]] = {}
-    replacement: dict[int, Sequence[Any]] = {}
-    extra_kernels.compile_kernels(
-        program for subset in level.subsets for program in inplace_update.programs(level, subset)
-    )
-    for subset in level.subsets:
-        if subset.chosen is None:
-            continue
-        first = min(subset.members)
-        update = inplace_update.find_inplace_update(level, subset)
-        kernel = None
-        if update is not None:
-            try:
-                kernel = kernel_for(update.placed.program)
-            except JcutsError as error:
-                log.warning("update left to XLA: %s", error)
-                update = None
-        try:
-            kernel = kernel_for(subset.chosen) if kernel is None else kernel
-        except JcutsError as error:
-            log.warning("subset left to XLA: %s", error)
-            subset.chosen, subset.origin = None, "library"
-            continue
-        like = level.closed.jaxpr.eqns[max(subset.members)]
-        inputs, outputs, members, place = subset.inputs, subset.outputs, subset.members, None
-        if update is not None:
-            place = update.placed.operand, update.placed.start
-            inputs = [*inputs, update.array] if place[0] == len(inputs) else inputs
-            taken = [n for n in (update.number, update.zeros) if n is not None]
-            outputs, members = level.closed.jaxpr.eqns[update.number].outvars, members | set(taken)
-            level.updated += taken
-        replacement[first] = kernel_eqns(kernel, inputs, outputs, like, place)
-        units[first] = sorted(members)
-    left = inplace_update.copy_kernels(level, xla_devices.machine()) if level.updated else []
-    extra_kernels.compile_kernels(update.placed.program for update in left)
-    for update in left:
-        try:
-            kernel = kernel_for(update.placed.program)
-        except JcutsError as error:
-            log.warning("update left to XLA: %s", error)
-            continue
-        eqn, operand = level.closed.jaxpr.eqns[update.number], update.placed.operand
-        inputs = [eqn.invars[1]] if operand is None else [eqn.invars[1], update.array]
-        units[update.number] = [n for n in (update.zeros, update.number) if n is not None]
-        replacement[update.number] = kernel_eqns(kernel, inputs, eqn.outvars, eqn, (operand, update.placed.start))
-        level.copied += units[update.number]
-    count = len(level.closed.jaxpr.eqns)
-    for number, bodies in level.bodies.items():
-        eqn = level.closed.jaxpr.eqns[number]
-        rebuilt = [_rebuild(body, settings) for body in bodies]
-        units[count + number] = [number]
-        replacement[count + number] = [jaxapi.with_inner_jaxprs(eqn, rebuilt)]
-    return _chained(in_order(level.closed, units, replacement), settings)
-
-
-def _chained(closed: jaxapi.Closed, settings: Settings) -> jaxapi.Closed:
-    """With one call for kernels that can follow each other, where the form has chains and the GPU launches ahead."""
-    wanted = knobs.current().chains and (settings.form is None or settings.form.chained)
-    if not wanted or not chains_fuse.calls(closed) or xla_devices.machine().capability < chains_fuse.EARLY:
-        return closed
-    return chains_fuse.fuse_calls(closed)
-
-
-# -- the report -----------------------------------------------------------------------------------------------------
-def _report(
-    top: Computation,
-    rebuilt: jaxapi.Closed,
-    settings: Settings,
-    platform: str,
-    name: str,
-    clock: dict[str, float],
-    notes: tuple[str, ...],
-    division: microbatch_convs.Divided,
-) -> FunctionReport:
-    grouped: OrderedDict[str, SubsetReport] = OrderedDict()
-    refusals: Counter[tuple[str, str, str]] = Counter()
-    equations = 0
-    for level in top.walk():
-        equations += len(level.closed.jaxpr.eqns)
-        for subset in level.subsets:
-            one = subset_report(level, subset)
-            key = f"{subset.identity} {one.chosen}"
-            old = grouped.get(key)
-            grouped[key] = one if old is None else _counted(old, one)
-        for number, refusal in level.left_out.items():
-            if microbatch_convs.is_ours(level.closed.jaxpr.eqns[number]) or number in (*level.updated, *level.copied):
-                continue
-            refusals[refusal.op, refusal.reason, level.graph.nodes[number].where] += 1
-    kept = [subset.program for level in top.walk() for subset in level.library]
-    rows = tuple(RefusalReport(op, reason, where, n) for (op, reason, where), n in sorted(refusals.items()))
-    return FunctionReport(
-        name,
-        settings.mode,
-        platform,
-        tuple(grouped.values()),
-        rows,
-        equations,
-        as_source(rebuilt, name),
-        dict(clock),
-        notes=notes,
-        postponed=division.postponed
-        or any(s.choice is not None and s.choice.is_postponed for level in top.walk() for s in level.subsets),
-        divisions=division.rows,
-        library={"flop": float(sum(_flop(p) for p in kept)), "bytes": float(sum(_moved(p) for p in kept))},
-    )
-
-
-def _counted(old: SubsetReport, new: SubsetReport) -> SubsetReport:
-    from dataclasses import replace
-
-    return replace(old, count=old.count + 1, where=list(dict.fromkeys([*old.where, *new.where])))
-
-
-def subset_report(level: Computation, subset: Region) -> SubsetReport:
-    """One subset for the report."""
-    nodes = [level.graph.nodes[m] for m in sorted(subset.members)]
-    operations = dict(Counter(n.prim for n in nodes))
-    is_complex = any(n.op is not None and n.op.is_complex for n in nodes)
-    fused = len(nodes) > 1
-    kind = ("complex" if is_complex else "simple") + (" (fusion)" if fused else "")
-    chosen = subset.chosen
-    label = "xla" if chosen is None else f"{chosen.template}/{chosen.digest[:8]}"
-    seconds = xla = None
-    why = ""
-    rejected: list[str] = []
-    pul = bound = 0.0
-    derived = False
-    if subset.choice is not None:
-        times = {m.label: m for m in subset.choice.measurements}
-        xla = times[LIBRARY].seconds if LIBRARY in times else None
-        derived = LIBRARY in times and times[LIBRARY].method == FAMILY
-        if chosen is not None and (m := times.get(subset.choice.winner)) is not None:
-            seconds, pul, bound = m.seconds, m.pul, m.bound_seconds
-            xla = xla if m.is_contest else None  # another clock's time
-        if chosen is None:
-            seconds, why = _lost(subset)
-        rejected = [f"{r.label}: {r.message}" for r in subset.choice.rejections if r.error != UNVERIFIED]
-    if chosen is not None and seconds is None:  # nothing was measured: the estimates that chose it
-        pul = next((score for program, score in subset.ranked if program.digest == chosen.digest), 0.0)
-        bound = lower_bound(chosen).seconds
-    flop, moved = _flop(subset.program), _moved(subset.program)
-    where = list(dict.fromkeys(n.where for n in nodes if n.where))
-    return SubsetReport(
-        nodes[-1].prim,
-        operations,
-        where,
-        "none" if not fused else "shared" if len(subset.program.phases) > 1 else "register",
-        kind,
-        label,
-        subset.origin,
-        dict(chosen.params) if chosen is not None else {},
-        pul,
-        bound,
-        seconds,
-        xla,
-        1,
-        flop,
-        moved,
-        rejected,
-        why,
-        derived,
-        subset.source if chosen is not None else "",
-    )
-
-
-def _flop(program: Any) -> int:
-    return sum(loop_candidates.work(p) for p in program.phases)
-
-
-def _moved(program: Any) -> int:
-    """Bytes of operands and results."""
-    return sum(b.bytes for b in program.buffers if b.role != "local")
-
-
-def _lost(subset: Region) -> tuple[float | None, str]:
-    """Why XLA runs a subset: the time of the best kernel [s], if any was measured, and a sentence."""
-    choice = subset.choice
-    assert choice is not None  # the caller looked
-    if choice.is_postponed:
-        return None, choice.rejections[0].message
-    if choice.is_unverified:
-        return None, NOT_CHECKED
-    kernels = [m for m in choice.measurements if m.label != LIBRARY]
-    met = [m for m in kernels if m.method != SCREENED] or kernels
-    xla = choice.seconds(LIBRARY)
-    if met and xla is not None:
-        best = min(met, key=lambda m: m.seconds)
-        gain = xla / best.seconds
-        if gain <= 1:
-            return best.seconds, f"XLA is {1 / gain:.2f} times as fast as the best of {len(kernels)} kernels"
-        if gain - 1 > choice.margin and not best.is_contest:  # its time is another clock's than XLA's
-            return None, f"the best of {len(kernels)} kernels was only looked at ({best.method}), and did not compete"
-        return best.seconds, f"the best kernel gains {gain - 1:.1%}: within the noise of {choice.margin:.1%}"
-    reasons = list(dict.fromkeys(f"{r.error}: {r.message}" for r in choice.rejections))
-    if reasons:
-        more = f" (and {len(reasons) - 1} more reasons)" if len(reasons) > 1 else ""
-        who = "cannot be compared" if any(r.label == "xla" for r in choice.rejections) else "every kernel was rejected"
-        return None, f"{who}: {reasons[0]}{more}"
-    return None, NOT_MEASURED if choice.origin == "library" else "no kernel was made"
-
-
-def _kernel_texts(top: Computation) -> str:
-    seen: dict[str, str] = {}
-    for level in top.walk():
-        for subset in level.subsets:
-            if subset.chosen is not None and subset.chosen.digest not in seen:
-                seen[subset.chosen.digest] = f"# {subset.chosen.digest}\n{source_text(subset.chosen)}"
-    return "\n".join(seen.values())
+    changed = state.rewrites or division.count
+    untouched = not changed and not rebuild.winners(top)
+    return Outcome(state.original if untouched else state.closed, report)

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jcuts.base import knobs
 from jcuts.base.errors import JcutsError
 from jcuts.base.settings import Settings
+from jcuts.pipeline.outcome import Outcome
 from jcuts.primitive import shard_local
 from jcuts.primitive.sharding import OtherPlacement, Placement, expected, lowering_is_partitioned
+from jcuts.report.function_report import FunctionReport
 from jcuts.trace import jaxapi
+
+if TYPE_CHECKING:
+    from jcuts.tune.session import RegionProblems
 
 log = logging.getLogger("jcuts")
 _told: set[str] = set()
 
 
-class Planned(NamedTuple):
-    """What stands for the pipeline's outcome where it was not asked: the program as it was, and why.
+class Started(NamedTuple):
+    """A function whose planning has come to its tuning problems.
 
-    Attributes: failed: it was, and an error came back: nothing is known about the program.
+    Attributes:
+        problems: what would be tuned next, None where nothing is.
+        finish: gives the ``Outcome``, with what the tuning database holds by then; measures what it lacks.
     """
 
-    closed: jaxapi.Closed
-    report: None = None
-    note: str = ""
-    failed: bool = False
+    problems: RegionProblems | None
+    finish: Callable[[], Outcome]
 
 
 def lower(
@@ -79,17 +84,48 @@ def plan(
     *,
     may_measure: bool,
     examples: Sequence[Any] | None = None,
-) -> Any:
-    """The pipeline's ``Outcome`` for a program (``Planned``, the program unchanged, where it cannot run)."""
+) -> Outcome:
+    """The pipeline's ``Outcome`` for a program (which is unchanged where the pipeline cannot run)."""
+
+    def make(passes: Any) -> Outcome:
+        return passes.optimize_jaxpr(closed, settings, platform=platform, may_measure=may_measure, examples=examples)
+
+    return _contained(closed, settings, platform, make)
+
+
+def start_planning(
+    closed: jaxapi.Closed,
+    settings: Settings,
+    platform: str,
+    *,
+    may_measure: bool,
+    examples: Sequence[Any] | None = None,
+) -> Started:
+    """`plan` up to where its tuning problems are known, so that those of several programs are tuned in one session."""
+
+    def make(passes: Any) -> Any:
+        return passes.start_planning(closed, settings, platform=platform, may_measure=may_measure, examples=examples)
+
+    started = _contained(closed, settings, platform, make)
+    if isinstance(started, Outcome):
+        return Started(None, lambda: started)
+    return Started(started.problems, lambda: _contained(closed, settings, platform, lambda _: started.finish()))
+
+
+def _contained(closed: jaxapi.Closed, settings: Settings, platform: str, make: Callable[[Any], Any]) -> Any:
+    """What ``make`` gives, called with the pipeline; the program unchanged, and a note, where jcuts itself fails."""
+    name = getattr(closed.jaxpr.debug_info, "func_name", "") or "function"
+
+    def unchanged(note: str, failed: bool = False) -> Outcome:
+        return Outcome(closed, FunctionReport(name, settings.mode, platform, notes=(note,)), failed)
+
     if jaxapi.has_references(closed):
-        return Planned(closed, note="left to XLA: the function uses mutable references")
+        return unchanged("left to XLA: the function uses mutable references")
     try:
         # Imported when first needed: the pipeline brings numba with it.
         from jcuts.pipeline import passes as pipeline_passes
 
-        return pipeline_passes.optimize_jaxpr(
-            closed, settings, platform=platform, may_measure=may_measure, examples=examples
-        )
+        return make(pipeline_passes)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("numba", "llvmlite"):
             raise
@@ -103,4 +139,4 @@ def plan(
     if note not in _told:
         _told.add(note)
         log.warning("%s", note)
-    return Planned(closed, note=note, failed=True)
+    return unchanged(note, failed=True)

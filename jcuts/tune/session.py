@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,17 +28,22 @@ from jcuts.tune.problem import Candidate, Input, Output, Problem
 from jcuts.tune.problem import label_of as _label
 
 __all__ = [
+    "RegionProblems",
+    "TunedChoices",
     "candidate_budget",
     "collect_problems",
     "generation",
-    "is_collecting",
     "make_problem",
     "progress",
+    "resolve",
     "resolve_choices",
     "set_progress",
     "set_store",
     "shared_worker_session",
     "store",
+    "tune_problems",
+    "tune_together",
+    "warm_workers",
 ]
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
@@ -88,49 +91,136 @@ def generation() -> tuple[int, int]:
     return store().generation()
 
 
-class _Gathered(threading.local):
-    """What `choose` would measure on this thread: digest -> (problem, what prepares it, its equations); or None."""
+@dataclass(frozen=True, eq=False)
+class RegionProblems:
+    """The tuning problems of several regions, made by `collect_problems`: nothing is compiled or timed for them yet.
 
-    problems: dict[str, tuple[Problem, Callable[[Problem], Problem], int]] | None = None
-    settings: Settings | None = None
-    further: dict[str, list[Callable[[Program], Iterable[Program]]]] | None = None
-
-
-_gathered = _Gathered()
-
-
-@contextlib.contextmanager
-def collect_problems(quiet: Callable[[bool], bool] | None = None) -> Iterator[None]:
-    """Calls of `choose` inside that may measure only note their problems, which one session tunes when the block ends.
-
-    They give the choices that are known so far: whoever needs the others asks again after the block.
-
-    Args: quiet: whether nothing else of this process uses the GPU (`runner.tune`).
+    Attributes:
+        regions: see `pipeline.computation.Region`; settings: the user's options; device: the GPU, '' for this CPU.
+        shares: candidates per region identity. problems: by region identity.
+        further: region and its chosen program -> the programs that run for it in the function.
     """
-    _gathered.problems, _gathered.further = {}, {}
-    try:
-        yield
-        noted, settings, programs_of = _gathered.problems, _gathered.settings, _gathered.further
-    finally:
-        _gathered.problems = _gathered.settings = _gathered.further = None
 
-    def further(digest: str, chosen: Program) -> list[Program]:
-        return [program for needs in programs_of.get(digest, ()) for program in needs(chosen)]
+    regions: Sequence[Any]
+    settings: Settings
+    device: str
+    shares: Mapping[str, int]
+    problems: Mapping[str, Problem]
+    further: Callable[[Any, Program], Iterable[Program]] | None = None
 
-    if noted and settings is not None:
-        start = time.monotonic()
-        # Kernels of many operations take compilers longest: they begin first.
-        order = sorted(noted.values(), key=lambda entry: -entry[2])
-        tune(
-            interleave_conv_problems([problem for problem, _, _ in order]),
-            store(),
-            settings=settings,
-            progress=_progress,
-            prepare=lambda problem: noted[problem.digest][1](problem),
-            quiet=quiet,
-            further=further,
-        )
-        _log.info("%d problems of all forms: %.2f s", len(noted), time.monotonic() - start)
+    @functools.cached_property
+    def region_of(self) -> dict[str, Any]:
+        """The first region of every problem, by the problem's digest."""
+        found: dict[str, Any] = {}
+        for region in self.regions:
+            found.setdefault(self.problems[region.identity].digest, region)
+        return found
+
+    def prepare(self, problem: Problem) -> Problem:
+        """A problem with its candidates and XLA's exports: what has to be measured needs them, and only that."""
+        region = self.region_of[problem.digest]
+        full = with_candidates(problem, region, self.shares[region.identity])
+        return with_exports(full, region.closed, platform=problem.platform)
+
+    def programs_of(self, digest: str, chosen: Program) -> list[Program]:
+        """The programs that run in the function if a problem's answer is ``chosen``."""
+        if self.further is None:
+            return []
+        mine = [r for r in self.regions if self.problems[r.identity].digest == digest]
+        return [program for region in mine for program in self.further(region, chosen)]
+
+    def have_unknown(self) -> bool:
+        """Whether the database lacks the answer to any of the problems."""
+        return any(store().lookup(problem.digest) is None for problem in self.problems.values())
+
+
+def collect_problems(
+    regions: Sequence[Any],
+    settings: Settings,
+    *,
+    shares: Mapping[str, int] | None = None,
+    device: str = "",
+    parts: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    further: Callable[[Any, Program], Iterable[Program]] | None = None,
+) -> RegionProblems:
+    """The tuning problems of regions; equal regions have one.
+
+    Args:
+        shares: candidates per region identity, which are part of a problem's key; by default in proportion to work.
+        device: the GPU that the candidates are for; '' is this CPU.
+        parts: identity of a region -> those of others that do the same together, where there are such.
+        further: region and its chosen program -> the programs that run for it in the function.
+    """
+    used = {**candidate_budget(regions, bool(device)), **(shares or {})} if regions else {}
+    problems: dict[str, Problem] = {}
+    for region in regions:
+        if region.identity not in problems:
+            problem = make_problem(region, settings, used[region.identity], device)
+            if settings.tune == "off":
+                problem = with_candidates(problem, region, used[region.identity])
+            problems[region.identity] = problem
+    for whole, pieces in parts.items():
+        if whole in problems and all(piece in problems for piece in pieces):
+            digests = tuple(problems[piece].digest for piece in pieces)
+            problems[whole] = replace(problems[whole], parts=digests)
+    return RegionProblems(regions, settings, device, used, problems, further)
+
+
+@dataclass(frozen=True)
+class TunedChoices:
+    """A choice for every problem, by its digest, and where stored ones come from (`tune.row_signature`)."""
+
+    choices: Mapping[str, Choice]
+    sources: Mapping[str, str]
+
+
+def tune_problems(collected: RegionProblems, *, may_measure: bool) -> TunedChoices:
+    """Chooses a kernel, or XLA, for every problem: from the database, by measuring, or by estimate.
+
+    Without permission to measure, ``tune="auto"`` reads the database like ``tune="cached"``.
+    """
+    settings = collected.settings
+    how = settings if may_measure or settings.tune == "off" else replace(settings, tune="cached")
+    problems = list(collected.problems.values())
+    if not problems:
+        return TunedChoices({}, {})
+    sources: dict[str, str] = {}
+    choices = tune(
+        problems, store(), settings=how, progress=_progress, prepare=collected.prepare, sources=sources
+    )
+    return TunedChoices(choices, sources)
+
+
+def tune_together(collections: Sequence[RegionProblems], quiet: Callable[[bool], bool] | None = None) -> None:
+    """Tunes the problems of several functions, or of several variants of one, in a single session.
+
+    The answers are in the database: `tune_problems` finds them there.
+
+    Args: quiet: whether nothing else of this process uses the GPU (`tuner.tune`).
+    """
+    owner = {problem.digest: (problem, made) for made in collections for problem in made.problems.values()}
+    if not owner:
+        return
+    start = time.monotonic()
+    # Kernels of many operations take compilers longest: they begin first.
+    order = sorted(owner.values(), key=lambda entry: -len(entry[1].region_of[entry[0].digest].closed.jaxpr.eqns))
+    tune(
+        interleave_conv_problems([problem for problem, _ in order]),
+        store(),
+        settings=collections[-1].settings,
+        progress=_progress,
+        prepare=lambda problem: owner[problem.digest][1].prepare(problem),
+        quiet=quiet,
+        further=lambda digest, chosen: [p for made in collections for p in made.programs_of(digest, chosen)],
+    )
+    _log.info("%d problems of all forms: %.2f s", len(owner), time.monotonic() - start)
+
+
+def warm_workers(collected: RegionProblems) -> None:
+    """Starts the open session's processes for a GPU if anything has to be measured: their imports take seconds."""
+    if collected.device and collected.have_unknown():
+        with shared_worker_session() as workers:
+            workers.warm("cuda", workers_of())
 
 
 def interleave_conv_problems(problems: Sequence[Problem]) -> list[Problem]:
@@ -146,83 +236,37 @@ def interleave_conv_problems(problems: Sequence[Problem]) -> list[Problem]:
     return [problem for _, problem in sorted(places, key=lambda place: place[0])]
 
 
-def is_collecting() -> bool:
-    """Whether choices are not the last word yet."""
-    return _gathered.problems is not None
+def resolve(collected: RegionProblems, tuned: TunedChoices) -> None:
+    """Sets ``chosen``, ``origin``, ``source`` and ``choice`` of every region (see `pipeline.computation.Region`).
+
+    What has no answer is left to XLA, but for modes that ask for jcuts' kernels, which then follow the estimate.
+    """
+    for subset in collected.regions:
+        problem = collected.problems[subset.identity]
+        choice = tuned.choices[problem.digest]
+        subset.choice, subset.origin = choice, choice.origin
+        subset.source = tuned.sources.get(problem.digest, "")
+        subset.chosen = _winner(subset, choice)
+        if choice.winner != LIBRARY and subset.chosen is None:
+            subset.origin = "library"
+        if subset.chosen is None and collected.settings.mode != "mixed" and choice.origin == "library":
+            out = {r.label for r in choice.rejections}
+            subset.chosen = next((p for p, _ in subset.ranked if not out or _label(p) not in out), None)
+            subset.origin = "library" if subset.chosen is None else "estimated"
 
 
 def resolve_choices(
-    subsets: Sequence[Any],
+    regions: Sequence[Any],
     settings: Settings,
     *,
     may_measure: bool,
     shares: Mapping[str, int] | None = None,
     device: str = "",
-    parts: Mapping[str, Sequence[str]] = MappingProxyType({}),
-    further: Callable[[Any, Program], Iterable[Program]] | None = None,
 ) -> dict[str, int]:
-    """Sets ``chosen``, ``origin``, ``source`` and ``choice`` of every subset (see `levels.Subset`).
-
-    Args:
-        shares: candidates per subset identity, which are part of a problem's key; by default in proportion to work.
-        device: the GPU that the candidates are for; '' is this CPU.
-        parts: identity of a subset -> those of others that do the same together, where there are such.
-        further: subset and its chosen program -> the programs that run for it in the function.
-    Returns: the shares that were used.
-
-    Without permission to measure, ``tune="auto"`` reads the database like ``tune="cached"``; what it does not know is
-    left to XLA, but for modes that ask for jcuts' kernels, which then follow the estimate.
-    """
-    if not subsets:
-        return {}
-    later = _gathered.problems is not None and may_measure and settings.tune == "auto"
-    how = settings if (may_measure and not later) or settings.tune == "off" else replace(settings, tune="cached")
-    used = {**candidate_budget(subsets, bool(device)), **(shares or {})}
-    problems: dict[str, Problem] = {}
-    first_of: dict[str, Any] = {}
-    for subset in subsets:
-        if subset.identity not in problems:
-            problem = make_problem(subset, settings, used[subset.identity], device)
-            if settings.tune == "off":
-                problem = with_candidates(problem, subset, used[subset.identity])
-            problems[subset.identity] = problem
-            first_of[problem.digest] = subset
-
-    for whole, pieces in parts.items():
-        if whole in problems and all(piece in problems for piece in pieces):
-            digests = tuple(problems[piece].digest for piece in pieces)
-            problems[whole] = replace(problems[whole], parts=digests)
-
-    def prepare(problem: Problem) -> Problem:
-        subset = first_of[problem.digest]
-        full = with_candidates(problem, subset, used[subset.identity])
-        return with_exports(full, subset.closed, platform=problem.platform)
-
-    if later and _gathered.problems is not None:
-        _gathered.settings = settings
-        sizes = {digest: len(subset.closed.jaxpr.eqns) for digest, subset in first_of.items()}
-        _gathered.problems |= {p.digest: (p, prepare, sizes[p.digest]) for p in problems.values()}
-        if further is not None and _gathered.further is not None:
-            for subset in subsets:
-                needs = functools.partial(further, subset)
-                _gathered.further.setdefault(problems[subset.identity].digest, []).append(needs)
-        if device and any(store().lookup(problem.digest) is None for problem in problems.values()):
-            with shared_worker_session() as shop:  # the one that is open: their imports go on while this thread plans
-                shop.warm("cuda", workers_of())
-    sources: dict[str, str] = {}
-    choices = tune(list(problems.values()), store(), settings=how, progress=_progress, prepare=prepare, sources=sources)
-    for subset in subsets:
-        problem = problems[subset.identity]
-        choice = choices[problem.digest]
-        subset.choice, subset.origin, subset.source = choice, choice.origin, sources.get(problem.digest, "")
-        subset.chosen = _winner(subset, choice)
-        if choice.winner != LIBRARY and subset.chosen is None:
-            subset.origin = "library"
-        if subset.chosen is None and settings.mode != "mixed" and choice.origin == "library":
-            out = {r.label for r in choice.rejections}
-            subset.chosen = next((p for p, _ in subset.ranked if not out or _label(p) not in out), None)
-            subset.origin = "library" if subset.chosen is None else "estimated"
-    return used
+    """`collect_problems`, `tune_problems` and `resolve` of regions, one after the other; gives the shares used."""
+    collected = collect_problems(regions, settings, shares=shares, device=device)
+    resolve(collected, tune_problems(collected, may_measure=may_measure))
+    return dict(collected.shares)
 
 
 def _winner(subset: Any, choice: Choice) -> Program | None:

@@ -19,8 +19,7 @@ from jcuts.base.settings import Settings, Variant
 from jcuts.jit import chain_ablation, end_to_end_benchmark, paired_timing, variant_selection, variant_space
 from jcuts.jit.decision import Decision
 from jcuts.jit.paired_timing import ms
-from jcuts.pipeline import kernel_selection
-from jcuts.pipeline import passes as pipeline_passes
+from jcuts.pipeline import kernel_selection, rebuild
 from jcuts.pipeline.computation import Fuel, group
 from jcuts.trace import jaxapi
 from jcuts.tune.measure import statistics as measure_statistics
@@ -185,15 +184,15 @@ def test_impossible_forms_are_an_error(text):
 
 
 def test_forms_with_single_calls_and_the_knob_leave_calls_alone(monkeypatch):
-    monkeypatch.setattr(pipeline_passes.xla_devices, "machine", lambda: types.SimpleNamespace(capability=(9, 0)))
+    monkeypatch.setattr(rebuild.xla_devices, "machine", lambda: types.SimpleNamespace(capability=(9, 0)))
     monkeypatch.setattr(chains_fuse, "calls", lambda closed: 2)
     monkeypatch.setattr(chains_fuse, "fuse_calls", lambda closed: "chains")
     closed: Any = "calls"
     for form in (None, FORM):
-        assert pipeline_passes._chained(closed, Settings(form=form)) == "chains"
-        assert pipeline_passes._chained(closed, Settings(form=Variant.single(form))) == "calls"
+        assert rebuild.fuse_where_wanted(closed, Settings(form=form)) == "chains"
+        assert rebuild.fuse_where_wanted(closed, Settings(form=Variant.single(form))) == "calls"
         with knobs.scope(chains=False):
-            assert pipeline_passes._chained(closed, Settings(form=form)) == "calls"
+            assert rebuild.fuse_where_wanted(closed, Settings(form=form)) == "calls"
 
 
 def pointwise(x, w, b):

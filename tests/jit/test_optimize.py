@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import inspect
@@ -301,7 +302,7 @@ def test_tune_measures_again(toy):  # noqa: F811
     f = jcuts.optimize(scaled, tune="off")
     f(X)
     report = f.tune(X)
-    assert any(c["may_measure"] for c in toy.calls) and report == {"equations": 1}
+    assert any(c["may_measure"] for c in toy.calls) and report.equations == 1
 
 
 def test_explain_before_any_call(toy):  # noqa: F811
@@ -496,16 +497,6 @@ def test_without_numba_everything_goes_to_xla():
 # ------------------------------------------------------------ decisions that do not last
 
 
-class Report:
-    """A report of a plan that could not be measured yet."""
-
-    def __init__(self, postponed):
-        self.postponed = postponed
-
-    def with_guard(self, decision):
-        return decision
-
-
 @pytest.fixture
 def busy(toy, monkeypatch):  # noqa: F811
     """A pipeline that meets another measuring process until it is told otherwise."""
@@ -514,7 +505,8 @@ def busy(toy, monkeypatch):  # noqa: F811
 
     def optimize_jaxpr(*args, may_measure, **kwargs):
         outcome = plan(*args, may_measure=may_measure, **kwargs)
-        return outcome._replace(report=Report(toy.is_busy and may_measure))
+        report = dataclasses.replace(outcome.report, postponed=toy.is_busy and may_measure)
+        return dataclasses.replace(outcome, report=report)
 
     monkeypatch.setattr(sys.modules["jcuts.pipeline.passes"], "optimize_jaxpr", optimize_jaxpr)
     clock = types.SimpleNamespace(monotonic=lambda: toy.now, perf_counter=lambda: 0.0)
@@ -554,7 +546,7 @@ def test_forms_that_could_not_be_measured_decide_nothing(busy, monkeypatch):
 
     def unchanged(closed, *args, **kwargs):  # all was left to XLA for now
         outcome = plan(closed, *args, **kwargs)
-        return outcome._replace(closed=closed) if busy.is_busy else outcome
+        return dataclasses.replace(outcome, closed=closed) if busy.is_busy else outcome
 
     monkeypatch.setattr(sys.modules["jcuts.pipeline.passes"], "optimize_jaxpr", unchanged)
     monkeypatch.setattr("jcuts.jit.variant_space.GPUS", ("cpu",))

@@ -13,7 +13,7 @@ from jax import lax
 from jcuts.base.errors import NativeError
 from jcuts.base.settings import Settings, Variant
 from jcuts.codegen.cuda import compile as compiler
-from jcuts.pipeline import computation, kernel_selection
+from jcuts.pipeline import computation, kernel_selection, rebuild
 from jcuts.pipeline import passes as pipeline_passes
 from jcuts.rewrite import inplace_concat
 from jcuts.schedule.gpu import candidates as gpu_candidates
@@ -65,20 +65,22 @@ def rebuilt(monkeypatch):
             like,
         )
 
-    def select(top, settings, **_):
+    def choose_partition(top, settings, platform):
         for level in top.walk():
-            computation.add_candidates(level.subsets, "cuda")
-            for subset in level.subsets:
-                subset.chosen = subset.ranked[0][0] if subset.ranked and subset.inputs else None
-        return kernel_selection.Summary("none")
+            computation.add_candidates(level.subsets, platform)
+        return kernel_selection.Partition(top, settings, platform)
+
+    def resolve(partition, problems, choices):
+        for subset in partition.regions:
+            subset.chosen = subset.ranked[0][0] if subset.ranked and subset.inputs else None
 
     monkeypatch.setattr(xla_devices, "machine", lambda: gpu_candidates.GpuMachine(132, capability=(9, 0)))
     monkeypatch.setattr(xla_devices, "this", lambda: xla_devices.Gpu("H200", (9, 0), 132))
     monkeypatch.setattr(pipeline_passes.xla_devices, "unusable", lambda: "")
-    monkeypatch.setattr(pipeline_passes, "kernel_for", lambda program: program)
-    monkeypatch.setattr(pipeline_passes, "kernel_eqns", eqns)
-    monkeypatch.setattr(pipeline_passes, "_kernel_texts", lambda top: "")
-    monkeypatch.setattr(kernel_selection, "select", select)
+    monkeypatch.setattr(rebuild, "kernel_for", lambda program: program)
+    monkeypatch.setattr(rebuild, "kernel_eqns", eqns)
+    monkeypatch.setattr(kernel_selection, "choose_partition", choose_partition)
+    monkeypatch.setattr(kernel_selection, "resolve", resolve)
 
     def make(function, *args, form=("slots",)):
         closed = jaxapi.closed_jaxpr_of(function, *args)
@@ -186,7 +188,7 @@ def test_a_kernel_that_cannot_be_made_in_place_runs_beside_the_update(rebuilt, m
             raise NativeError("too many registers")
         return program
 
-    monkeypatch.setattr(pipeline_passes, "kernel_for", kernel_for)
+    monkeypatch.setattr(rebuild, "kernel_for", kernel_for)
     outcome, calls = rebuilt(
         lambda a, x: lax.dynamic_update_slice(a, x @ W[0][0, 0], (0, 8)), values(64, 32), values(64, 16), form=()
     )
@@ -213,7 +215,7 @@ def test_xla_copies_no_array_that_kernels_update(rebuilt, monkeypatch):
         ffi = jax.ffi.ffi_call(cuda_launcher.KEEP, results, input_output_aliases=aliases)
         return traced_eqns(lambda *xs: ffi(*xs), inputs, outputs, like)
 
-    monkeypatch.setattr(pipeline_passes, "kernel_eqns", call)
+    monkeypatch.setattr(rebuild, "kernel_eqns", call)
     for function, width in ((inception(16), 16), (block, 16)):
         outcome, _ = rebuilt(function, values(1, 6, 6, width), form=("dots", "pools", "siblings", "slots"))
         cuda_launcher._register(cuda_launcher.KEEP, "cpu")
@@ -244,7 +246,7 @@ def test_an_array_of_nan_gives_right_results(function, rebuilt, monkeypatch):
         run = functools.partial(execute, kernel, place)
         return traced_eqns(lambda *xs: jax.pure_callback(run, tuple(results), *xs), inputs, outputs, like)
 
-    monkeypatch.setattr(pipeline_passes, "kernel_eqns", call)
+    monkeypatch.setattr(rebuild, "kernel_eqns", call)
     x = values(1, 6, 6, 16)
     outcome, _ = rebuilt(function, x, form=("dots", "pools", "siblings", "slots"))
     (result,) = jaxapi.eval_closed(outcome.closed, x)

@@ -55,17 +55,17 @@ def clock(monkeypatch):
     """Replaces measuring: kernels of more than four equations take 1 s, others 1 us; remembers what was asked."""
     asked: list[list[int]] = []
 
-    def choose(subsets, settings, *, may_measure, shares=None, device=""):
-        for subset in subsets:
+    def choose(problems, choices):
+        for subset in problems.regions:
             asked.append(sorted(subset.members))
             label = session._label(subset.ranked[0][0])
             seconds = 1.0 if len(subset.members) > 4 else 1e-6
             time = Measurement(label, seconds, seconds, seconds, 5, "loop")
             subset.choice = Choice("p", label, "d", "measured", (time,))
             subset.chosen, subset.origin = subset.ranked[0][0], "measured"
-        return {**{s.identity: 2 for s in subsets}, **(shares or {})}
 
-    monkeypatch.setattr(session, "resolve_choices", choose)
+    monkeypatch.setattr(session, "tune_problems", lambda problems, *, may_measure: {})
+    monkeypatch.setattr(session, "resolve", choose)
     return asked
 
 
@@ -197,6 +197,12 @@ def test_what_gpus_leave_to_xla(regions):
         assert (computation.OF_LIBRARY in reasons) is not product
 
 
+def leave_open(monkeypatch):
+    """Nothing is tuned, and no region gets a choice."""
+    monkeypatch.setattr(session, "tune_problems", lambda problems, *, may_measure: {})
+    monkeypatch.setattr(session, "resolve", lambda problems, choices: None)
+
+
 def inverted(x, w, f, v):
     names = ("NHWC", "HWIO", "NHWC")
     wide = jax.nn.relu6(jnp.einsum("nhwc,ce->nhwe", x, w))
@@ -220,9 +226,12 @@ def test_a_block_takes_the_place_of_its_parts_where_it_is_measured_to_be_faster(
     monkeypatch.setattr(kernel_selection.xla_devices, "this", lambda: computation.xla_devices.Gpu("H200", (9, 0), 132))
     asked = []
 
-    def choose(subsets, settings, *, may_measure, shares, device, parts, further):
+    def measured(problems, choices):
+        subsets, shares = problems.regions, problems.shares
+        further = problems.further
         assert all(further(s, s.ranked[0][0]) == [s.ranked[0][0]] for s in subsets)  # none is part of a larger array
-        of_blocks = parts
+        identity_of = {p.digest: identity for identity, p in problems.problems.items()}
+        of_blocks = {k: [identity_of[part] for part in p.parts] for k, p in problems.problems.items() if p.parts}
         asked.extend(subsets)
         by_size = sorted(subsets, key=lambda s: len(s.program.phases))
         parts, (block,) = by_size[:-1], by_size[-1:]
@@ -232,9 +241,9 @@ def test_a_block_takes_the_place_of_its_parts_where_it_is_measured_to_be_faster(
         for subset, time in zip((*parts, block), times, strict=True):
             subset.chosen = None if time is None else subset.ranked[0][0]
             subset.choice = Measured(time)
-        return shares
 
-    monkeypatch.setattr(kernel_selection.session, "resolve_choices", choose)
+    monkeypatch.setattr(session, "tune_problems", lambda problems, *, may_measure: {})
+    monkeypatch.setattr(session, "resolve", measured)
     kernel_selection.select(level, AUTO, may_measure=True, platform="cuda")
     assert len(asked) == 4 and (len(level.subsets) == 1) is whole
     if whole:
@@ -244,14 +253,13 @@ def test_a_block_takes_the_place_of_its_parts_where_it_is_measured_to_be_faster(
     again = gpu_level(inverted, *(np.ones(s, np.float32) for s in shapes))
     known = {s.identity: s for s in level.subsets}
 
-    def restored(subsets, settings, *, may_measure, shares, device):
-        assert not may_measure and device and set(shares) == set(known)
-        for subset in subsets:
+    def restored(problems, choices):
+        assert problems.device and set(problems.shares) == set(known)
+        for subset in problems.regions:
             assert subset.space == known[subset.identity].space
             subset.choice = Measured(1.0)
-        return shares
 
-    monkeypatch.setattr(kernel_selection.session, "resolve_choices", restored)
+    monkeypatch.setattr(session, "resolve", restored)
     monkeypatch.setattr(computation.gpu_candidates, "candidates", None)  # nobody ranks anything
     assert kernel_selection.select(again, AUTO, may_measure=False, platform="cuda").origin == "stored"
     assert (
@@ -277,7 +285,7 @@ def test_a_stored_cover_of_a_gpu_that_does_not_fit_is_searched_again(monkeypatch
     ):
         store.put_partition(kernel_selection.partition_key(level, AUTO, "cuda"), {"covers": [damage]})
         again = gpu_level(fn, X, X)
-        monkeypatch.setattr(kernel_selection.session, "resolve_choices", lambda subsets, *_, **more: more["shares"])
+        leave_open(monkeypatch)
         assert kernel_selection.select(again, AUTO, may_measure=False, platform="cuda").origin == "greedy"
         assert "does not fit" in caplog.text
         caplog.clear()
@@ -287,7 +295,7 @@ def test_programs_of_a_stored_cover_that_does_not_fit_are_not_taken(monkeypatch,
     level = gpu_level(fn, X, X)
     monkeypatch.setattr(computation.xla_devices, "machine", lambda: gpu_candidates.GpuMachine(132))
     monkeypatch.setattr(kernel_selection.xla_devices, "this", lambda: computation.xla_devices.Gpu("H200", (9, 0), 132))
-    monkeypatch.setattr(kernel_selection.session, "resolve_choices", lambda subsets, *_, **more: more["shares"])
+    leave_open(monkeypatch)
     right = partition_store.load_partition(level)
     other = partition_store.load_partition(
         gpu_level(fn, X[:32, :32], X[:32, :32])
@@ -302,7 +310,7 @@ def test_programs_of_a_stored_cover_that_does_not_fit_are_not_taken(monkeypatch,
 def test_operations_stay_apart_where_nothing_is_to_be_fused(monkeypatch, store):
     monkeypatch.setattr(computation.xla_devices, "machine", lambda: gpu_candidates.GpuMachine(132))
     monkeypatch.setattr(kernel_selection.xla_devices, "this", lambda: computation.xla_devices.Gpu("H200", (9, 0), 132))
-    monkeypatch.setattr(kernel_selection.session, "resolve_choices", lambda subsets, *_, **more: more["shares"])
+    leave_open(monkeypatch)
     x, w = np.ones((2048, 256), np.float32), np.ones((256, 256), np.float32)
     headed = {}
     for mode in ("fusion", "no_fusion"):
@@ -355,17 +363,18 @@ def test_the_form_with_every_kernel_has_those_that_lost_by_little(monkeypatch, x
     level = level_of()
     computation.add_candidates(level.subsets)
 
-    def choose(subsets, settings, **_):
+    def choose(problems, choices):
+        settings = problems.settings
         assert settings.mode == ("fusion" if settings.form else "mixed")
-        for s in subsets:
+        for s in problems.regions:
             best = s.ranked[0][0]
             times = (Measurement("a", 1.0, 1.0, 1.0, 9, "loop"), Measurement("xla", xla, xla, xla, 9, "loop"))
             wins = settings.mode == "fusion" or xla > 1
             s.choice = Choice("p", "a" if wins else "xla", "", "measured", times)
             s.chosen, s.origin = best if wins else None, "measured"
 
-    monkeypatch.setattr(session, "resolve_choices", choose)
-    kernel_selection._choose(level.subsets, Settings(form=Variant((), "every")), True, {})
-    assert all((s.chosen is not None) is every for s in level.subsets)
-    kernel_selection._choose(level.subsets, Settings(), True, {})
-    assert all((s.chosen is not None) is (xla > 1) for s in level.subsets)
+    monkeypatch.setattr(session, "resolve", choose)
+    for settings, wins in ((Settings(form=Variant((), "every")), every), (Settings(), xla > 1)):
+        partition = kernel_selection.Partition(level, settings, "cpu", origin="stored", shares={})
+        kernel_selection.resolve(partition, kernel_selection.collect_problems(partition), {})
+        assert all((s.chosen is not None) is wins for s in level.subsets)

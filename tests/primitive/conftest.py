@@ -5,7 +5,8 @@ A program that reaches it and still differentiates and batches proves that plann
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jcuts.pipeline import passes
+import jcuts.pipeline
+from jcuts.pipeline.outcome import Outcome
+from jcuts.report.function_report import FunctionReport
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 
@@ -25,11 +28,6 @@ mlir.register_lowering(
     mlir.lower_fun(lambda x, y, like: jax.lax.optimization_barrier(jnp.multiply(x, y)), multiple_results=False),
 )
 MARK = "optimization_barrier"
-
-
-class ToyOutcome(NamedTuple):
-    closed: jaxapi.Closed
-    report: dict
 
 
 class ToyPipeline:
@@ -50,7 +48,8 @@ class ToyPipeline:
         flat = inline(closed)
         new = self._rewrite(flat)
         jaxapi.check(new)
-        return ToyOutcome(new, {"equations": len(flat.jaxpr.eqns)})
+        report = FunctionReport("toy", settings.mode, platform, equations=len(flat.jaxpr.eqns))
+        return Outcome(new, report)
 
     def _rewrite(self, closed):
         eqns = []
@@ -67,7 +66,15 @@ class ToyPipeline:
 @pytest.fixture
 def toy(monkeypatch):
     pipeline = ToyPipeline()
-    monkeypatch.setattr(passes, "optimize_jaxpr", pipeline.optimize_jaxpr)
+    module = types.ModuleType("jcuts.pipeline.passes")
+    module.optimize_jaxpr = pipeline.optimize_jaxpr
+
+    def start_planning(*args, **keywords):
+        return types.SimpleNamespace(problems=None, finish=lambda: module.optimize_jaxpr(*args, **keywords))
+
+    module.start_planning = start_planning
+    monkeypatch.setitem(sys.modules, "jcuts.pipeline.passes", module)
+    monkeypatch.setattr(jcuts.pipeline, "passes", module, raising=False)
     jax.clear_caches()
     yield pipeline
     jax.clear_caches()

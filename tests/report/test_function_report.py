@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from jcuts.pipeline import passes as pipeline_passes
+from jcuts.pipeline import report_rows
 from jcuts.report import function_report, rich_tables
 from jcuts.report.function_report import FunctionReport, RefusalReport, SubsetReport
 from jcuts.tune.choice import POSTPONED, Choice, Measurement, Rejection
@@ -25,33 +25,33 @@ def time_of(label, seconds, method="loop"):
 
 
 def test_a_slower_kernel_shows_its_time():
-    seconds, why = pipeline_passes._lost(Lost(time_of("xla", 1e-5), time_of("a", 2e-5), time_of("b", 4e-5, "screen")))
+    seconds, why = report_rows.why_lost(Lost(time_of("xla", 1e-5), time_of("a", 2e-5), time_of("b", 4e-5, "screen")))
     assert seconds == 2e-5 and why == "XLA is 2.00 times as fast as the best of 2 kernels"
 
 
 def test_a_tie_is_named():
-    seconds, why = pipeline_passes._lost(Lost(time_of("xla", 1.01e-5), time_of("a", 1e-5)))
+    seconds, why = report_rows.why_lost(Lost(time_of("xla", 1.01e-5), time_of("a", 1e-5)))
     assert seconds == 1e-5 and "gains 1.0%: within the noise of 2.0%" in why
 
 
 def test_a_time_of_another_clock_is_no_gain():
-    seconds, why = pipeline_passes._lost(Lost(time_of("xla", 2e-5), time_of("a", 1e-5, "screen")))
+    seconds, why = report_rows.why_lost(Lost(time_of("xla", 2e-5), time_of("a", 1e-5, "screen")))
     assert seconds is None and why == "the best of 1 kernels was only looked at (screen), and did not compete"
 
 
 def test_rejections_are_the_reason_where_nothing_was_timed():
     texts = {"a": "too far", "b": "too far", "c": "x"}
     out = [Rejection(label, "AccuracyRejected", text) for label, text in texts.items()]
-    seconds, why = pipeline_passes._lost(Lost(rejections=out))
+    seconds, why = report_rows.why_lost(Lost(rejections=out))
     assert seconds is None
     assert why == "every kernel was rejected: AccuracyRejected: too far (and 1 more reasons)"
-    assert "cannot be compared" in pipeline_passes._lost(Lost(rejections=[Rejection("xla", "WorkerFailed", "died")]))[1]
+    assert "cannot be compared" in report_rows.why_lost(Lost(rejections=[Rejection("xla", "WorkerFailed", "died")]))[1]
 
 
 def test_nothing_known_and_postponed():
-    assert pipeline_passes._lost(Lost(origin="library"))[1] == "not measured yet"
+    assert report_rows.why_lost(Lost(origin="library"))[1] == "not measured yet"
     waited = Lost(origin="library", rejections=[Rejection("xla", POSTPONED, "process 7 was measuring: tuned later")])
-    assert waited.choice.is_postponed and "process 7" in pipeline_passes._lost(waited)[1]
+    assert waited.choice.is_postponed and "process 7" in report_rows.why_lost(waited)[1]
 
 
 def subset(chosen, why="", rejected=()):

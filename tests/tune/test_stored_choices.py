@@ -140,20 +140,20 @@ def test_what_is_gathered_is_measured_in_one_session(store, monkeypatch):
 
     monkeypatch.setattr(parent_tuner, "_measure_all", counted)
     first, second = subsets(), subsets("no_fusion")
-    with session.collect_problems():
-        for some in (first, second, first):
-            session.resolve_choices(some, Settings(), may_measure=True)
-            session.resolve_choices(some, Settings(), may_measure=False)
-            assert [s.chosen for s in some] == [None] * len(some) and session.is_collecting()
-    assert not session.is_collecting() and len(sessions) == 1
-    assert len(set(sessions[0])) == len(sessions[0]) == len({s.identity for s in (*first, *second)})
+    collected = [session.collect_problems(some, Settings()) for some in (first, second, first)]
     for some in (first, second):
         session.resolve_choices(some, Settings(), may_measure=False)
-        assert [s.origin for s in some] == ["measured"] * len(some)
-    with pytest.raises(KeyboardInterrupt), session.collect_problems():
-        session.resolve_choices(subsets("no_fusion"), Settings(tolerance=3.0), may_measure=True)
-        raise KeyboardInterrupt
-    assert not session.is_collecting() and len(sessions) == 1
+        assert [s.chosen for s in some] == [None] * len(some)
+    assert not sessions and all(problems.have_unknown() for problems in collected)
+    session.tune_together(collected)
+    assert len(sessions) == 1 and not any(problems.have_unknown() for problems in collected)
+    assert len(set(sessions[0])) == len(sessions[0]) == len({s.identity for s in (*first, *second)})
+    for problems in collected[:2]:
+        session.resolve(problems, session.tune_problems(problems, may_measure=True))
+        assert [s.origin for s in problems.regions] == ["measured"] * len(problems.regions)
+    session.tune_together([])
+    session.tune_together([session.collect_problems((), Settings())])
+    assert len(sessions) == 1
 
 
 def test_a_plan_by_estimates_is_no_reason_not_to_measure(store):

@@ -98,8 +98,8 @@ def test_a_session_knows_which_programs_choices_need(level, monkeypatch):
 
     monkeypatch.setattr(session, "tune", tune)
     monkeypatch.setattr(session.store(), "lookup", lambda digest: "known")  # no process starts to import anything
-    with session.collect_problems():
-        kernel_selection.select(level, SETTINGS, may_measure=True, platform="cuda")
+    partition = kernel_selection.choose_partition(level, SETTINGS, "cuda")
+    session.tune_together([kernel_selection.collect_problems(partition)])
     further = asked.pop("further")
     found = 0
     for digest in asked:

@@ -1,0 +1,140 @@
+"""The rows of a function's report: one per distinct region, one per kind of refusal."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import replace
+from typing import Any
+
+from jcuts.pipeline import microbatch_convs
+from jcuts.pipeline.computation import Computation, Region
+from jcuts.report.function_report import NOT_CHECKED, NOT_MEASURED, RefusalReport, SubsetReport
+from jcuts.schedule.cpu import loop_candidates
+from jcuts.schedule.bound import roofline_bound as lower_bound
+from jcuts.tune.choice import FAMILY, LIBRARY, SCREENED, UNVERIFIED
+
+
+def region_rows(top: Computation) -> tuple[SubsetReport, ...]:
+    """Every distinct region of a function and of its loop bodies, equal ones counted."""
+    grouped: OrderedDict[str, SubsetReport] = OrderedDict()
+    for level in top.walk():
+        for subset in level.subsets:
+            one = subset_report(level, subset)
+            key = f"{subset.identity} {one.chosen}"
+            old = grouped.get(key)
+            grouped[key] = one if old is None else _counted(old, one)
+    return tuple(grouped.values())
+
+
+def refusal_rows(top: Computation) -> tuple[RefusalReport, ...]:
+    """What XLA keeps, by operation, reason and source line; calls that other passes made are none of it."""
+    refusals: Counter[tuple[str, str, str]] = Counter()
+    for level in top.walk():
+        for number, refusal in level.left_out.items():
+            if microbatch_convs.is_ours(level.closed.jaxpr.eqns[number]) or number in (*level.updated, *level.copied):
+                continue
+            refusals[refusal.op, refusal.reason, level.graph.nodes[number].where] += 1
+    return tuple(RefusalReport(op, reason, where, n) for (op, reason, where), n in sorted(refusals.items()))
+
+
+def library_work(top: Computation) -> dict[str, float]:
+    """'flop' and 'bytes' of what XLA keeps without a measurement."""
+    kept = [subset.program for level in top.walk() for subset in level.library]
+    return {"flop": float(sum(_flop(p) for p in kept)), "bytes": float(sum(_moved(p) for p in kept))}
+
+
+def is_postponed(top: Computation) -> bool:
+    """Whether any region could not be measured now."""
+    return any(s.choice is not None and s.choice.is_postponed for level in top.walk() for s in level.subsets)
+
+
+def _counted(old: SubsetReport, new: SubsetReport) -> SubsetReport:
+    return replace(old, count=old.count + 1, where=list(dict.fromkeys([*old.where, *new.where])))
+
+
+def subset_report(level: Computation, subset: Region) -> SubsetReport:
+    """One subset for the report."""
+    nodes = [level.graph.nodes[m] for m in sorted(subset.members)]
+    operations = dict(Counter(n.prim for n in nodes))
+    is_complex = any(n.op is not None and n.op.is_complex for n in nodes)
+    fused = len(nodes) > 1
+    kind = ("complex" if is_complex else "simple") + (" (fusion)" if fused else "")
+    chosen = subset.chosen
+    label = "xla" if chosen is None else f"{chosen.template}/{chosen.digest[:8]}"
+    seconds = xla = None
+    why = ""
+    rejected: list[str] = []
+    pul = bound = 0.0
+    derived = False
+    if subset.choice is not None:
+        times = {m.label: m for m in subset.choice.measurements}
+        xla = times[LIBRARY].seconds if LIBRARY in times else None
+        derived = LIBRARY in times and times[LIBRARY].method == FAMILY
+        if chosen is not None and (m := times.get(subset.choice.winner)) is not None:
+            seconds, pul, bound = m.seconds, m.pul, m.bound_seconds
+            xla = xla if m.is_contest else None  # another clock's time
+        if chosen is None:
+            seconds, why = why_lost(subset)
+        rejected = [f"{r.label}: {r.message}" for r in subset.choice.rejections if r.error != UNVERIFIED]
+    if chosen is not None and seconds is None:  # nothing was measured: the estimates that chose it
+        pul = next((score for program, score in subset.ranked if program.digest == chosen.digest), 0.0)
+        bound = lower_bound(chosen).seconds
+    flop, moved = _flop(subset.program), _moved(subset.program)
+    where = list(dict.fromkeys(n.where for n in nodes if n.where))
+    return SubsetReport(
+        nodes[-1].prim,
+        operations,
+        where,
+        "none" if not fused else "shared" if len(subset.program.phases) > 1 else "register",
+        kind,
+        label,
+        subset.origin,
+        dict(chosen.params) if chosen is not None else {},
+        pul,
+        bound,
+        seconds,
+        xla,
+        1,
+        flop,
+        moved,
+        rejected,
+        why,
+        derived,
+        subset.source if chosen is not None else "",
+    )
+
+
+def _flop(program: Any) -> int:
+    return sum(loop_candidates.work(p) for p in program.phases)
+
+
+def _moved(program: Any) -> int:
+    """Bytes of operands and results."""
+    return sum(b.bytes for b in program.buffers if b.role != "local")
+
+
+def why_lost(subset: Region) -> tuple[float | None, str]:
+    """Why XLA runs a subset: the time of the best kernel [s], if any was measured, and a sentence."""
+    choice = subset.choice
+    assert choice is not None  # the caller looked
+    if choice.is_postponed:
+        return None, choice.rejections[0].message
+    if choice.is_unverified:
+        return None, NOT_CHECKED
+    kernels = [m for m in choice.measurements if m.label != LIBRARY]
+    met = [m for m in kernels if m.method != SCREENED] or kernels
+    xla = choice.seconds(LIBRARY)
+    if met and xla is not None:
+        best = min(met, key=lambda m: m.seconds)
+        gain = xla / best.seconds
+        if gain <= 1:
+            return best.seconds, f"XLA is {1 / gain:.2f} times as fast as the best of {len(kernels)} kernels"
+        if gain - 1 > choice.margin and not best.is_contest:  # its time is another clock's than XLA's
+            return None, f"the best of {len(kernels)} kernels was only looked at ({best.method}), and did not compete"
+        return best.seconds, f"the best kernel gains {gain - 1:.1%}: within the noise of {choice.margin:.1%}"
+    reasons = list(dict.fromkeys(f"{r.error}: {r.message}" for r in choice.rejections))
+    if reasons:
+        more = f" (and {len(reasons) - 1} more reasons)" if len(reasons) > 1 else ""
+        who = "cannot be compared" if any(r.label == "xla" for r in choice.rejections) else "every kernel was rejected"
+        return None, f"{who}: {reasons[0]}{more}"
+    return None, NOT_MEASURED if choice.origin == "library" else "no kernel was made"

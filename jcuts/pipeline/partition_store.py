@@ -37,7 +37,7 @@ def load_partition(level: Computation) -> dict[str, Any]:
 def from_json(level: Computation, cover: Mapping[str, Any]) -> bool:
     """Takes what `stored` wrote; False where it is no cover of this graph.
 
-    Then the level's cover is as it was, but ``level.made`` may hold programs of the other.
+        Then the level's cover is as it was, but ``level.made`` may hold programs of the other.
     Raises: IRError for a program that is none.
     """
     programs = [read(text, signed=True) for text in cover["programs"]]  # a GPU's partition of others is not taken

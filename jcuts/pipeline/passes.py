@@ -34,6 +34,8 @@ from jcuts.base.dump import open_dump
 from jcuts.base.errors import UnsupportedError
 from jcuts.base.settings import Settings, Variant
 from jcuts.kernel_ir.printer import program_text
+from jcuts.kernel_ir.program import Program
+from jcuts.kernel_ir.run import to_json as programs_json
 from jcuts.pipeline import (
     batch_chunking,
     inplace_update,
@@ -54,6 +56,7 @@ from jcuts.rewrite.splat_constants import splat_constants
 from jcuts.trace import jaxapi
 from jcuts.trace.canonical import canonical_digest
 from jcuts.trace.inline import inline
+from jcuts.trace.runnable import runnable_files
 from jcuts.trace.source import as_source
 from jcuts.tune import session
 from jcuts.tune.session import RegionProblems
@@ -156,7 +159,21 @@ def _has_winners(state: State) -> None:
 
 
 def _jaxpr_stage(name: str, when: Callable[[State], bool] = lambda state: True) -> DumpedStage:
-    return DumpedStage(name, lambda state: as_source(state.closed, state.name), when=when)
+    return DumpedStage(
+        name,
+        lambda state: as_source(state.closed, state.name),
+        runs=lambda state: runnable_files(state.closed),
+        when=when,
+    )
+
+
+def _programs_file(programs: Sequence[Program]) -> dict[str, bytes]:
+    return {"json": programs_json(programs).encode()}
+
+
+def _region_programs(state: State) -> list[Program]:
+    found = {s.program.digest: s.program for level in state.top.walk() for s in level.subsets}
+    return list(found.values())
 
 
 def _programs_text(state: State) -> str:
@@ -167,9 +184,14 @@ FLAT = _jaxpr_stage("flat")
 REWRITES = _jaxpr_stage("rewrites", lambda state: bool(state.rewrites))
 CHUNKS = _jaxpr_stage("pieces", lambda state: state.chunked)
 DIVIDED = _jaxpr_stage("divided", lambda state: state.division is not None and bool(state.division.count))
-SUBSETS = DumpedStage("subsets", _programs_text)
-REWRITTEN = _jaxpr_stage("rewritten")
-KERNELS = DumpedStage("kernels", lambda state: rebuild.kernel_texts(state.top), suffix="py")
+SUBSETS = DumpedStage("subsets", _programs_text, runs=lambda state: _programs_file(_region_programs(state)))
+REWRITTEN = DumpedStage("rewritten", lambda state: as_source(state.closed, state.name))
+KERNELS = DumpedStage(
+    "kernels",
+    lambda state: rebuild.kernel_texts(state.top),
+    suffix="py",
+    runs=lambda state: _programs_file(rebuild.winners(state.top)),
+)
 
 PASSES = (
     Pass("inline", _inline, _is_jaxpr, (FLAT,), any_platform=True),

@@ -9,8 +9,8 @@ from typing import Any
 from jcuts.pipeline import microbatch_convs
 from jcuts.pipeline.computation import Computation, Region
 from jcuts.report.function_report import NOT_CHECKED, NOT_MEASURED, RefusalReport, SubsetReport
-from jcuts.schedule.cpu import loop_candidates
 from jcuts.schedule.bound import roofline_bound as lower_bound
+from jcuts.schedule.cpu import loop_candidates
 from jcuts.tune.choice import FAMILY, LIBRARY, SCREENED, UNVERIFIED
 
 

@@ -185,9 +185,7 @@ def tune_problems(collected: RegionProblems, *, may_measure: bool) -> TunedChoic
     if not problems:
         return TunedChoices({}, {})
     sources: dict[str, str] = {}
-    choices = tune(
-        problems, store(), settings=how, progress=_progress, prepare=collected.prepare, sources=sources
-    )
+    choices = tune(problems, store(), settings=how, progress=_progress, prepare=collected.prepare, sources=sources)
     return TunedChoices(choices, sources)
 
 

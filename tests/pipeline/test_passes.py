@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax import lax
 import jcuts
 from jcuts.base import knobs
 from jcuts.base.errors import UnsupportedError
+from jcuts.kernel_ir import run as kernel_run
 from jcuts.pipeline import passes as pipeline_passes
 
 
@@ -284,9 +286,26 @@ def test_dump_writes_every_stage(tmp_path, monkeypatch):
     files = sorted(folder.iterdir())
     stages = [re.sub(r"^\d+_|\.\w+$", "", f.name) for f in files]
     assert stages[0] == "jaxpr" and {"rewritten", "kernels"} <= set(stages)
-    kernels = next(f for f in files if "kernels" in f.name).read_text()
+    kernels = next(f for f in files if "kernels" in f.name and f.suffix == ".py").read_text()
     assert "def kernel(buffers, tile_begin, tile_end, scratch):" in kernels
-    assert "ffi_call" in next(f for f in files if "rewritten" in f.name).read_text()
+    assert "ffi_call" in next(f for f in files if f.name.endswith("_rewritten.txt")).read_text()
+
+
+def test_dumped_stages_run_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("JCUTS_DUMP", str(tmp_path))
+    x, w = random(9, 16), random(16, 20)
+    planned(chain)(x, w)
+    (folder,) = [f for f in tmp_path.iterdir() if f.name.startswith("chain")]
+    (script,) = folder.glob("*_flat.py")
+    again = runpy.run_path(str(script))
+    assert again["OPERANDS"] == [((9, 16), "float32"), ((16, 20), "float32")]
+    np.testing.assert_allclose(again["program"](x, w)[0], jax.jit(chain)(x, w), rtol=1e-5, atol=1e-5)
+    for stage in ("subsets", "kernels"):
+        (file,) = folder.glob(f"*_{stage}.json")
+        for program in kernel_run.load(file):
+            results = kernel_run.run(program, kernel_run.random_operands(program))
+            assert [r.shape for r in results.values()] == [b.shape for b in program.outputs]
+        assert kernel_run.main([str(file), "--results", str(tmp_path / "results.npz")]) == 0
 
 
 def test_plans_are_remembered_and_deterministic():

@@ -20,8 +20,9 @@ from jcuts.base.settings import Settings, Variant
 from jcuts.jit import end_to_end_benchmark, progress, variant_space
 from jcuts.jit.call_signature import CallSignature, Signature, platform_of
 from jcuts.jit.trace_token import NeedsDecision, isolated_trace
+from jcuts.jit.traced_call import Call
 from jcuts.jit.variant_compiler import Program
-from jcuts.jit.variant_selection import Call, VariantSelector
+from jcuts.jit.variant_selection import VariantSelector
 from jcuts.primitive import shard_local
 from jcuts.primitive.call import register_late_rules
 from jcuts.primitive.lowering import plan
@@ -149,7 +150,8 @@ class Optimized:
             closed = max((p.closed for p in parts.parts), key=lambda c: len(c.jaxpr.eqns))  # the report's program
         platform = platform_of(signature)
         outcome = plan(closed, self.settings, platform, may_measure=False)
-        decision = known or self._deciding.stored_decision(original, signature, outcome.closed is not closed)
+        uses_jcuts = outcome.closed is not closed
+        decision = known or self._deciding.decisions.of_earlier_process(original, signature, uses_jcuts)
         if (form := self._shown_form(decision)) is not None:
             outcome = plan(closed, self._carriers.settings_for(form), platform, may_measure=False)
         return outcome.report.with_guard(decision.to_dict())

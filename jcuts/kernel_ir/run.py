@@ -25,8 +25,8 @@ def to_json(programs: Sequence[Program]) -> str:
 
 
 def load(path: Path) -> list[Program]:
-    """The programs of a file. Raises: IRError for one that is none."""
-    return [read(data) for data in json.loads(path.read_text(encoding="utf-8"))]
+    """The programs of a file: interpreted, where NumPy checks addresses. Raises: IRError for one that is none."""
+    return [read(data, signed=True) for data in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def random_operands(program: Program, seed: int = 0) -> dict[str, np.ndarray]:

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import jcuts
-from jcuts.jit import variant_selection
+from jcuts.jit import variant_planning
 from jcuts.jit.background_work import BackgroundWork
+from jcuts.jit.traced_call import Call, TracedCall
 
 
 def test_pieces_run_in_turn_and_one_that_fails_costs_only_itself():
@@ -106,18 +107,26 @@ def test_what_breaks_off_leaves_nothing_behind():
 
 @pytest.mark.parametrize("options", [{"static_argnums": 1}, {"static_argnames": "n"}, {"donate_argnums": 0}])
 def test_plain_xla_runs_early_with_static_and_donated_arguments(monkeypatch, options):
-    monkeypatch.setattr(variant_selection.autotune_cache, "publish_results", dict)
+    monkeypatch.setattr(variant_planning.autotune_cache, "publish_results", dict)
     function = jcuts.optimize(lambda x, n: x * n, **options)
     x = jnp.ones(5)
     for args, kwargs in (((x, 3), {}), ((x,), {"n": 3})):
-        call = variant_selection.Call(
+        call = Call(
             function._arguments.signature(args, kwargs),
             args,
             kwargs,
             function._arguments.placement(args, kwargs),
             "cpu",
         )
-        todo = function._deciding.background_tasks(call, None)
+        traced = TracedCall(
+            call,
+            function._closed(args, kwargs),
+            tuple(function._arguments.leaves(args, kwargs)),
+            function._carriers,
+            function._arguments,
+            function.settings,
+        )
+        todo = variant_planning.background_tasks(traced, None)
         assert "xla run" in todo
         for piece in todo.values():
             piece()

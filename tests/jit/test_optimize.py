@@ -22,7 +22,7 @@ import jcuts
 from jcuts.api import BoundOptimized, Optimized
 from jcuts.base import knobs
 from jcuts.base.errors import JcutsError, NotJaxError, UsageError
-from jcuts.jit import end_to_end_benchmark
+from jcuts.jit import decision_keeper, end_to_end_benchmark
 from tests.primitive.conftest import MARK, toy  # noqa: F401  (a fixture)
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -569,7 +569,7 @@ def test_a_decision_taken_in_noise_is_measured_again_by_a_later_process(toy, mon
     monkeypatch.setattr(end_to_end_benchmark, "benchmark_variants", decide)
     settings = jcuts.optimize(scaled).settings
     for process in range(end_to_end_benchmark.MOST_TRIES + 2):
-        monkeypatch.setattr("jcuts.jit.variant_selection._decided_here", set())
+        decision_keeper.forget_decided_here()
         for _ in range(2):  # within a process once is enough
             f = Optimized(scaled, settings, {}, store)
             f(X)
@@ -594,7 +594,7 @@ def test_equal_devices_share_a_decision(toy, monkeypatch):  # noqa: F811
     assert len(raced) == 1
     host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     signatures = [f._arguments.signature((x,), {}) for x in (X, jax.device_put(X, host))]
-    keys = {f._deciding.store_key(f._closed((X,), {}), signature, "cpu") for signature in signatures}
+    keys = {f._deciding.decisions.key(f._closed((X,), {}), signature, "cpu") for signature in signatures}
     assert len(keys) == 2
 
 
@@ -604,7 +604,10 @@ def test_explain_knows_what_an_earlier_process_decided(toy):  # noqa: F811
             return end_to_end_benchmark.Decision(end_to_end_benchmark.XLA, "kept", {}, 0.0, {}, True).to_dict()
 
     f = Optimized(scaled, jcuts.optimize(scaled).settings, {}, Kept())
-    assert f._deciding.stored_decision(f._closed((X,), {}), f._arguments.signature((X,), {}), True).reason == "kept"
+    assert (
+        f._deciding.decisions.of_earlier_process(f._closed((X,), {}), f._arguments.signature((X,), {}), True).reason
+        == "kept"
+    )
 
 
 def test_disabled_explains_itself(monkeypatch):

@@ -270,9 +270,7 @@ def test_a_program_with_every_kernel_competes(monkeypatch, worth):
 def test_programs_without_kernels_that_are_far_behind_by_measurement_do_not_race():
     def outcome(*subsets):
         names = ("chosen", "origin", "count", "seconds", "xla_seconds")
-        rows = [
-            types.SimpleNamespace(**{"derived": False}, **dict(zip(names, subset, strict=True))) for subset in subsets
-        ]
+        rows = [types.SimpleNamespace(derived=False, **dict(zip(names, subset, strict=True))) for subset in subsets]
         return types.SimpleNamespace(report=types.SimpleNamespace(subsets=rows))
 
     fast, bare, other = Variant(("scales",)), Variant(("scales",), "none"), Variant(("scales", "dots"), "none")

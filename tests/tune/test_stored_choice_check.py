@@ -18,8 +18,7 @@ import pytest
 
 from jcuts.base.settings import Settings
 from jcuts.kernel_ir.program import Program
-from jcuts.pipeline import computation
-from jcuts.pipeline import passes as pipeline_passes
+from jcuts.pipeline import computation, report_rows
 from jcuts.report.function_report import NOT_CHECKED
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace.inline import inline
@@ -164,7 +163,7 @@ def test_imported_rows_are_checked_once_and_not_used_before(tmp_path, counts):
     counts.update(check=0, measure=0)
     mixed = chosen(two, Settings(), may_measure=False)  # inside a trace
     assert mixed.chosen is None and counts["check"] == 0
-    assert mixed.choice.is_unverified and pipeline_passes._lost(mixed) == (None, NOT_CHECKED)
+    assert mixed.choice.is_unverified and report_rows.why_lost(mixed) == (None, NOT_CHECKED)
     assert chosen(two, Settings(tune="cached"), may_measure=True).chosen is None and counts["check"] == 0
     again = chosen(two)
     assert (again.chosen, again.source, counts["measure"]) == (first.chosen, CHECKED, 0)

@@ -1,0 +1,109 @@
+"""Keys and stores of end-to-end decisions: what was decided for a function, read and written by `variant_selection`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jcuts.base import knobs
+from jcuts.base.fingerprint import digest, versions
+from jcuts.base.settings import Settings
+from jcuts.jit import variant_space
+from jcuts.jit.call_signature import Signature, place_text, platform_of
+from jcuts.jit.decision import JCUTS, Decision, DecisionStore
+from jcuts.pipeline import microbatch_convs
+from jcuts.rewrite.splat_constants import numbers_of
+from jcuts.trace import jaxapi
+from jcuts.tune import session
+
+_default_store: DecisionStore | None = None
+_default_stores = 0  # how often it was set
+_decided_here: set[str] = set()
+"""Keys of the decisions that this process took: one taken in noise is measured again by a later process."""
+
+
+def set_default_store(store: DecisionStore | None) -> None:
+    """Where every ``Optimized`` keeps decisions from now on; None for the user's tuning database."""
+    global _default_store, _default_stores
+    _default_store, _default_stores = store, _default_stores + 1
+
+
+def default_stores() -> int:
+    """How often the default store was set."""
+    return _default_stores
+
+
+def forget_decided_here() -> None:
+    """Makes this process measure again what it decided in noise, as a later process does."""
+    _decided_here.clear()
+
+
+class DecisionKeeper:
+    """The stored decisions of one function.
+
+    Args: settings: the user's options; options: of ``jax.jit``; store: where decisions are kept, None for the default.
+    """
+
+    def __init__(self, settings: Settings, options: dict[str, Any], store: DecisionStore | None) -> None:
+        self._settings = settings
+        self._options = options
+        self._store = store
+
+    def key(self, closed: jaxapi.Closed, signature: Signature, platform: str) -> str:
+        """What a decision is kept under."""
+        places = "; ".join(place_text(place) for _, place in signature.leaves)
+        kinds = sorted({d.device_kind for d in jax.local_devices() if d.platform == platform})
+        limits = ("limits 2",) if microbatch_convs.is_asked(self._settings) else ()  # changes with what they allow
+        singly = ("single calls",) if platform in variant_space.GPUS and not knobs.current().chains else ()
+        numbers = numbers_of(closed)  # constants that are others in other weights, where a program is another one
+        known = (f"numbers {numbers}",) if numbers else ()
+        return digest(
+            "guard",
+            *limits,
+            *singly,
+            *known,
+            jaxapi.canonical_text(closed),
+            repr(self._settings),
+            platform,
+            ",".join(kinds),
+            places,
+            repr(self._options),
+            repr(sorted(versions().items())),
+        )
+
+    def lookup(self, key: str, platform: str, uses_jcuts: bool = True) -> Decision | None:
+        """The decision under a key, None where there is none that this process may follow.
+
+        Args: uses_jcuts: whether the function has kernels at all.
+        """
+        store = self._current()
+        data = store.guard(key)
+        decision = None if data is None else Decision.from_dict(data)
+        if decision is None or not variant_space.is_known(decision.chosen, platform, uses_jcuts):
+            return None
+        if not variant_space.is_xla(decision.chosen) and not store.is_own(key):
+            return None  # nothing here has compared the program that it chose with plain XLA's
+        return decision
+
+    def settled(self, key: str, platform: str, uses_jcuts: bool) -> Decision | None:
+        """The decision under a key that this process need not measure again."""
+        stored = self.lookup(key, platform, uses_jcuts)
+        return stored if stored is not None and (stored.is_final or key in _decided_here) else None
+
+    def keep(self, key: str, decision: Decision) -> None:
+        """Stores what this process decided."""
+        _decided_here.add(key)
+        self._current().put_guard(key, decision.to_dict())
+
+    def of_earlier_process(self, closed: jaxapi.Closed, signature: Signature, uses_jcuts: bool) -> Decision:
+        """What an earlier process decided about a function that this one has not called."""
+        platform = platform_of(signature)
+        kept = None
+        if self._settings.mode == "mixed" and self._settings.tune != "off":
+            kept = self.lookup(self.key(closed, signature, platform), platform, uses_jcuts)
+        return kept or Decision(JCUTS, "not called with these arguments yet")
+
+    def _current(self) -> DecisionStore:
+        chosen = self._store if self._store is not None else _default_store
+        return chosen if chosen is not None else session.store()

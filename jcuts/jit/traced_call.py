@@ -1,0 +1,84 @@
+"""A concrete call with its jaxpr: what the steps of variant selection hand on to each other."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from jcuts.base.settings import Settings, Variant
+from jcuts.jit import end_to_end_benchmark, variant_space
+from jcuts.jit.call_signature import CallSignature, Signature
+from jcuts.jit.variant_compiler import VariantCompiler
+from jcuts.pipeline.outcome import Outcome
+from jcuts.primitive.lowering import Started, plan, start_planning
+from jcuts.primitive.sharding import Placement
+from jcuts.trace import jaxapi
+
+
+class Call(NamedTuple):
+    """One call to decide about: the arguments, and what is known of them."""
+
+    signature: Signature
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    placement: Placement
+    platform: str
+
+
+@dataclass(frozen=True, eq=False)
+class TracedCall:
+    """A call, the jaxpr of its function, and who compiles and checks programs for it.
+
+    Attributes:
+        leaves: the concrete arguments, flat. compiler: the programs of the function.
+        arguments: which arguments are static or donated. settings: the user's options.
+    """
+
+    call: Call
+    closed: jaxapi.Closed
+    leaves: tuple[Any, ...]
+    compiler: VariantCompiler
+    arguments: CallSignature
+    settings: Settings
+
+    @property
+    def platform(self) -> str:
+        """'cpu', or JAX's name of a GPU."""
+        return self.call.platform
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the call runs on a GPU."""
+        return self.call.platform in variant_space.GPUS
+
+    @functools.cached_property
+    def exact(self) -> variant_space.Float64Judge:
+        """Checks rewritten programs against float64."""
+        return variant_space.Float64Judge(self.closed, self.leaves, self.settings.tolerance, self.platform)
+
+    def plan(self, form: Variant | None, *, may_measure: bool) -> Outcome:
+        """The pipeline's outcome for a variant."""
+        settings = self.compiler.settings_for(form)
+        return plan(self.closed, settings, self.platform, may_measure=may_measure, examples=self.leaves)
+
+    def start_planning(self, form: Variant | None) -> Started:
+        """`plan` up to where the variant's tuning problems are known."""
+        settings = self.compiler.settings_for(form)
+        return start_planning(self.closed, settings, self.platform, may_measure=True, examples=self.leaves)
+
+    def copies(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments for one more call: copies of those that a call uses up."""
+        return self.arguments.copies(self.call.args, self.call.kwargs)
+
+    def why_not_benchmarked(self) -> str | None:
+        """Why whole programs of this function cannot be timed, or None."""
+        if jaxapi.has_effects(self.closed):
+            return f"the function has effects ({', '.join(jaxapi.effects_of(self.closed))}): it is never run twice"
+        if jax.process_count() > 1:
+            return "several processes: each must compile the same program, so whole functions are not timed"
+        if self.arguments.donates and not end_to_end_benchmark.copies_fit(self.leaves):
+            return "donated arguments do not fit twice into memory: not timed as a whole"
+        return None

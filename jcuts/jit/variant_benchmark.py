@@ -1,0 +1,113 @@
+"""Benchmarks the planned variants of a call end to end, as compiled whole programs against plain ``jax.jit``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jcuts.jit import chain_ablation, end_to_end_benchmark, variant_space
+from jcuts.jit.decision import XLA, Decision
+from jcuts.jit.precompile import precompile_variants
+from jcuts.jit.traced_call import TracedCall
+from jcuts.jit.variant_planning import PlanningResult
+from jcuts.pipeline import microbatch_convs
+from jcuts.pipeline.outcome import Outcome
+from jcuts.tune.baseline import autotune_cache
+
+log = logging.getLogger("jcuts")
+
+SAMPLE_SECONDS_GPU = 2e-3
+"""Wall time of one sample of whole programs on a GPU [s]."""
+SAMPLE_SECONDS_CPU = 3e-4
+"""... and on a CPU [s]."""
+
+
+def benchmark(traced: TracedCall, planned: PlanningResult, again: Decision | None) -> Decision:
+    """Which whole program is the fastest.
+
+    Args: again: a decision taken in noise, of whose programs those race that may still win.
+    """
+    start = time.monotonic()
+    names = variant_space.programs(planned.racing, variant_space.options(traced.platform))
+    out = variant_space.dominated_names(names, planned.behind)
+    names = [name for name in names if name not in out]
+    if not traced.on_gpu and _has_near_ties(traced, planned.outcomes):
+        names.append(variant_space.name_of(variant_space.EVERY))
+    barred = variant_space.over_workspace_limit(names, planned.rows if planned.racing else {}, traced.settings)
+    contending = again.still_contending(names) if again else names
+    decision = time_programs(traced, [n for n in contending if n == XLA or n not in barred], barred)
+    if single := chain_ablation.unchained_variant(decision, planned.joined):
+        decision = _ablate_chains(traced, decision, single)
+    decision = dataclasses.replace(decision, rejected={**out, **decision.rejected})
+    if again is not None:
+        decision = dataclasses.replace(decision, tries=again.tries + 1)
+    log.info("%d whole programs compared in %.2f s", len(names), time.monotonic() - start)
+    return decision
+
+
+def time_programs(traced: TracedCall, names: Sequence[str], barred: Mapping[str, str]) -> Decision:
+    """Times programs against each other. Args: barred: those that may not win, and why."""
+    # Options can do more on a GPU than everything else: there no program does without them.
+    return end_to_end_benchmark.benchmark_variants(
+        _programs(traced, names),
+        traced.copies,
+        donates=traced.arguments.donates,
+        verify=traced.exact,
+        barred=barred,
+        chunk=_sample_seconds(traced),
+        options_gain=math.inf if traced.on_gpu else end_to_end_benchmark.OPTIONS_GAIN,
+    )
+
+
+def _ablate_chains(traced: TracedCall, decision: Decision, single: str) -> Decision:
+    """The decision, or the program that won with single calls in place of chains, which is compiled for it."""
+    start = time.monotonic()
+    call = traced.call
+    known = {
+        name: traced.compiler.program(name, call.placement, call.platform).call.permitted
+        for name in (XLA, decision.chosen)
+    }
+    decision = chain_ablation.ablate_chains(
+        decision,
+        single,
+        known | _programs(traced, [single]),
+        traced.copies,
+        donates=traced.arguments.donates,
+        chunk=_sample_seconds(traced),
+        verify=traced.exact,
+    )
+    log.info("chains and single calls compared in %.2f s", time.monotonic() - start)
+    return decision
+
+
+def _programs(traced: TracedCall, names: Sequence[str]) -> dict[str, Any]:
+    """Whole programs, on a GPU compiled."""
+    call = traced.call
+    more = autotune_cache.options() if traced.on_gpu else {}
+    mine = {name: {} if variant_space.is_xla(name) else more for name in names}
+    calls = {name: traced.compiler.program(name, call.placement, call.platform, mine[name]).call for name in names}
+    if traced.on_gpu:
+        precompile_variants(
+            {name: functools.partial(program.lower, *call.args, **call.kwargs) for name, program in calls.items()}
+        )
+    return {name: program.permitted for name, program in calls.items()}
+
+
+def _has_near_ties(traced: TracedCall, outcomes: Sequence[Outcome]) -> bool:
+    """Whether a program with kernels that lost to XLA by little is worth a race, and another one than the plain."""
+    if len(outcomes) != 1 or microbatch_convs.is_asked(traced.settings):
+        return False
+    plain = outcomes[0].report
+    if not variant_space.near_ties(plain):
+        return False
+    every = traced.plan(variant_space.EVERY, may_measure=True)
+    return every.closed is not traced.closed and every.report.source != plain.source
+
+
+def _sample_seconds(traced: TracedCall) -> float:
+    return SAMPLE_SECONDS_GPU if traced.on_gpu else SAMPLE_SECONDS_CPU

@@ -1,0 +1,179 @@
+"""Plans the variants of a function for one call: tuning problems of all variants in one session, then each to the end.
+
+While this thread plans, `background_tasks` compiles and runs plain XLA's programs on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jcuts.base.settings import Variant
+from jcuts.jit import background_work, end_to_end_benchmark, variant_space
+from jcuts.jit.decision import Decision
+from jcuts.jit.traced_call import TracedCall
+from jcuts.microbatch.report import DivisionReport
+from jcuts.pipeline.outcome import Outcome
+from jcuts.primitive import shard_local
+from jcuts.primitive.lowering import Started, plan
+from jcuts.report.function_report import NOT_CHECKED, NOT_MEASURED
+from jcuts.tune import session
+from jcuts.tune.baseline import autotune_cache
+from jcuts.tune.parent import machine_lock
+from jcuts.xla.chains import fuse as chains_fuse
+
+log = logging.getLogger("jcuts")
+FLOAT64 = "float64 compiled"
+"""What a first call does early that needs no device: nothing is timed in that program."""
+FLOAT64_RUN = "float64"
+"""... and what keeps the device busy."""
+
+
+@dataclass(frozen=True)
+class PlanningResult:
+    """What planning a function came to.
+
+    Attributes:
+        outcomes: of every form that was planned: one that could not be measured may change nothing.
+        racing: the forms whose programs may race, the plainest first.
+        rows: their convolutions under a workspace limit.
+        behind: those of them that are left out, with the reason.
+        joined: kernels in chains of two or more, as often as they run, of the forms that have any.
+    """
+
+    outcomes: Sequence[Outcome]
+    racing: Sequence[Variant | None]
+    rows: Mapping[Variant | None, Sequence[DivisionReport]]
+    behind: Mapping[Variant | None, str] = field(default_factory=dict)
+    joined: Mapping[Variant | None, float] = field(default_factory=dict)
+
+    @classmethod
+    def plain(cls, outcomes: Sequence[Outcome], uses_jcuts: bool) -> PlanningResult:
+        """The plain form alone, of a function in one part or several."""
+        rows: dict[Variant | None, Sequence[DivisionReport]] = {None: [row for o in outcomes for row in _divisions(o)]}
+        return cls(outcomes, [None] if uses_jcuts else [], rows, joined=_joined({None: outcomes}))
+
+    @classmethod
+    def of_forms(cls, found: Mapping[Variant | None, Outcome], outcomes: Sequence[Outcome]) -> PlanningResult:
+        """Several forms. Args: found: outcomes of those that may race; outcomes: of all."""
+        rows = {form: _divisions(outcome) for form, outcome in found.items()}
+        joined = _joined({form: [outcome] for form, outcome in found.items()})
+        return cls(outcomes, list(found), rows, variant_space.dominated_variants(found), joined)
+
+    @property
+    def uses_jcuts(self) -> bool:
+        """Whether any form has a kernel."""
+        return bool(self.racing)
+
+
+def _joined(outcomes: Mapping[Variant | None, Sequence[Outcome]]) -> dict[Variant | None, float]:
+    counts = {form: sum(chains_fuse.joined(outcome.closed) for outcome in mine) for form, mine in outcomes.items()}
+    return {form: count for form, count in counts.items() if count}
+
+
+def _divisions(outcome: Outcome) -> Sequence[DivisionReport]:
+    return outcome.report.divisions
+
+
+def has_variants(traced: TracedCall) -> bool:
+    """Whether programs of several variants may compete: on GPUs, where whole functions are timed."""
+    return traced.settings.mode == "mixed" and traced.on_gpu and traced.why_not_benchmarked() is None
+
+
+def has_kernels_of(decision: Decision, traced: TracedCall) -> bool:
+    """Whether all that the chosen program consists of was measured: other constants may have made other regions."""
+    if variant_space.is_xla(decision.chosen):
+        return True
+    outcome = traced.plan(variant_space.form_of(decision.chosen), may_measure=False)
+    return not any(s.why in (NOT_MEASURED, NOT_CHECKED) for s in outcome.report.subsets)
+
+
+def plan_call(traced: TracedCall, parts: shard_local.Split | None, *, measure: bool) -> PlanningResult:
+    """The variants of a function that may race, planned and tuned.
+
+    Args: parts: the function's shard-local parts where its arguments are on several devices.
+    """
+    if parts is not None:
+        return _plan_shards(traced, parts, measure)
+    if measure and has_variants(traced):
+        return _plan_variants(traced)
+    outcome = traced.plan(None, may_measure=measure)
+    return PlanningResult.plain([outcome], outcome.closed is not traced.closed)
+
+
+def _plan_shards(traced: TracedCall, parts: shard_local.Split, measure: bool) -> PlanningResult:
+    outcomes = shard_local.plan_parts(
+        parts, lambda part: plan(part, traced.settings, traced.platform, may_measure=measure)
+    )
+    uses_jcuts = any(o.closed is not p.closed for o, p in zip(outcomes, parts.parts, strict=True))
+    return PlanningResult.plain(outcomes, uses_jcuts)
+
+
+def _plan_variants(traced: TracedCall) -> PlanningResult:
+    begun = time.monotonic()
+    with machine_lock.try_lock() as may:
+        worth = variant_space.candidate_variants(traced.closed, traced.platform)
+        judge = traced.exact if any(form is not None and form.rewrites for form in worth) else None
+        todo = background_tasks(traced, judge) if may else {}
+        # The first times algorithms, which the next finds in memory; first runs keep the host busy.
+        light = [name for name in list(todo)[1:] if name != FLOAT64_RUN]
+        with background_work.BackgroundWork(todo, light=light, quiet=(FLOAT64,)) as busy:
+            result = _tune_and_plan(traced, worth, busy)
+    log.info("planned and tuned in %.2f s", time.monotonic() - begun)
+    return result
+
+
+def background_tasks(traced: TracedCall, exact: variant_space.Float64Judge | None) -> dict[str, Callable[[], object]]:
+    """What the GPU can do for the last guard while this thread plans: all that has to do with plain XLA alone."""
+    call = traced.call
+    options = variant_space.options(traced.platform)
+    names = [*(f"{end_to_end_benchmark.XLA}:{option}" for option in options), end_to_end_benchmark.XLA]
+    more = autotune_cache.publish_results()  # the first leaves its algorithms to others, the next finds them in memory
+    programs = {name: traced.compiler.program(name, call.placement, traced.platform, more).call for name in names}
+    lowered = {name: program.lower(*call.args, **call.kwargs) for name, program in programs.items()}
+    compiled: dict[str, Any] = {}
+
+    def compile_(name: str) -> None:
+        compiled[name] = lowered[name].compile()
+
+    def first_run(name: str) -> None:  # not the jitted function: it would be traced again where contexts differ
+        mine, named = traced.arguments.split(*traced.copies())[0]
+        jax.block_until_ready(compiled[name](*mine, **named))
+
+    todo: dict[str, Callable[[], object]] = {f"{n} compiled": functools.partial(compile_, n) for n in names}
+    todo |= {f"{n} run": functools.partial(first_run, n) for n in names}
+    return todo | ({FLOAT64: exact.compile, FLOAT64_RUN: exact.precompute} if exact is not None else {})
+
+
+def _tune_and_plan(
+    traced: TracedCall, worth: Sequence[Variant | None], meanwhile: background_work.BackgroundWork
+) -> PlanningResult:
+    """The variants worth a race, and the outcomes of all: one that could not be measured may change nothing."""
+    outcomes = []
+    with session.shared_worker_session():
+        start = time.monotonic()
+        started: dict[Variant | None, Started] = {}
+        for form in worth:
+            if form is None or form.regions in ("all", "absorbing"):  # these have all problems of the others
+                started[form] = traced.start_planning(form)
+                if (problems := started[form].problems) is not None:
+                    session.warm_workers(problems)
+        log.info("forms planned in %.2f s", time.monotonic() - start)
+        collected = [planning.problems for planning in started.values() if planning.problems is not None]
+        session.tune_together(collected, meanwhile.quiesce)
+        meanwhile.quiesce(True)
+
+        def of_form(form: Variant | None) -> Outcome:
+            outcomes.append((started.get(form) or traced.start_planning(form)).finish())
+            return outcomes[-1]
+
+        start = time.monotonic()
+        found = variant_space.plan_variants(traced.closed, traced.platform, of_form, worth)
+        log.info("forms planned with what was measured in %.2f s", time.monotonic() - start)
+    return PlanningResult.of_forms(found, outcomes)

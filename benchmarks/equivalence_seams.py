@@ -20,6 +20,7 @@ from jcuts.base import knobs
 from jcuts.base.errors import JcutsError
 from jcuts.base.settings import Settings, Variant
 from jcuts.codegen.cpu import compile as cpu_compile
+from jcuts.codegen.cpu import emit as cpu_emit
 from jcuts.codegen.cuda import compile as cuda_compile
 from jcuts.codegen.cuda.launch_source import emit_source as emit_launch
 from jcuts.codegen.cuda.split_kernels import split_into_kernels
@@ -274,7 +275,7 @@ def code_of(program: Any, target: str) -> dict[str, str]:
     """
     found = capability_of(target)
     if found is None:
-        return {"source": cpu_compile.source_of(program).text, "llvm": cpu_compile.llvm_of(program)}
+        return {"source": cpu_emit.emit_source(program).text, "llvm": cpu_compile.llvm_of(program)}
     pieces, scratch = split_into_kernels(program)
     text = [f"# {scratch} bytes of scratch memory"]
     for piece in pieces:

@@ -59,5 +59,4 @@ def parse_limits(text: str, file: str) -> Mapping[str, SmLimits]:
 _FILE = Path(__file__).with_name("sm_limits.toml")
 LIMITS = parse_limits(_FILE.read_text(encoding="utf-8"), _FILE.name)
 """All compute capabilities that schedules know, by name."""
-SM_80 = LIMITS["sm_80"]
 SM_90 = LIMITS["sm_90"]

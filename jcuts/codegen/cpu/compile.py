@@ -68,11 +68,6 @@ def compile_program(program: Program, target: CpuTarget | None = None) -> Compil
     )
 
 
-def source_of(program: Program) -> Source:
-    """The numba source, for dumps and golden tests."""
-    return emit_source(program)
-
-
 def llvm_of(program: Program) -> str:
     """Optimised LLVM IR, for dumps."""
     return _compiled_text(program, "llvm")

@@ -5,11 +5,10 @@ The source is what a reader wants to see (and what golden tests compare); the in
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 
 from jcuts.codegen.cpu.tile_body import Shape
-from jcuts.kernel_ir.program import Axis, Phase, Program
+from jcuts.kernel_ir.program import Phase, Program
 
 
 @dataclass
@@ -127,8 +126,3 @@ def variant_arguments(program: Program, phase: Phase) -> list[str]:
     """Names of the integer arguments of a tile variant, in order."""
     bases = [f"{g.axis}_lo" for g in program.grid]
     return [*bases, *(a.name for a in phase.axes)]
-
-
-def loop_axes(program: Program, phase: Phase) -> list[Axis]:
-    """Axes of a phase that have a loop of their own (not the serial ones)."""
-    return list(itertools.filterfalse(lambda a: a.name in program.serial, phase.axes))

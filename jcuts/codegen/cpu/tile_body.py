@@ -7,7 +7,7 @@ them can be hoisted.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llvmlite import ir
@@ -18,7 +18,7 @@ from jcuts.codegen.llvm import elementwise as E
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Graph, Guard, Node
-from jcuts.kernel_ir.program import Acc, Axis, Buffer, Phase, Red
+from jcuts.kernel_ir.program import Acc, Buffer, Phase, Red
 from jcuts.kernel_ir.register_tiling import Extent, Point, Term, Tile, body_tile, exit_tile
 from jcuts.ops.window import identity
 
@@ -407,8 +407,3 @@ class BodyEmitter:
         vector = A.is_lanewise(node.index, frame)
         value = A.vector_index(frame, node.index) if vector else A.scalar_index(frame, node.index)
         return E._convert(self.builder, E.Lanes(value, f"int{L.bit_width(value.type)}"), node.dtype)
-
-
-def variant_shapes(phase: Phase, lanes: int) -> Sequence[tuple[Axis, ...]]:
-    """The axes of the phase in loop order (a seam for tests)."""
-    return [phase.axes]

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from jcuts.base.errors import IRError
 from jcuts.codegen import vecmath
 from jcuts.codegen.llvm import lanes as L
 from jcuts.codegen.vecmath import exact
@@ -224,9 +223,3 @@ def _arg_step(
     first = builder.icmp_unsigned("<", j, i)
     take = builder.or_(better, builder.and_(tie, first))
     return builder.select(take, b, a), builder.select(take, j, i)
-
-
-def check_known(op: str) -> None:
-    """Raises IRError for a node that is no element operation."""
-    if op in ("load", "acc", "guard", "index", "const"):
-        raise IRError(f"{op} is not an element operation")

@@ -223,16 +223,6 @@ def horner(x: Num, coefficients: Sequence[float]) -> Num:
     return total
 
 
-def estrin(x: Num, coefficients: Sequence[float]) -> Num:
-    """sum c_k x^k with a chain of log2(n) FMAs: for long polynomials, where latency is what costs."""
-    terms = [x.make(c) for c in coefficients]
-    while len(terms) > 1:
-        pairs = [terms[k + 1].fma(x, terms[k]) for k in range(0, len(terms) - 1, 2)]
-        terms = pairs + terms[len(terms) - len(terms) % 2 :]
-        x = x * x
-    return terms[0]
-
-
 def where(mask: lanes.Value, yes: Num, no: Num) -> Num:
     """``mask ? yes : no`` lane by lane."""
     return no.where(mask, yes)

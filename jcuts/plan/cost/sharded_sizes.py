@@ -15,7 +15,7 @@ from jcuts.plan.cost import collectives
 from jcuts.plan.cost.compute import Shape, block_time
 from jcuts.plan.search.plan import Plans
 from jcuts.plan.spec.cluster import Cluster
-from jcuts.plan.spec.layers import BYTES, Block, Model
+from jcuts.plan.spec.layers import Block, Model
 
 Floats = NDArray[np.float64]
 
@@ -177,8 +177,3 @@ def sizes(model: Model, plans: Plans, autodiff: bool = False) -> Sizes:
         boundary=edge_bytes,
         head_saved=head,
     )
-
-
-def parameter_bytes(plans: Plans, held: Sizes) -> Floats:
-    """Bytes of 16-bit parameters per GPU: the data axis shards them under zero 3."""
-    return BYTES * held.parameters / np.where(plans["zero"] == 3, plans["data"] * plans["context"], 1)

@@ -9,7 +9,6 @@ from jax._src import ad_util as _ad_util
 from jax._src import core as _core
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source
-from jax._src import stages as _stages
 from jax._src import traceback_util as _traceback_util
 from jax._src.util import weakref_lru_cache as _weakref_lru_cache
 
@@ -23,7 +22,6 @@ Tracer = _core.Tracer
 ShapedArray = _core.ShapedArray
 Primitive = _core.Primitive
 Zero = _ad_util.Zero
-JaxWrapped = _stages.Wrapped
 
 
 ONE_JAXPR_CLASS: bool = Closed is Jaxpr

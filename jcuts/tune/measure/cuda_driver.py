@@ -19,7 +19,7 @@ from jcuts.base.errors import NativeError
 LIBRARY = "libcuda.so.1"
 _LOST = frozenset({700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 720, 999})
 """Errors after which nothing works in this context: illegal address, launch timeout, illegal instruction, ..."""
-_ATTRIBUTE_SMS, _ATTRIBUTE_MAJOR, _ATTRIBUTE_MINOR, _ATTRIBUTE_L2 = 16, 75, 76, 38
+_ATTRIBUTE_L2 = 38
 _ATTRIBUTE_CLOCK, _ATTRIBUTE_BUS = 36, 37  # of the memory [kHz, bits]
 _CAPTURE_THREAD_LOCAL = 1
 

@@ -46,7 +46,7 @@ class TuningBudget:
         finalists: kernels that are timed against XLA after the quick screening.
         patience: most seconds to wait for another process that is measuring, `JCUTS_LOCK_PATIENCE_S` by default.
         timeout: seconds one candidate may take, `JCUTS_TUNE_TIMEOUT_S` by default.
-        workers: compiling processes, `JCUTSCOMPILE_WORKERS` or one per core by default.
+        workers: compiling processes, `JCUTS_COMPILE_WORKERS` or one per core by default.
         seed: of the check inputs, `JCUTS_SEED` by default.
         checks_last: whether candidates are timed before they are checked; None: on GPUs.
     """

@@ -1,4 +1,4 @@
-"""The functions that `equivalence.py` records: those of the tests and benchmarks, networks, random programs.
+"""The functions that `equivalence/run.py` records: those of the tests and benchmarks, networks, random programs.
 
     ops/...        every case of an operation                 gpu/...         every template with a form on a GPU
     tests/...      functions of other tests                   transform/...   what the transformation matrix optimises
@@ -12,13 +12,9 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [p for p in (str(ROOT), str(ROOT / "benchmarks")) if p not in sys.path]
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 Function = tuple[Callable[..., Any], Sequence[Any], bool]
@@ -28,10 +24,20 @@ Made = dict[str, Any]
 Entry = Callable[[], Made]
 
 NETWORKS = {
-    "MobileNet": 96, "MobileNetV2": 96, "MobileNetV3Small": 96, "EfficientNetB0": 96, "EfficientNetV2B0": 96,
-    "NASNetMobile": 224, "DenseNet121": 96, "ResNet50": 96, "ResNet50V2": 96, "VGG16": 96, "InceptionV3": 128,
-    "Xception": 96, "ConvNeXtTiny": 96,
-}  # fmt: skip
+    "MobileNet": 96,
+    "MobileNetV2": 96,
+    "MobileNetV3Small": 96,
+    "EfficientNetB0": 96,
+    "EfficientNetV2B0": 96,
+    "NASNetMobile": 224,
+    "DenseNet121": 96,
+    "ResNet50": 96,
+    "ResNet50V2": 96,
+    "VGG16": 96,
+    "InceptionV3": 128,
+    "Xception": 96,
+    "ConvNeXtTiny": 96,
+}
 """Networks of keras, with the height and width of their images."""
 LARGE = {"ResNet50": (16, 224), "MobileNetV2": (16, 224)}
 """Batch and image size of networks that are recorded a second time: as large as those that are measured."""
@@ -118,7 +124,8 @@ def _random() -> Iterator[tuple[str, Entry]]:
     def made(seed: int, transform: str) -> Entry:
         def make() -> Made:
             import jax
-            from random_programs import generator, runner
+
+            from benchmarks.random_programs import generator, runner
 
             of = generator.program(seed, smooth=transform == "grad")
             with jax.enable_x64(of.kind.x64):
@@ -193,8 +200,9 @@ def _elementary() -> Made:
 
     return {
         f" {dtype} {name}": (getattr(lax, name), [cases.normal(601, dtype=dtype)], True)
-        for name in cases.ELEMENTARY for dtype in ("float32", "float64", "bfloat16")
-    }  # fmt: skip
+        for name in cases.ELEMENTARY
+        for dtype in ("float32", "float64", "bfloat16")
+    }
 
 
 # Entries keep the names under which the first record has them.
@@ -218,10 +226,14 @@ def _tests() -> Iterator[tuple[str, Entry]]:
 
     # Functions with their arguments.
     tables = {
-        "dfg.test_interpret": "FUNCTIONS", "region.test_find": "FUNCTIONS", "trace.test_chunks": "CASES",
-        "gpu.test_replays": "FUNCTIONS", "codegen.test_emit": "TEMPLATES", "codegen.test_cuda": "TEMPLATES",
+        "dfg.test_interpret": "FUNCTIONS",
+        "region.test_find": "FUNCTIONS",
+        "trace.test_chunks": "CASES",
+        "gpu.test_replays": "FUNCTIONS",
+        "codegen.test_emit": "TEMPLATES",
+        "codegen.test_cuda": "TEMPLATES",
         "region.test_winograd": "CONVOLUTIONS",
-    }  # fmt: skip
+    }
     for name, table in tables.items():
         for key, (fn, arguments) in getattr(module(MODULES[name]), table).items():
             plain = name.startswith(("codegen", "dfg", "region.test_winograd"))
@@ -276,8 +288,9 @@ def _transforms() -> Iterator[tuple[str, Entry]]:
 
 def _recorded(case: Callable[[Any], Any]) -> Made:
     """What is optimised in a case: its jaxprs by their canonical digests, in an order that no thread decides."""
-    import equivalence_seams as seams
     import jax
+
+    from benchmarks.equivalence import seams
 
     found: list[Any] = []
     jax.clear_caches()  # what another case has lowered is not lowered again

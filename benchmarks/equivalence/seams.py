@@ -1,4 +1,4 @@
-"""What `equivalence.py` takes from jcuts: the only file of the three that names jcuts' modules, classes and functions.
+"""What the records take from jcuts: the only file of this folder that names jcuts' modules, classes and functions.
 
 Where something is renamed or moved, this file follows and the records stay comparable.  Nothing of it is recorded by
 its name: regions are equation numbers, programs are their JSON, code is text.
@@ -133,9 +133,10 @@ def plan(closed: Any, settings: Any, target: str) -> dict[str, Any]:
     platform = CPU if target == CPU else "cuda"
     store = Store(None, device="none", versions="1")
     with (
-        mock.patch.object(session, "_store", store), mock.patch.object(passes, "_select", selected),
+        mock.patch.object(session, "_store", store),
+        mock.patch.object(passes, "_select", selected),
         contextlib.suppress(_Planned),
-    ):  # fmt: skip
+    ):
         passes.optimize_jaxpr(closed, settings, platform=platform, may_measure=True)
     (top,) = tops
     everywhere = top.walk()
@@ -149,8 +150,16 @@ _asked: dict[tuple[Any, ...], Any] = {}
 """What `session.resolve_choices` was asked to tune since the last plan began."""
 
 
-def _choose(subsets: Sequence[Any], settings: Any, *, may_measure: bool, shares: Any = None, device: str = "",
-            parts: Any = None, further: Any = None) -> dict[str, int]:  # fmt: skip
+def _choose(
+    subsets: Sequence[Any],
+    settings: Any,
+    *,
+    may_measure: bool,
+    shares: Any = None,
+    device: str = "",
+    parts: Any = None,
+    further: Any = None,
+) -> dict[str, int]:
     """Stands in for `session.resolve_choices`: the first candidate wins, with a time that its program determines."""
     if not subsets:
         return {}
@@ -189,10 +198,15 @@ def _level(level: Any, target: str) -> dict[str, Any]:
 def _region(subset: Any, level: Any) -> dict[str, Any]:
     more = [p for p in inplace_update.programs(level, subset) if p is not subset.chosen] if level is not None else []
     return {
-        "members": sorted(subset.members), "operations": [e.primitive.name for e in subset.closed.jaxpr.eqns],
-        "identity": subset.identity, "program": subset.program, "chosen": subset.chosen,
-        "share": getattr(subset, "equivalence_share", 0), "ranked": list(subset.ranked), "placed": more,
-    }  # fmt: skip
+        "members": sorted(subset.members),
+        "operations": [e.primitive.name for e in subset.closed.jaxpr.eqns],
+        "identity": subset.identity,
+        "program": subset.program,
+        "chosen": subset.chosen,
+        "share": getattr(subset, "equivalence_share", 0),
+        "ranked": list(subset.ranked),
+        "placed": more,
+    }
 
 
 def every_schedule(program: Any, target: str, limit: int) -> list[tuple[Any, float]]:

@@ -1,9 +1,10 @@
-"""The program of an attention: a product, a softmax of what follows it, and a product with the result.
+"""Lowers attention, softmax(score_mod(Q K^T)) V, to one unscheduled kernel program of five phases.
 
-    scores = chain(queries . keys);  weights = softmax(scores);  out = tail(weights . values)
+    scores = score_mod(Q K^T);  weights = softmax(scores);  out = epilogue(weights V)
 
-It runs row by row, as the rows form does: a phase computes the scores of one query and keeps them, one finds their
-largest, one the sum of exponentials, one the weights, the last one multiplies.
+The program states the meaning, row by row as a row reduction does (`lower/row_reduction.py`): a phase each for the
+scores of one query (into a local buffer), their maximum, the sum of exponentials, the weights, and the PV product.
+`lower.patterns.attention` recognises it for the one-pass GPU kernel.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ TEMPLATE = "attention"
 
 @dataclass(frozen=True)
 class AttentionMatch:
-    """Two products and what lies between them. ``weights``: the second one's operand that the softmax makes."""
+    """The two contractions of an attention, QK^T and PV, and the equations between them.  ``weights``: the operand of
+    PV that the softmax produces.
+    """
 
     first: int
     second: int
@@ -43,7 +46,7 @@ class AttentionMatch:
 
 @dataclass
 class _IndexProbe:
-    """A context that only notes at which index a product reads its operands."""
+    """A context that only records the index at which a contraction reads its operands."""
 
     found: dict[int, IndexTuple] = field(default_factory=dict)
 
@@ -58,7 +61,7 @@ class _IndexProbe:
 def build_attention(
     graph: TensorGraph, subset: frozenset[int], pair: AttentionMatch, name: str = "attention"
 ) -> Program | Refusal:
-    """The unscheduled program of a subset that holds what was found, or why there is none."""
+    """The unscheduled program of a region that holds a matched attention, or a refusal with the reason."""
     for number in sorted(subset):
         refusal = graph.nodes[number].refusal
         if refusal is not None:
@@ -101,7 +104,7 @@ def _build(graph: TensorGraph, subset: frozenset[int], pair: AttentionMatch, nam
 
 @dataclass
 class _AttentionBuilder:
-    """A program in the making: its builder, the axes of a score, one of which is the key's."""
+    """Program under construction: its builder, and the axes of a score, one of which is the key's."""
 
     builder: Builder
     axes: tuple[Axis, ...]
@@ -130,7 +133,7 @@ class _AttentionBuilder:
         body: Graph | None = None,
         reds: tuple[Red, ...] = (),
     ) -> None:
-        """Ends a phase whose value of a tensor is kept, per key or per row."""
+        """Ends a phase that stores a tensor's value in a local buffer, per key or per row."""
         builder = self.builder
         address = Index() if axis is None else Index.axis(axis.name)
         dtype = local_dtype(builder.graph.tensors[tensor].type.dtype)
@@ -149,7 +152,7 @@ def _reduced(root: OpNode) -> tuple[int, ...]:
 def _places(
     graph: TensorGraph, subset: frozenset[int], first: OpNode, index: IndexTuple, ranges: dict[str, int]
 ) -> dict[int, IndexTuple]:
-    """Where the point of a score is in every tensor that is made of the scores, whatever its layout."""
+    """The index of a score's point in every tensor computed from the scores, whatever its layout."""
     places = {first.outputs[0]: index}
     for number in sorted(subset):
         node = graph.nodes[number]
@@ -193,7 +196,7 @@ def _result(made: _AttentionBuilder, node: OpNode, accs: tuple[Acc, ...], out: I
 def _scores(
     made: _AttentionBuilder, first: OpNode, index: IndexTuple, scores: int, places: dict[int, IndexTuple]
 ) -> None:
-    """The phase that computes the scores of a row and keeps them."""
+    """The phase that computes the scores of a row into a local buffer."""
     assert first.op is not None and first.op.reduce is not None
     reds = tuple(Red(n, extent) for n, extent in first.op.reduce.reds)
     made.begin(made.key, *reds)
@@ -205,7 +208,7 @@ def _scores(
 
 
 def _reduce(made: _AttentionBuilder, root: OpNode, places: dict[int, IndexTuple]) -> None:
-    """The phase that finds one value per row."""
+    """The phase that computes one reduced value per row."""
     tensor, red = root.outputs[0], Red(made.key.name, made.key.extent)
     made.begin(red)
     accs, body = _reduction(made, root, places[tensor], (Index.axis(red.name),))

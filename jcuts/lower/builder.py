@@ -1,8 +1,8 @@
-"""Emits the per-point graph of a region: values are pulled through the op rules from results to operands.
+"""Builds a region's data-flow graph by inlining: from a result point back through the op rules to loads.
 
-Producers are inlined (register-level fusion, thesis 3.2.4): the graph of one point of the results holds every element
-operation of the region, and loads at the addresses that the rules compute.  What a rule cannot express raises
-`NotLowered`, which carries the reason and which `lower.region.lower_region` catches.
+Producers are inlined into their users (register-level fusion, thesis 3.2.4): the graph of one result point holds every
+element-wise operation of the region, and loads at the addresses that the rules compute.  What a rule cannot express
+raises `NotLowered`, which carries the reason and which `lower.region.lower_region` catches.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Builder:
         return value if local_dtype(dtype) == dtype else self.target.apply("widen", local_dtype(dtype), value)
 
     def context(self, node: OpNode) -> _OpContext:
-        """What the op of ``node`` sees."""
+        """The interface that the op rule of ``node`` builds its graph through."""
         return _OpContext(self, node)
 
 

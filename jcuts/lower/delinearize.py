@@ -1,4 +1,4 @@
-"""Axes of which addresses take quotients and remainders, as several axes in which every address is linear.
+"""Delinearises axes: an axis m used as m // 14 and m % 14 becomes two loop axes, so that every address is affine.
 
 x[25088 (m // 196) + 1792 (m // 14 % 14) + ...]  for m in 784   becomes   x[25088 a + 1792 b + ...]  for a, b, c
 """
@@ -15,7 +15,7 @@ from jcuts.kernel_ir.program import Axis, Phase, Program, Red
 
 
 def delinearize(program: Program) -> Program:
-    """The program, of one phase, with such axes split where that makes all of its addresses linear; else as it is."""
+    """The program (of one phase) with an axis split wherever that makes all of its addresses affine; else unchanged."""
     phase = program.phases[0]
     found = {x.name: _digits(phase, x.name, x.extent) for x in (*phase.axes, *phase.reds)}
     found = {name: shape for name, shape in found.items() if len(shape) > 1}

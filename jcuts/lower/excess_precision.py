@@ -1,9 +1,10 @@
-"""bfloat16 behind a sum: rounded where it is stored, not on its way through a norm that is computed in float32.
+"""Excess precision: removes float32 -> bfloat16 -> float32 round trips behind a sum; an epilogue rounds once, when it
+stores.
 
     half(float(half(sum) + b) * s + t)     is computed as     half((sum + b) * s + t),  the last two as one operation
 
-XLA's fusions keep such values in float32, too (``xla_allow_excess_precision``, its default); what
-`jax.lax.reduce_precision` rounds stays rounded, there and here.
+XLA's fusions do the same (``xla_allow_excess_precision``, its default); what `jax.lax.reduce_precision` rounds stays
+rounded, there and here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ HALF, WIDE = "bfloat16", "float32"
 
 
 def drop_bf16_round_trips(program: Program) -> Program:
-    """The program whose exit graphs round nothing to bfloat16 and back; the same object where none does.
+    """The program without bfloat16 round trips in its exit graphs; the same object where there are none.
 
     Of several phases those of a block: others hand on what is not stored.
     """

@@ -1,7 +1,7 @@
-"""Programs of several small maps, whose sizes may differ, as one program: a phase for each.
+"""Horizontal fusion: element-wise programs of different sizes become one program (one launch) with a phase for each.
 
-A kernel of such a program takes the place of as many launches (`rewrite.hoist_vectors`): a batch norm's factor and
-addend of every layer are a few thousand numbers together.
+Used for the vectors that `rewrite.hoist_vectors` collects: the scales and biases of all batch norms of a network, a few
+thousand numbers together, are one launch instead of one per layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TEMPLATE, FORM, THREADS = "combined", "combined", 256
 def horizontal_fuse(
     programs: Sequence[Program], operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
 ) -> Program | None:
-    """The program that does what all of these do; None where one is no map along one axis, or buffers are too many.
+    """Fuses programs horizontally into one; None where one is not a map along one axis, or there are too many buffers.
 
     Args: operands, results: for each program the places of its buffers among those of the call; every result has one.
     """
@@ -47,7 +47,7 @@ def horizontal_fuse(
 
 
 def is_map(phase: Phase) -> bool:
-    """Whether a phase is a map along one axis, a point at a time, that reads nothing through guards."""
+    """Whether a phase is an element-wise map along one axis whose loads have no guards."""
     plain = not phase.reds and not phase.accs and len(phase.axes) == 1 and phase.axes[0].unroll == 1
     guarded = any(node.guards for node in phase.exit.nodes) or any(store.guards for store in phase.stores)
     return plain and not phase.axes[0].vector and not guarded

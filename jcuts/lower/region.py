@@ -1,4 +1,4 @@
-"""Subset of equations -> kernel program without a schedule (every axis a plain loop): the dispatch over the forms.
+"""Lowers a region to an unscheduled kernel program (every axis a plain loop): the dispatch over four templates.
 
 - *map*: no reduction; one phase over the points of the outputs.
 - *root*: one reduction, window, contraction or convolution with its prologue (element operations pulled into the body
@@ -7,7 +7,7 @@
 - *rows*: several reductions over the same dimensions and element operations between them (softmax, layer norm,
   statistics): one phase per level, joined through local buffers: shared-memory-level fusion (`lower/row_reduction.py`).
 
-What a form cannot express is a `Refusal` with the reason; the partition search then keeps the operations unfused.
+What a template cannot express is a `Refusal` with the reason; the partition search then keeps the operations unfused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAX_RECOMPUTED_OPS = 1.0  # element operations per point that may be recomputed 
 def lower_region(
     graph: TensorGraph, subset: frozenset[int], name: str = "kernel", cheap: float = MAX_RECOMPUTED_OPS
 ) -> Program | Refusal:
-    """The unscheduled program of a subset, or why it cannot be one kernel.
+    """The unscheduled program of a region, or a refusal with the reason why it cannot be one kernel.
 
     Operands are ``graph.subset_inputs(subset)``, results ``graph.subset_outputs(subset)``, in that order.
 

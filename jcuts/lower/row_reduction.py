@@ -1,8 +1,8 @@
-"""The *rows* form: several reductions over the same dimensions, with element operations between them.
+"""Lowers row reductions (softmax, layer norm, statistics): several reductions of one row, a phase per reduction level.
 
-Softmax, layer norm, batch statistics, log-sum-exp: a task takes one row (all reduced dimensions of one output point)
-and runs phase after phase over it, so that the row stays in cache.  Reduced values, and expensive row values that
-several phases need, live in local buffers: shared-memory-level fusion (thesis 3.2.4) on a CPU.
+This is the *rows* template.  A task takes one row (all reduced dimensions of one output point) and runs phase after
+phase over it, so that the row stays in cache.  Reduced values, and expensive row values that several phases need, live
+in local buffers: shared-memory-level fusion (thesis 3.2.4) on a CPU.
 
 Where the last dimension is not reduced (statistics over batch and space), the lanes run along it and a task takes a
 block of it; local buffers then hold one value per lane position.

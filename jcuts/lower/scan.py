@@ -1,4 +1,6 @@
-"""The *scan* form: one cumulative operation, element operations before and after it.
+"""Lowers prefix scans (cumsum, cummax, ...): one cumulative operation as a serial loop, with its prologue and epilogue.
+
+This is the *scan* template.
 
 The scanned dimension is a serial loop around two phases: the first combines the next element with what a local buffer
 carries (one value per lane), the second computes the results from the carried value.  Lanes run along another

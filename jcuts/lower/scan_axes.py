@@ -1,4 +1,4 @@
-"""Names that a program of a scan has for its axes and for what it carries along (`lower/scan.py`)."""
+"""Names of the axes and of the carry buffer in a prefix-scan program (`lower/scan.py`)."""
 
 CARRY = "carry"
 TIME = "t"

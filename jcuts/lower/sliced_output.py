@@ -1,9 +1,9 @@
-"""A kernel whose result is part of a larger array: stores that skip, and another operand where it updates one in place.
+"""In-place dynamic-update-slice: moves a program's output to a slice of a larger buffer, an aliased operand.
 
-The larger array is an operand and the result in one: the last operand, of which the kernel reads nothing, or one of
-which it reads other parts than it writes.  A kernel that begins an array has no such operand: what it does not write is
-undefined, and nobody may read it.  Where that part begins is no matter of the program: the call adds bytes to
-the result's address, so that all layers of a dense block have one kernel.
+The larger array is operand and result in one: an extra last operand that the kernel does not read, or an operand of
+which it reads other parts than it writes.  A kernel that writes the first slice has no such operand: the rest of its
+result is undefined, and nobody may read it.  The slice's offset is not part of the program: the call adds bytes to the
+result's address, so that all layers of a dense block share one kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class SlicedOutput:
-    """A program that writes a part of an array.
+    """A program that writes a slice of a larger array.
 
     Attributes: start: bytes before its part. operand: number of the array, None where the kernel begins it.
     """
@@ -35,7 +35,7 @@ class SlicedOutput:
 def write_into_slice(
     program: Program, whole: Sequence[int], starts: Sequence[int], operand: int | None = -1
 ) -> SlicedOutput | None:
-    """The scheduled program with its one result as a part of an array; None where its stores cannot skip the rest.
+    """The scheduled program with its one result as a slice of a larger array; None where its stores have no row stride.
 
     Args:
         whole: the array's shape.
@@ -65,7 +65,7 @@ def write_into_slice(
 
 
 def _moved(program: Program, phase: Phase, result: str, here: int, there: int) -> Phase | None:
-    """The phase with lines of ``here`` elements of the result as many as ``there`` apart."""
+    """The phase with the result's row stride changed from ``here`` to ``there`` elements."""
     stores = []
     grid = {f"{g.axis}_lo": g.extent for g in program.grid}
     for store in phase.stores:

@@ -1,7 +1,7 @@
-"""Cumulative operations on a GPU: which associate, and the kernels that a long one along columns becomes.
+"""Three-pass parallel scan (reduce, scan, add offsets) along columns on a GPU; which scan operators are associative.
 
-Few columns do not fill a GPU, so the points of a column are split into groups: a reduction finds the total of each, a
-short scan turns totals into what comes before each group, and the groups are then walked at the same time.
+Few columns do not fill a GPU, so every column is split into groups: one kernel reduces each group to its total, a short
+scan turns the totals into the carry before each group, and a third kernel scans all groups at once.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ COMBINE = ("add", "mul", "max", "min")
 
 @dataclass(frozen=True)
 class SplitKernels:
-    """The kernels of a split scan in launch order, and the buffers through which they pass what they found."""
+    """The kernels of a split scan in launch order, and the scratch buffers between them."""
 
     programs: tuple[Program, ...]
     scratch: tuple[Buffer, ...]
 
 
 def scan_operator(program: Program) -> tuple[str, int] | None:
-    """How a scan combines, and the node of what a step adds; None where that is not a single associative operation."""
+    """The combining operator of a scan and the node of the scanned element; None where it is not one associative
+    operation.
+    """
     phase = program.phases[0]
     found = phase.exit.nodes[phase.stores[0].value]
     if found.op == "select":  # the first step, and all others
@@ -41,7 +43,7 @@ def scan_operator(program: Program) -> tuple[str, int] | None:
 
 
 def split_scan(program: Program, groups: int, unroll: int) -> SplitKernels:
-    """The kernels of a scan whose columns are split into at most so many groups, without schedules.
+    """The unscheduled kernels of a scan whose columns are split into at most ``groups`` groups.
 
     Raises: IRError where `associative` has nothing.
     """
@@ -108,7 +110,7 @@ def _group_totals(
 def _scan_totals(
     program: Program, combine: str, totals: Buffer, starts: Buffer, here: Index, others: tuple[Axis, ...], groups: int
 ) -> Program:
-    """The totals, scanned: what a group and all before it add."""
+    """Exclusive scan of the groups' totals: the carry into each group."""
     axes = (*others[:-1], Axis(STEP, groups), *others[-1:])
     place = here.substitute({GROUP: Index.axis(STEP)}, {a.name: a.extent for a in axes})
     graph, dtype = Graph(), totals.dtype
@@ -136,7 +138,7 @@ def _add_offsets(
     ranges: dict[str, int],
     result: Phase,
 ) -> Program:
-    """The scan, with groups as an axis; a group's first step starts from what comes before the group."""
+    """The scan, with groups as an axis; a group's first step starts from its carry."""
     phase = program.phases[0]
     others = tuple(a for a in phase.axes if a.name != TIME)
     axes = (Axis(GROUP, ranges[GROUP]), *others[:-1], Axis(STEP, ranges[STEP]), *others[-1:])

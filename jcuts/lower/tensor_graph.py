@@ -1,6 +1,6 @@
-"""The tensor graph of one flat jaxpr: tensors, equations with their ops, who uses what.
+"""Def-use graph of a flat jaxpr: tensors, equations with their op rules, producers and users.
 
-Reads jaxpr objects by attribute only (``eqn.primitive.name``, ``var.aval``), so that this floor needs no JAX.
+Reads jaxpr objects by attribute only (``eqn.primitive.name``, ``var.aval``), so that this package does not import JAX.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jcuts.ops import Equation, Op, TensorType, describe
 
 @dataclass
 class Tensor:
-    """A value of the program.
+    """A tensor of the graph (an SSA value of the jaxpr).
 
     ``producer``: an equation number or None; ``scalar``: its value if it is a literal; ``tf32``: see `Buffer`.
     """
@@ -36,7 +36,7 @@ class Tensor:
 
 @dataclass
 class OpNode:
-    """One equation: its op, or why there is none; ``pieces`` of a concatenation that can read past its operands."""
+    """An equation: its op, or a refusal; ``pieces``: a concatenation as strided slices of one tensor, if it is that."""
 
     number: int
     prim: str
@@ -50,19 +50,19 @@ class OpNode:
 
 @dataclass
 class TensorGraph:
-    """All tensors and equations of a flat jaxpr, equations in program order."""
+    """Def-use graph of a flat jaxpr: all tensors and equations, equations in program order."""
 
     tensors: list[Tensor]
     nodes: list[OpNode]
     of_var: dict[Any, int]
 
     def producer(self, tensor: int) -> OpNode | None:
-        """The equation that makes a tensor."""
+        """The equation that defines a tensor."""
         number = self.tensors[tensor].producer
         return None if number is None else self.nodes[number]
 
     def ancestors(self, members: frozenset[int], start: int) -> frozenset[int]:
-        """What an equation needs, directly or not, of ``members``."""
+        """Transitive producers of an equation within ``members``."""
         found: set[int] = set()
         stack = [start]
         while stack:
@@ -80,7 +80,7 @@ class TensorGraph:
         }
 
     def subset_inputs(self, subset: frozenset[int]) -> list[int]:
-        """Tensors that a subset reads from outside (literals left out), in first-use order."""
+        """Tensors that a region reads from outside (literals left out), in first-use order."""
         seen: dict[int, None] = {}
         for number in sorted(subset):
             for tensor in self.nodes[number].inputs:
@@ -90,7 +90,7 @@ class TensorGraph:
         return list(seen)
 
     def subset_outputs(self, subset: frozenset[int]) -> list[int]:
-        """Tensors of a subset that something outside needs, in program order."""
+        """Tensors of a region with users outside it, in program order."""
         found = []
         for number in sorted(subset):
             for tensor in self.nodes[number].outputs:
@@ -113,7 +113,7 @@ def build_graph(
     joined: int = MOST_JOINED,
     tf32: Collection[Any] = (),
 ) -> TensorGraph:
-    """The graph of a flat jaxpr.
+    """Builds the def-use graph of a flat jaxpr.
 
     Args: jaxpr: anything with ``constvars, invars, eqns, outvars``; where: equation -> "file:line (function)"; scalars:
         values of variables that are known numbers (closed-over Python scalars); joined: operands of the largest

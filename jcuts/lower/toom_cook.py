@@ -1,4 +1,5 @@
-"""Matrices of minimal filtering, F(m, r): m outputs of a filter with r taps from m + r - 1 multiplications.
+"""Winograd (Toom-Cook) transform matrices of minimal filtering F(m, r): m outputs of an r-tap filter from m + r - 1
+products.
 
     y = A^T ((G g) * (B^T d)),        in two dimensions        Y = A^T ((G g G^T) * (B^T d B)) A
 
@@ -41,7 +42,7 @@ POINTS = {
 
 
 def outputs_of(points: int, taps: int) -> int:
-    """m, the outputs of a tile; below 2 nothing is gained."""
+    """m, the outputs of a tile; below 2 the transform saves nothing."""
     return points - taps + 1
 
 

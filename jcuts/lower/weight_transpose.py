@@ -1,8 +1,8 @@
-"""Programs that turn many weights at once: every one is rounded to TF32 and laid out along its terms.
+"""Batched weight transpose: one program that rounds many weight matrices to TF32 and stores each K-major.
 
-    result[column, term] = tf32(operand[term, column])          one phase per operand; all sizes differ
+    result[n, k] = tf32(operand[k, n])                          one phase per operand; all sizes differ
 
-A kernel of such a program takes the place of as many launches as a network has layers (`rewrite.tf32_weight_args`).
+Its kernel replaces one launch per layer of a network (`rewrite.tf32_weight_args`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROUND, TYPE = "tf32", "float32"
 
 @dataclass(frozen=True)
 class WeightTranspose:
-    """One operand of a turning program: its buffers, and its size as a matrix of ``terms`` rows."""
+    """One matrix of a batched weight transpose: its buffers, and its size as a matrix of ``terms`` rows."""
 
     operand: str
     result: str
@@ -38,12 +38,13 @@ class WeightTranspose:
 
     @property
     def tiles(self) -> int:
-        """Tiles of all of it."""
+        """Tiles of the whole matrix."""
         return -(-self.terms // SIDE) * self.across
 
 
 def transpose_program(shapes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> Program | None:
-    """The program of operands and results of these shapes; None where one is empty, or there are too many for a kernel.
+    """The program of operands and results of these shapes; None where one is empty, or they exceed a kernel's
+    parameters.
 
     Args: shapes: of each operand, whose columns lie side by side, and of its result, whose first dimension they are.
     Raises: ValueError: a result of another size.
@@ -67,7 +68,7 @@ def transpose_program(shapes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]])
 
 
 def transposes_of(program: Program) -> list[WeightTranspose] | None:
-    """What such a program turns; None for any other one."""
+    """The matrices that a batched weight-transpose program transposes; None for any other program."""
     names = [(b.name, c.name) for b, c in zip(program.inputs, program.outputs, strict=False)]
     if len(names) != len(program.phases) or len(program.outputs) != len(names):
         return None

@@ -1,9 +1,9 @@
-"""Mean and variance in one pass over the data: which programs allow it, and the kernels that one of them becomes.
+"""One-pass mean and variance (Welford; Chan's merge): recognises two-pass statistics, makes the programs of one pass.
 
 A program that first sums ``x`` and then ``(x - c)**2``, with ``c`` made from the sum, reads its operand twice.  With
-count n, the mean m and the sum of squared deviations M of any points, the second sum is ``M + n * (m - c)**2``,
-and (n, m, M) of two sets give those of their union (Chan, Golub, LeVeque: Updating formulae, 1979), as accurately as
-two passes do.  `codegen.cuda.reduction.welford` emits such a pass; here are the programs, which keep their two phases.
+count n, the mean m and the sum of squared deviations M of any points, the second sum is ``M + n * (m - c)**2``, and (n,
+m, M) of two sets give those of their union (Chan, Golub, LeVeque: Updating formulae, 1979), as accurately as two passes
+do.  `codegen.cuda.reduction.welford` emits that pass; the programs made here keep their two phases.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ MEAN = "mean"  # the local buffer of the first kernel
 
 @dataclass(frozen=True)
 class MeanVariance:
-    """What `recognise` found: the local buffer that holds ``c``, and the node of ``x`` in the first body."""
+    """Result of `match_welford`: the local buffer that holds ``c``, and the node of ``x`` in the first body."""
 
     centre: str
     value: int
 
 
 def match_welford(program: Program) -> MeanVariance | None:
-    """The statistics that the first two phases of a program are, None where they are none."""
+    """Matches the first two phases of a program to mean and sum of squares; None where they are not."""
     if len(program.phases) < 2 or any(p.reds for p in program.phases[2:]):
         return None
     first, second = program.phases[:2]
@@ -67,14 +67,15 @@ def _equal(a: Graph, x: int, b: Graph, y: int) -> bool:
 
 @dataclass(frozen=True)
 class SplitKernels:
-    """The kernels of split statistics in launch order, and the buffers through which they pass what they found."""
+    """The kernels of split statistics in launch order, and the scratch buffers between them."""
 
     programs: tuple[Program, ...]
     scratch: tuple[Buffer, ...]
 
 
 def split_kernels(program: Program) -> SplitKernels:
-    """Statistics of groups of points, their union with the results per column, and the maps that use those.
+    """The kernels of split statistics: per group of points, merged per column with the results, and the maps that use
+    them.
 
     ``params``: ``split`` groups, rounded so that only the last one is short, and those of
     `codegen.cuda.reduction.column_norm`.

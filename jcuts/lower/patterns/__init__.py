@@ -1,4 +1,4 @@
-"""Recognisers of canonical forms in kernel programs: GEMM, convolution windows, attention, inverted residual, Winograd.
+"""Pattern matchers on kernel programs: GEMM, convolution windows, attention, inverted residual, Winograd.
 
-In: a program.  Out: its operands and extents in the terms of that form, or why it is none.
+In: a program.  Out: its operands and extents in the canonical form, or the reason why it does not match.
 """

@@ -1,11 +1,10 @@
-"""What a GPU kernel has to know of an attention program (`fusion.match_attention`): operands, axes, and the chain
-between them.
+"""Pattern matcher for attention programs: operands, axes and score modification that the flash-attention kernel needs.
 
-    out[b, m, f] = tail(sum over n of softmax(chain(sum over k of query[b, m, k] key[b, n, k]))[n] * value[b, n, f])
+    out[b, m, f] = epilogue(sum_n softmax_n(score_mod(sum_k query[b, m, k] key[b, n, k])) * value[b, n, f])
 
-Rows of the scores are ``m``, keys ``n`` (as rows and columns of a product); ``f`` is called ``n`` again behind the
-second product.  Any strides will do as long as neighbouring k of queries and keys and neighbouring f of values are
-neighbours in memory, so that operands may be slices of one array.
+Queries are rows ``m``, keys are columns ``n`` of the first GEMM; the features ``f`` are the columns ``n`` of the
+second.  Strides are free as long as k of queries and keys and f of values are contiguous, so Q, K and V may be slices
+of one array.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention, its axes renamed.
+    """A matched attention, its axes renamed.
 
     Attributes:
         batch: axes of the grid besides the rows.
@@ -82,12 +81,12 @@ class Attention:
 
     @property
     def kind(self) -> str:
-        """What the matrix units take."""
+        """Operand type of the ``mma`` instruction."""
         return TYPES[self.query.dtype]
 
     @property
     def score_ops(self) -> int:
-        """Element operations between the first product and the softmax, per score."""
+        """Element-wise operations between QK^T and the softmax (score modification), per score."""
         return sum(bool(n.args) and n.op not in BESIDE for n in self.scores.exit.nodes)
 
     def __str__(self) -> str:
@@ -98,7 +97,7 @@ class Attention:
 
 
 def match(program: Program) -> Attention | Refusal:
-    """The attention that a program of the template is, or why no kernel takes it."""
+    """Matches a program of the attention template, or refuses it with the reason why no kernel supports it."""
     if program.template != "attention" or len(program.phases) < 5:
         return _reject("it is no attention")
     if dict(program.params).get("precision"):

@@ -1,12 +1,13 @@
-"""Convolutions whose pixels a block of warp groups keeps in shared memory for all taps of the filter.
+"""Matches convolutions to the implicit-GEMM kernel with halo reuse: activation pixels stay in shared memory for all
+filter taps.
 
-The left operand of such a product is an array of *pixels*, ``channels`` neighbouring elements each:
+The A operand of such a GEMM is an array of *pixels*, ``channels`` contiguous elements each:
 
     left[m, (tap, channel)] = array[pixel(m) + offset(tap), begin + channel],   zero where guards fail
 
-so that outputs beside each other read one run of pixels, each of which many of them need.  A block copies that run
-once per `LINE` bytes of channels (`NARROW`, where there are no more), where a product in general copies a tile for
-every tap.
+Neighbouring outputs read one run of pixels (the halo), most of which several taps need.  A block copies the run once
+per `LINE` bytes of channels (`NARROW` where a pixel has no more), whereas the plain implicit GEMM copies a tile per
+tap.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ STEP = 32
 
 @dataclass(frozen=True)
 class ConvWindow:
-    """How a product reads its left operand.
+    """How an implicit GEMM reads its A operand: pixels, filter taps, channels.
 
     Attributes:
         side: the left operand. channels: elements of a pixel that are read. pixels: of the whole array. rows: outputs.
@@ -58,47 +59,47 @@ class ConvWindow:
 
     @property
     def bytes(self) -> int:
-        """Of a pixel's line."""
+        """Bytes of a pixel's line in shared memory."""
         return NARROW if self.narrow else LINE
 
     @property
     def channels_per_tile(self) -> int:
-        """Channels that are kept at once."""
+        """Channels of one channel chunk."""
         return self.bytes // self.side.item
 
     @property
     def channel_tiles(self) -> int:
-        """How often that many."""
+        """Number of channel chunks."""
         return -(-self.channels // self.channels_per_tile)
 
     @property
     def k_tiles(self) -> int:
-        """Tiles of terms of the whole sum: of one tap and a line of channels each."""
+        """Number of k-tiles: one tap and one channel chunk each."""
         return self.channel_tiles * self.taps
 
     @property
     def whole(self) -> int:
-        """Instructions along the terms of a tap's line."""
+        """k-steps (instructions) of a full channel chunk."""
         return self.bytes // STEP
 
     @property
     def short(self) -> int:
-        """The same of the last line of 16-bit floats; those of float32 are multiplied to their ends."""
+        """k-steps of the last channel chunk for 16-bit floats; float32 multiplies the whole chunk."""
         left = (self.channels - (self.channel_tiles - 1) * self.channels_per_tile) * self.side.item
         return -(-left // STEP) if self.side.item == 2 else self.whole
 
     @property
     def tap_span(self) -> int:
-        """Pixels from the first tap to the last, and one."""
+        """Pixels from the first tap to the last, plus one."""
         return 1 + (self.taps - 1) // self.across * self.down + (self.across - 1) * self.aside
 
     def halo_rows(self, size: int) -> int:
-        """Most pixels that a tile of ``size`` neighbouring outputs reads."""
+        """Upper bound on the pixels that a tile of ``size`` neighbouring outputs reads."""
         return _max_row_distance(self.pixel, self.rows, size) + self.tap_span
 
 
 def match_conv_window(program: Program) -> ConvWindow | None:
-    """How the left operand of a product is read; None where it is no array of pixels that a filter shares."""
+    """Matches the A operand of a GEMM to an array of pixels read by a filter; None where it is not one."""
     ranges = program.phases[0].ranges()
     left, right = gemm_operands(program)
     shape = next(b.shape for b in program.inputs if b.name == left.buffer)
@@ -130,7 +131,7 @@ def match_conv_window(program: Program) -> ConvWindow | None:
 
 
 def linearize_k(side: GemmOperand, terms: int) -> GemmOperand:
-    """The right operand with its address by terms written as what it is, a multiple of the term, if it is that."""
+    """The B operand with its address rewritten as a multiple of k, if it is one."""
     places = _number(side.k_offset, {K: np.arange(terms)})  # type: ignore[dict-item]
     if not np.array_equal(np.broadcast_to(places, (terms,)), np.arange(terms) * side.step):
         return side
@@ -138,7 +139,7 @@ def linearize_k(side: GemmOperand, terms: int) -> GemmOperand:
 
 
 def gather_per_copy(program: Program, left: GemmOperand, right: GemmOperand) -> bool:
-    """Whether each copy of a product's left operand can find its own place.
+    """Whether each copy of the A operand can compute its own address from k.
 
     16-bit floats, and float32 where the right operand is rounded, so that neither goes through registers; nothing is
     computed on the way.
@@ -152,7 +153,7 @@ def gather_per_copy(program: Program, left: GemmOperand, right: GemmOperand) -> 
 
 
 def weights_need_no_transform(program: Program) -> bool:
-    """Whether the right operand of a product with a window goes to the units as it lies in memory."""
+    """Whether the B operand of a convolution can be read by ``wgmma`` as it lies in memory."""
     left, right = gemm_operands(program)
     if right.width * right.item != 16 or (
         left.item == 4 and not (right.along_terms and program.buffer(right.buffer).tf32)

@@ -1,7 +1,8 @@
-"""Convolutions with few channels, as products of a patch of the image and all filters.
+"""Matches convolutions with few input channels (a network's first layer) to an implicit GEMM whose k runs along filter
+rows.
 
-The neighbours of a network's first layer are not its channels but whole rows of pixels: in a line of an image (all
-channels of a row of pixels) the terms of one filter row are one run.  An output ``(.., y, x)`` takes term k from
+With three channels the K of one tap is too short for a copy, but in a line of the image (all channels of a row of
+pixels) the k of one filter row are one contiguous run.  An output ``(.., y, x)`` reads its k-th element from
 
     line y * down + term_k.line + start.line, element x * across + term_k.element + start.element
 
@@ -31,7 +32,8 @@ _Place = tuple[Index, Index]
 
 @dataclass(frozen=True)
 class FewChannelConv:
-    """How outputs read an image; the axis of neighbouring outputs is m, that of the filters n (as in `products`).
+    """How a few-channel convolution reads its image; the axis of neighbouring outputs is m, that of the filters n (as
+    in `lower.patterns.gemm`).
 
     Attributes:
         image, filters: buffers of type ``dtype``. base: the address of an image by the axes ``others``.
@@ -68,17 +70,17 @@ class FewChannelConv:
 
     @property
     def images(self) -> int:
-        """How many there are."""
+        """Number of images."""
         return math.prod(a.extent for a in self.others)
 
     @cached_property
     def reach(self) -> Place:
-        """Lines and elements that a window covers."""
+        """Extent of a window: lines and elements."""
         return 1 + max(line for line, _ in self.terms), 1 + max(element for _, element in self.terms)
 
 
 def as_few_channel_conv(program: Program) -> Program | None:
-    """The program with its axes named as `patches` expects, unscheduled; None if it is no such convolution."""
+    """The program with canonical axes, unscheduled; None if it is not a few-channel convolution."""
     if len(program.phases) != 1 or dict(program.params).get("precision"):
         return None
     phase = pads_to_guards(program.phases[0])
@@ -100,14 +102,14 @@ def as_few_channel_conv(program: Program) -> Program | None:
 
 
 def conv_geometry(program: Program) -> FewChannelConv:
-    """How the outputs of a program that `as_patches` has made read their image."""
+    """How the outputs of a program that `as_few_channel_conv` returned read their image."""
     found = _patches(program)
     assert found is not None
     return found
 
 
 def pads_to_guards(phase: Phase) -> Phase:
-    """The phase with factors that zeros surround (`pad`) as loads that are guarded by themselves, widened or not."""
+    """The phase with zero padding (`pad` operations on a factor, converted or not) turned into guards on the loads."""
     if len(phase.accs) != 1 or len(phase.accs[0].values) != 1:
         return phase
     nodes = phase.body.nodes

@@ -1,7 +1,7 @@
-"""Matrix products in the form that `codegen.cuda.gemm.mma_mainloop` reads: axes ``m`` and ``n``, ``b`` of a batch, term
+"""Matches contractions and convolutions (implicit GEMM) to batched GEMM: axes ``b``, ``m``, ``n``, reduction axis
 ``k``.
 
-A contraction or a convolution is such a product where each operand is one array:
+Every operand must be one array:
 
     out[b, m, n] = epilogue(sum over k of prologue(left[b, m, k], vectors[k]) * right[b, k, n])
 
@@ -9,11 +9,11 @@ The prologue, where there is one, is element-wise (a norm with known statistics,
 operand and result are float32 or bfloat16.
 
 A convolution's k counts taps and channels, m batch and space: addresses of the left operand hold quotients of both, and
-guards (padding, read as zeros; such operands have no prologue).  Within *runs* of terms (the channels of a tap)
-addresses are linear.
+guards (padding, read as zeros; such operands have no prologue).  Within a *run* of k (the channels of one tap)
+addresses are affine.
 
-``left`` and ``right`` are named so that neighbouring n are neighbours in the first result: they may be the operands in
-either order.
+``left`` (A) and ``right`` (B) are chosen so that n is contiguous in the first result; the equation's operands may be
+exchanged for that.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CARRIED = frozenset({"load", "const", "convert", "widen", "add", "sub", "mul", "
 
 @dataclass(frozen=True)
 class GemmOperand:
-    """One operand of a product.
+    """One operand of a GEMM: a buffer, its address, its guards.
 
     Attributes:
         buffer, dtype: the array. index: address of an element.
@@ -69,12 +69,12 @@ class GemmOperand:
 
     @property
     def k_offset(self) -> Index:
-        """The part of the address that the terms decide."""
+        """The part of the address that depends on k."""
         return Index(0, tuple(t for t in self.index.terms if _axes(t[0]) & {K, S}))
 
     @property
     def outer_offset(self) -> Index:
-        """The part of the address that batch, row or column decide."""
+        """The part of the address that depends on batch, row or column."""
         return self.index - self.k_offset
 
     @property
@@ -84,7 +84,7 @@ class GemmOperand:
 
 
 def as_gemm(program: Program, *, exact: bool = False) -> Program | None:
-    """The program as a product, unscheduled; None if it is none, or if its arithmetic must not be that of matrix units.
+    """The program with GEMM axes, unscheduled; None if it is not a GEMM, or if its arithmetic rules out tensor cores.
 
     float32 products that ask for more than the default precision are none: matrix units round operands to TF32, which
     is XLA's default on GPUs too.  ``exact``: they and products of float64, and no others, are wanted
@@ -132,7 +132,7 @@ def as_gemm(program: Program, *, exact: bool = False) -> Program | None:
 
 
 def k_tiles_per_split(total: int, terms: int, split: int) -> tuple[int, int]:
-    """(tiles of ``terms`` terms of a group, groups) of a sum that at most ``split`` groups of blocks share.
+    """(k-tiles of ``terms`` per split, splits) of a split-K GEMM with at most ``split`` splits.
 
     >>> shares(1000, 32, 5)
     (7, 5)
@@ -143,12 +143,12 @@ def k_tiles_per_split(total: int, terms: int, split: int) -> tuple[int, int]:
 
 
 def k_extent(program: Program) -> int:
-    """Terms of the whole sum (of a group of them the program has guards for what lies beyond)."""
+    """The K extent (of one split, which has guards for k beyond the last)."""
     return int(str(dict(program.params).get("terms", program.phases[0].reds[0].extent)))
 
 
 def gemm_operands(program: Program) -> tuple[GemmOperand, GemmOperand]:
-    """Left and right operand of a product."""
+    """A (left) and B (right) operand of a GEMM."""
     left, right = _sides(program)
     assert left is not None and right is not None
     return left, right
@@ -175,14 +175,14 @@ def _factors(phase: Phase, dtype: str = "float32") -> tuple[Node, Node] | None:
 
 
 def prologue(program: Program) -> int | None:
-    """Number of the left factor in the body graph of a product, where it is more than a load."""
+    """Node number of the A factor in a GEMM's body graph, where it is more than a load (a prologue)."""
     body = program.phases[0].body
     number = _product(program.phases[0]).args[0]
     return None if _is_plain(body, number) else number
 
 
 def prologue_is_zero_safe(program: Program) -> bool:
-    """Whether a prologue of zeros is finite: then terms beyond the last, whose weights are zeros, add nothing."""
+    """Whether a prologue of zeros is finite: then k beyond the last, whose weights are zeros, add nothing."""
     number, body = prologue(program), program.phases[0].body
     values: dict[int, np.ndarray] = {}
     with np.errstate(all="ignore"):
@@ -197,7 +197,7 @@ def prologue_is_zero_safe(program: Program) -> bool:
 
 
 def k_vectors(program: Program) -> list[Node]:
-    """What a product's prologue reads besides the left operand: loads that the term alone decides."""
+    """Vectors along K that a GEMM's prologue reads besides the A operand."""
     number, body = prologue(program), program.phases[0].body
     if number is None:
         return []

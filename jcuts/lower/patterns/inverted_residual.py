@@ -1,14 +1,15 @@
-"""Blocks of inverted residuals: a product per pixel, a depthwise convolution, a product per pixel, as one program.
+"""Builds and matches fused inverted residuals (MBConv): expand 1x1 GEMM, depthwise, project 1x1 GEMM in one program.
 
-The first product may be missing: then the windows lie in an operand.
+The expand GEMM may be missing: then the depthwise windows read an operand.
 
-    wide = chain(x[pixel, :] @ expand)         phase 1, into a local buffer
-    deep = chain(depthwise(wide))              phase 2, into a local buffer
+    wide = epilogue1(x[pixel, :] @ expand)     phase 1, into a local buffer
+    deep = epilogue2(depthwise(wide))          phase 2, into a local buffer
     out  = exit(deep[pixel, :] @ project)      phase 3
 
-The phases are those of three programs that `build` made, joined by their buffers (`block_cover`).  A kernel
-(`codegen.cuda.inverted_residual.kernel`) keeps no local buffer as a whole: it goes through their channels in pieces.
-Chains may read vectors along channels.  Operands of all sums are float32, or all of them bfloat16.
+The phases are those of three programs that `lower.region` made, joined by their buffers
+(`fusion.match_inverted_residual`).  The kernel (`codegen.cuda.inverted_residual.kernel`) never holds a whole local
+buffer: it goes through their channels in chunks.  The epilogues may read vectors along channels.  Operands of all sums
+are float32, or all of them bfloat16.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class DepthwiseConv:
 
 @dataclass(frozen=True, eq=False)
 class InvertedResidual:
-    """A block: the two products (one phase each, axes of `products`), and what lies between them.
+    """A matched inverted residual: its two GEMMs (a phase each, axes of `lower.patterns.gemm`), and the stage between
+    them.
 
     ``expand`` is None where there is no product before the windows.
     """
@@ -74,44 +76,44 @@ class InvertedResidual:
 
     @cached_property
     def weights(self) -> tuple[GemmOperand | None, GemmOperand]:
-        """Right operands of the products."""
+        """B operands of the GEMMs."""
         return None if self.expand is None else gemm_operands(self.expand)[1], gemm_operands(self.project)[1]
 
     @cached_property
     def in_channels(self) -> int:
-        """Channels of the first product's operand; 0 where there is none."""
+        """Input channels of the expand GEMM; 0 where there is none."""
         return 0 if self.expand is None else self.expand.phases[0].ranges()[K]
 
     @cached_property
     def out_channels(self) -> int:
-        """Channels of the result."""
+        """Output channels."""
         return self.project.phases[0].ranges()[COLUMNS]
 
     @cached_property
     def dtype(self) -> str:
-        """What is multiplied: float32 (rounded to TF32 for the products) or bfloat16."""
+        """Operand type of all sums: float32 (rounded to TF32 for the GEMMs) or bfloat16."""
         return gemm_operands(self.project)[0].dtype
 
     @property
     def item(self) -> int:
-        """Bytes of it."""
+        """Bytes of an element of that type."""
         return ITEM_SIZE[self.dtype]
 
     @property
     def expanded_channels(self) -> int:
-        """Channels between the products."""
+        """Channels between the GEMMs."""
         return self.window.image[3]
 
     @property
     def multiply_adds(self) -> float:
-        """Multiplications of both products and of the window."""
+        """Multiply-adds of both GEMMs and the depthwise convolution."""
         images, rows, columns, channels = self.window.image
         pixels, outputs = images * rows * columns, images * math.prod(self.window.outputs)
         return float(channels * (pixels * self.in_channels + outputs * (self.out_channels + len(self.window.taps))))
 
 
 def match_inverted_residual(program: Program) -> InvertedResidual | Refusal:
-    """How a program of this form is computed, or why it cannot be one kernel."""
+    """Matches a program to a fused inverted residual, or refuses it with the reason why it cannot be one kernel."""
     if len(program.phases) not in (2, 3):
         return Refusal("block", f"{len(program.phases)} phases, a block has 2 or 3")
     *first, second, third = program.phases

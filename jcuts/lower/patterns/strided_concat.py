@@ -1,12 +1,13 @@
-"""Concatenations of equal pieces of one tensor, read from where they are: shifted groups of channels.
+"""Eliminates concatenations of equal strided slices of one tensor: the result is an index expression on the source.
 
-Where the pieces' places follow from their numbers, every point of the result is one point of the source:
+Where slice n starts at an affine function of n (as in shifted channel groups), every point of the result is one point
+of the source:
 
     concatenate(slice_0(x), ..., slice_n(x))[i]  =  x[start + large (number // minor) + small (number % minor) + rest]
     with  number, rest  =  divmod(i, extent of a piece)    along the dimension of the concatenation
 
-Addresses of that kind are what convolutions have: quotients of the term, linear within a run of terms.  A shift before
-a 1x1 convolution, padded or not, then is part of its loads.
+Convolutions have addresses of the same kind (quotients of k, affine within a run of k), so a shift before a 1x1
+convolution, padded or not, becomes part of its loads.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LEAST = 3
 
 @dataclass(frozen=True)
 class StridedConcat:
-    """How a concatenation reads its source.
+    """A concatenation as an index expression on its source.
 
     Attributes:
         source: the tensor. slices: equations that cut the pieces. dim, extent: the dimension along which they are
@@ -40,7 +41,7 @@ class StridedConcat:
     steps: tuple[tuple[int, int], ...]
 
     def place(self, index: Sequence[Index], ranges: Mapping[str, int]) -> tuple[Index, ...]:
-        """The point of the source that is the result's at ``index``."""
+        """Index in the source of the result's point at ``index``."""
         number = index[self.dim].floordiv(self.extent, ranges)
         within = [*index[: self.dim], index[self.dim].mod(self.extent, ranges), *index[self.dim + 1 :]]
         found = []
@@ -56,7 +57,7 @@ class StridedConcat:
 def match_strided_concat(
     cuts: Sequence[tuple[int, int, Any]], shapes: Sequence[tuple[int, ...]], dim: int
 ) -> StridedConcat | None:
-    """The pieces of a concatenation; None where they are not equal, or lie in no such order.
+    """Matches a concatenation of equal strided slices; None where sizes differ or the starts are not affine.
 
     Args: cuts: (number, source, parameters) of the slices; shapes: of their results.
     """

@@ -1,7 +1,7 @@
-"""Recognises sums of products that Winograd's minimal filtering applies to: the roles of a phase's axes.
+"""Matches phases to Winograd's minimal filtering: which axes are tiles, taps, reduced channels and features.
 
-Whatever made the program: needed is ``sum_{t, c} data[d + t, c] * weight[t, c, k]`` with one or two output axes ``d``
-on which the data factor depends only through ``d + t``.
+The origin of the program does not matter; what is needed is ``sum_{t, c} data[d + t, c] * weight[t, c, k]`` with one or
+two output axes ``d`` on which the data factor depends only through ``d + t``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class WinogradRoles:
-    """What `recognise` found: the roles of a phase's axes and of its product's factors."""
+    """Result of `match`: the roles of a phase's axes and of the factors of its product."""
 
     dims: tuple[Dim, ...]
     feature: Axis
@@ -53,7 +53,7 @@ class WinogradRoles:
 
 
 def match(program: Program) -> WinogradRoles | None:
-    """The form of an unscheduled program, or None."""
+    """The roles of an unscheduled program's axes, or None."""
     if len(program.phases) != 1 or dict(program.params).get("precision"):
         return None
     phase = program.phases[0]

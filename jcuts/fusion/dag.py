@@ -1,7 +1,7 @@
-"""What may be a subset, and what may be a partition: convexity, connectedness, acyclic quotient graphs.
+"""Graph algorithms of partitioning: convex and connected node sets, acyclic quotient graphs, on bit masks.
 
-Everything here speaks of an abstract graph: nodes are integers, edges are pairs, and nothing is known about operations.
-Sets of nodes are handled as bit masks over topological positions, so that graphs of thousands of nodes stay quick.
+Nodes are integers and edges are pairs; nothing is known about operations.  Sets of nodes are bit masks over topological
+positions, so that graphs of thousands of nodes stay fast.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Dag:
 
     @cached_property
     def position(self) -> dict[int, int]:
-        """Place of every node in ``order``; also its bit in a mask."""
+        """Topological position of every node; also its bit in a mask."""
         return {node: place for place, node in enumerate(self.order)}
 
     @cached_property
@@ -118,7 +118,7 @@ class Dag:
 
     @cached_property
     def siblings(self) -> tuple[int, ...]:
-        """Per position: mask of the nodes that read something it reads too (a node's result, an outside input)."""
+        """Per position: mask of the nodes that share an input with it (a node's result or an outside input)."""
         readers: dict[Hashable, int] = {}
         for place, direct in enumerate(self.before):
             for producer in bits(direct):
@@ -169,12 +169,12 @@ def outside_between(dag: Dag, mask: int) -> int:
 
 
 def is_convex(dag: Dag, subset: Iterable[int]) -> bool:
-    """Whether no path leaves the subset and comes back: otherwise it could not run as one kernel."""
+    """Whether no path leaves the subset and re-enters it: otherwise it could not run as one kernel."""
     return not outside_between(dag, dag.mask(subset))
 
 
 def is_connected(dag: Dag, subset: Iterable[int], *, horizontal: bool = False) -> bool:
-    """Whether the subset hangs together by edges (with ``horizontal``: or by inputs that its nodes share)."""
+    """Whether the subset is connected by edges (with ``horizontal``: or by inputs that its nodes share)."""
     mask = dag.mask(subset)
     if not mask:
         return False
@@ -187,7 +187,7 @@ def is_connected(dag: Dag, subset: Iterable[int], *, horizontal: bool = False) -
 
 
 def neighbours(dag: Dag, mask: int, *, horizontal: bool = False) -> int:
-    """Nodes outside a set that an edge (or, with ``horizontal``, a shared input) joins to it."""
+    """Nodes outside a set that are adjacent to it by an edge (or, with ``horizontal``, by a shared input)."""
     found = union(dag.before, mask) | union(dag.after, mask)
     if horizontal:
         found |= union(dag.siblings, mask)
@@ -195,13 +195,13 @@ def neighbours(dag: Dag, mask: int, *, horizontal: bool = False) -> int:
 
 
 def depend_on_each_other(dag: Dag, one: Iterable[int], other: Iterable[int]) -> bool:
-    """Whether each of two disjoint sets needs a result of the other: both convex, yet no order to run them in."""
+    """Whether two disjoint sets need each other's results: each may be convex, yet they have no execution order."""
     a, b = dag.mask(one), dag.mask(other)
     return bool(union(dag.descendants, a) & b) and bool(union(dag.descendants, b) & a)
 
 
 def check_subset(dag: Dag, subset: Iterable[int], *, horizontal: bool = False) -> Refusal | None:
-    """None if the nodes may form one subset, else the reason: not empty, hanging together, convex."""
+    """None if the nodes may form one subset (non-empty, connected, convex), else the reason."""
     nodes = frozenset(subset)
     name = "{" + ", ".join(map(str, sorted(nodes))) + "}"
     if not nodes:

@@ -1,9 +1,9 @@
-"""The exact cover of least time: which of the grown subsets make up the program.
+"""Set partitioning of least time over candidate regions: dynamic programming with LP bounds, else a 0-1 linear program.
 
-Set partitioning under one more condition: the quotient graph must be acyclic, and two convex subsets may depend on each
-other.  The order of attack:
+One constraint more than the textbook problem: the quotient graph must be acyclic, and two convex subsets may depend on
+each other.  The order of attack:
 
-1. Subsets that overlap through no chain of candidates are decided apart (components).
+1. Subsets that overlap through no chain of candidates are solved separately (connected components).
 2. A component is swept in topological order.  At a node, everything before it is covered; a state is the set of later
    nodes already covered.  On a chain of operations this is the dynamic program over intervals; the number of states
    grows only with the branches that are open at once.  States that a dual bound rules out are dropped: still exact.
@@ -66,7 +66,7 @@ _Cut = tuple[int, ...]
 
 
 def exact_partition(dag: Dag, candidates: Mapping[NodeSet, float], *, max_states: int = MAX_STATES) -> list[NodeSet]:
-    """The candidates that cover every node exactly once, can run in some order, and take the least time together.
+    """The least-time set of candidates that covers every node exactly once and has an execution order.
 
         min sum_S cost(S) x_S   with   sum_{S containing v} x_S = 1 for every node v,   quotient graph acyclic
 

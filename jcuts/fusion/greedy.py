@@ -1,10 +1,9 @@
-"""Groups the equations of a flat jaxpr into subsets that become one kernel each.
+"""Greedy operator fusion: groups the equations of a flat jaxpr, in program order, into regions of one kernel each.
 
-Greedy form of the partition search: equations in program order join the subset of a producer whenever the union is a
-legal kernel (`lower.builder` accepts it), convex, and leaves the quotient graph acyclic.  Every merge removes an
-intermediate tensor's write and read and repeats no work that `lower.builder` has not priced, so a legal merge is taken
-without a cost model; where measurement later disagrees, the subset competes with XLA's own fusion as a whole
-(``mode="mixed"``).
+An equation joins the region of a producer whenever the union is a legal kernel (`lower.builder` accepts it), is convex,
+and leaves the quotient graph acyclic.  Every merge removes an intermediate tensor's write and read and repeats no work
+that `lower.builder` has not priced, so a legal merge is taken without a cost model; where measurement later disagrees,
+the region competes with XLA's own fusion as a whole (``mode="mixed"``).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MAX_SUBSET = 128
 
 @dataclass
 class FusionGroup:
-    """A subset in the making."""
+    """A region under construction."""
 
     number: int
     members: frozenset[int]
@@ -32,7 +31,7 @@ class FusionGroup:
 
 @dataclass
 class Grouping:
-    """The result: subsets with their unscheduled programs, and why equations stayed out or apart."""
+    """Result of grouping: regions with their unscheduled programs, and why equations were left out or not merged."""
 
     subsets: list[tuple[frozenset[int], Program]] = field(default_factory=list)
     left_out: dict[int, Refusal] = field(default_factory=dict)
@@ -40,7 +39,7 @@ class Grouping:
 
 
 class GreedyFusion:
-    """Works on one tensor graph; ``fuel`` bounds the number of merges (``JCUTS_FUEL``: bisecting a miscompile)."""
+    """Greedy fusion of one tensor graph; ``fuel`` bounds the merges (``JCUTS_FUEL``: bisecting a miscompile)."""
 
     def __init__(self, graph: TensorGraph, fuse: bool = True, fuel: Callable[[], bool] = lambda: True) -> None:
         self.graph, self.fuse, self.fuel = graph, fuse, fuel
@@ -51,7 +50,7 @@ class GreedyFusion:
         self.readers: dict[frozenset[int], tuple[int, ...]] = {}
 
     def run(self) -> Grouping:
-        """Groups everything."""
+        """Groups all equations."""
         for node in self.graph.nodes:
             self._start(node)
         if self.fuse:
@@ -183,5 +182,5 @@ class GreedyFusion:
 
 
 def group(graph: TensorGraph, *, fuse: bool = True, fuel: Callable[[], bool] = lambda: True) -> Grouping:
-    """Subsets of a tensor graph, in an order in which they can run. ``fuse=False``: one operation per kernel."""
+    """Regions of a tensor graph, in execution order.  ``fuse=False``: one operation per kernel."""
     return GreedyFusion(graph, fuse, fuel).run()

@@ -1,7 +1,7 @@
-"""Finds attention in a tensor graph: a product, a softmax of what follows it, and a product with the result.
+"""Matches attention in a def-use graph: batched matmul, score modification and softmax, second batched matmul.
 
-No greedy merge leads to one kernel of it (`attend_program`), because what lies between is none: `attended` looks for
-the whole in a cover.
+No sequence of greedy merges reaches this region, because its intermediate unions are no kernels: the whole pattern is
+looked for in a finished partition.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_BETWEEN = 48
 def fuse_attention(
     graph: TensorGraph, cover: Sequence[tuple[NodeSet, Program]], fuel: Callable[[], bool] = lambda: True
 ) -> Cover:
-    """The cover in which every attention that a GPU kernel can take is one subset.
+    """The partition with every attention that a GPU kernel supports fused into one region.
 
     What is left of a subset that gave operations away becomes a subset of its own, or several.
     """
@@ -51,7 +51,7 @@ def fuse_attention(
 
 
 def find(graph: TensorGraph, second: OpNode) -> AttentionMatch | Refusal | None:
-    """The product and the softmax before a product, None where it has no such operand."""
+    """The contraction and the softmax that feed a contraction; None where no operand is one."""
     for tensor in second.inputs:
         made = graph.producer(tensor)
         if made is None or made.op is None or made.op.family == "contraction":

@@ -1,8 +1,8 @@
-"""Blocks (`blocks`) in a cover: which subsets make one, and their program.
+"""Matches inverted residuals (MBConv) in a partition: expand GEMM, depthwise and project GEMM become one region.
 
     { dot, add, clamp } -> { depthwise, add, clamp } -> { dot, add }     becomes     one subset
 
-or, where the first is none that fits, the last two.
+or, where the first does not match, the last two.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ Part = tuple[NodeSet, Program]
 
 @dataclass(frozen=True)
 class InvertedResidualGroup:
-    """Subsets of a cover that can be one kernel."""
+    """Regions of a partition that can be fused into one inverted-residual kernel."""
 
     program: Program
     parts: tuple[Part, ...]
 
     @property
     def members(self) -> NodeSet:
-        """All their operations."""
+        """All operations of the regions."""
         return frozenset(m for members, _ in self.parts for m in members)
 
 
 def inverted_residual_groups(
     graph: TensorGraph, cover: Sequence[Part], has_form: Callable[[Program], bool]
 ) -> list[InvertedResidualGroup]:
-    """The blocks of a cover; no subset is in two of them.
+    """The inverted residuals in a partition; no region is in two of them.
 
     Args: has_form: whether a program can be a kernel here.
     """
@@ -63,7 +63,7 @@ def inverted_residual_groups(
 
 
 def _reader(graph: TensorGraph, members: NodeSet, cover: Mapping[NodeSet, Program]) -> NodeSet | None:
-    """The subset that alone uses the one result of another."""
+    """The only region that reads the one result of another."""
     made = graph.subset_outputs(members)
     users = set(graph.tensors[made[0]].users) - members if len(made) == 1 else set()
     if not users or graph.tensors[made[0]].escapes:
@@ -72,7 +72,7 @@ def _reader(graph: TensorGraph, members: NodeSet, cover: Mapping[NodeSet, Progra
 
 
 def concatenate_programs(graph: TensorGraph, parts: Sequence[Part], name: str = "kernel") -> Program | Refusal:
-    """One program of several subsets, each of which makes the one tensor that only the next one reads."""
+    """One program of several regions, each of which produces the one tensor that only the next one reads."""
     union = frozenset(m for members, _ in parts for m in members)
     results = graph.subset_outputs(union)
     ins, outs, buffers = make_buffers(graph, union, results)
@@ -99,7 +99,7 @@ def concatenate_programs(graph: TensorGraph, parts: Sequence[Part], name: str = 
 
 
 def _over(phase: Phase, names: Mapping[str, str]) -> Phase:
-    """The phase with other names of buffers."""
+    """The phase with its buffers renamed."""
 
     def graph(old: Graph) -> Graph:
         return Graph([replace(node, buffer=names[node.buffer]) if node.buffer else node for node in old.nodes])

@@ -1,12 +1,13 @@
-"""Element-wise heads and tails of products: what stands before one is cut off, what follows may go to its reader.
+"""Prologue and epilogue fusion around GEMMs: splits prologues off, or moves an epilogue into the kernel that reads it.
 
-A product that stays with a vendor library ends where its library ends: what follows it is a pass over memory of its
-own, or part of the next kernel.  The greedy cover gives it to the product; where that has no kernel, the reader may
-take it:
+A GEMM that stays with a vendor library ends where the library's call ends: its epilogue is a pass over memory of its
+own, or part of the next kernel.  The greedy partition gives the epilogue to the GEMM; where that region has no kernel,
+the reader may take it over:
 
     { dot, add, max, min } -> { depthwise }     becomes     { dot } -> { add, max, min, depthwise }
 
-What stands before a product may also become part of it, where its kernel has the operand in registers (`headed`).
+Element-wise operations before a GEMM may also become its prologue, where the kernel has the A operand in registers
+(`fuse_prologues`).
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ PER_ELEMENT = ("elementwise", "layout")
 
 
 def is_library_contraction(graph: TensorGraph, members: NodeSet) -> bool:
-    """Whether a subset has a dense product or convolution: the libraries' on a GPU."""
+    """Whether a region has a dense contraction or convolution, for which GPUs have library kernels."""
     return any(op is not None and op.is_complex for op in (graph.nodes[m].op for m in members))
 
 
 def move_epilogues(
     graph: TensorGraph, cover: Sequence[tuple[NodeSet, Program]], has_form: Callable[[Program], bool]
 ) -> Cover:
-    """The cover after kernels took over the tails of products before them.
+    """The partition after kernels took over the epilogues of the GEMMs whose results they read.
 
     Args: has_form: whether a program can be a kernel here. A tail moves only if the larger kernel still has a form.
     Returns: a cover of the same operations, and of those only; products that lost their tail are in it as they are.
@@ -64,7 +65,7 @@ def move_epilogues(
 def split_prologues(
     graph: TensorGraph, cover: Sequence[tuple[NodeSet, Program]], has_form: Callable[[Program], bool]
 ) -> Cover:
-    """The cover after products that have no kernel lost what computes their operands, where they have one without it.
+    """The partition after GEMM regions without a kernel lost their prologues, where they have a kernel without it.
 
         { mul, add, max, convolution, add }     becomes     { mul, add, max } and { convolution, add }
 
@@ -87,7 +88,7 @@ def split_prologues(
 def fuse_prologues(
     graph: TensorGraph, cover: Sequence[tuple[NodeSet, Program]], has_form: Callable[[Program], bool]
 ) -> Cover:
-    """The cover after products took over what is computed per element of their left operand, and for them alone.
+    """The partition after GEMMs took over element-wise producers of their left operand that nothing else uses.
 
         { concatenate, mul, add, max } -> { dot }     becomes     { concatenate } -> { mul, add, max, dot }
 
@@ -114,7 +115,7 @@ def fuse_prologues(
 
 
 def _prologue_producers(graph: TensorGraph, root: int, members: NodeSet, cover: dict[NodeSet, Program]) -> NodeSet:
-    """Element-wise operations that make a product's left operand, used by nothing else, of subsets without a root."""
+    """Element-wise producers of a GEMM's left operand, used by nothing else, in regions without a root."""
     free = {m for s in cover if s != members and not any(_is_root(graph, k) for k in s) for m in s}
     head: set[int] = set()
     for number in range(root - 1, -1, -1):  # users come first
@@ -131,7 +132,7 @@ def _makes(graph: TensorGraph, member: int, tensor: int) -> bool:
 
 
 def _prologue(graph: TensorGraph, members: NodeSet) -> NodeSet:
-    """What the one root of a subset needs of it; empty where there is not one root."""
+    """Operations that the one root of a region depends on; empty without exactly one root."""
     roots = [m for m in members if _is_root(graph, m)]
     return graph.ancestors(members, roots[0]) if len(roots) == 1 else frozenset()
 
@@ -150,7 +151,7 @@ def _escapes(graph: TensorGraph, member: int) -> bool:
 
 
 def _epilogue(graph: TensorGraph, members: NodeSet) -> NodeSet:
-    """What follows the one root of a subset, and what only that needs; empty where there is not one root."""
+    """Operations behind the one root of a region, and those that only they need; empty without exactly one root."""
     roots = [m for m in members if _is_root(graph, m)]
     if len(roots) != 1:
         return frozenset()
@@ -167,7 +168,7 @@ def _epilogue(graph: TensorGraph, members: NodeSet) -> NodeSet:
 
 
 def _only_reader(graph: TensorGraph, tail: NodeSet, cover: dict[NodeSet, Program]) -> NodeSet | None:
-    """The subset that alone uses what a tail makes, None if there are several or if it is a result of the program."""
+    """The only region that reads an epilogue's results; None if there are several or it is a result of the program."""
     if any(_escapes(graph, m) for m in tail):
         return None
     outside = {u for m in tail for u in _users(graph, m)} - tail

@@ -1,8 +1,8 @@
-"""Partition search: Algorithm 1 of the thesis, literally, and its subset form.
+"""Partition search by merging: Algorithm 1 of the thesis, literally, and its equivalent that grows single regions.
 
-The time of a partition is the sum over its subsets.  So a merge X + Y improves a partition exactly if
-``cost(X | Y) < cost(X) + cost(Y)``, whatever the other subsets are: growing *subsets* finds every subset that
-Algorithm 1 can build, without the exponentially many partitions.  ``cover.best_cover`` then picks the best of them.
+The time of a partition is the sum over its subsets.  So a merge X + Y improves a partition exactly if ``cost(X | Y) <
+cost(X) + cost(Y)``, whatever the other subsets are: growing *subsets* finds every subset that Algorithm 1 can build,
+without the exponentially many partitions.  `fusion.exact_cover` then picks the best combination.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Cost = Callable[[NodeSet], float]
 
 @dataclass(frozen=True)
 class Limits:
-    """What keeps the search quick on large graphs.
+    """Limits that keep the search fast on large graphs.
 
     Attributes:
         max_size: nodes of one subset.
@@ -46,7 +46,7 @@ UNLIMITED = Limits(max_size=1 << 30, max_subsets=1 << 60, max_evaluations=1 << 6
 
 @dataclass(frozen=True)
 class GrowthResult:
-    """What growing found.
+    """Result of growing candidate regions.
 
     Attributes:
         costs: every kept subset (all singletons among them) and its time in seconds.
@@ -63,7 +63,7 @@ class GrowthResult:
 
 @dataclass(frozen=True)
 class Search:
-    """Result of a partition search: the best partition in an order in which it can run, and its time."""
+    """Result of a partition search: the best partition in execution order, and its time."""
 
     best: list[NodeSet]
     seconds: float
@@ -119,7 +119,7 @@ def algorithm_1(
 def search(
     dag: Dag, mergeable: Mergeable, cost: Cost, *, limits: Limits | None = None, horizontal: bool = False
 ) -> Search:
-    """The subset form of Algorithm 1: grow subsets, then take the exact cover of least time.
+    """The subset form of Algorithm 1: grow candidate regions, then solve the set partitioning of least time.
 
     With ``limits=UNLIMITED`` its best partition takes as long as that of ``algorithm_1``.
     """
@@ -136,7 +136,7 @@ def grow_subsets(
     limits: Limits | None = None,
     horizontal: bool = False,
 ) -> GrowthResult:
-    """Every subset that Algorithm 1 could build by merges that each beat their parts.
+    """Every region that Algorithm 1 could build by merges that each beat their parts.
 
     Two kept subsets are merged if an edge joins them (or, with ``horizontal``, a shared input), neither depends on a
     result of the other that depends on it, their union is convex and ``mergeable``, and

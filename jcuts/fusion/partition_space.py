@@ -1,14 +1,14 @@
-"""The partition search on a tensor graph: subsets that could be kernels, and the cover that takes the least time.
+"""Cost-driven operator fusion: candidate regions, measured lazily, and the partition of least total time.
 
 Algorithm 1 in its subset form (`fusion.partition_search`) over *atoms*, with an exact cover (`fusion.exact_cover`).  An
 atom is a chain of element operations between which no cut can pay: each feeds only the next, which has no fewer points,
 and the greedy grouping (`fusion.greedy`) kept them together.
 
-Measuring every subset would take minutes, so measurements come late and only where they can change the answer:
+Measuring every region would take minutes, so regions are measured only where the result can change the answer:
 
 1. The greedy cover is measured.
 2. Every other subset gets its estimate (`schedule.cpu.time_estimate`) times the ratio of measured to estimated seconds
-   that its kind of kernel showed so far.  If the cover of least time then holds subsets without a measurement that
+   of its kind of kernel so far.  If the cover of least time then holds subsets without a measurement that
    promise to save at least `WORTH` of what they replace, those are measured, the most promising first; repeat.
 3. The answer is the best cover among measured subsets: never worse than the greedy one by these measurements.
 
@@ -44,7 +44,7 @@ LIMITS = Limits(max_size=12, max_subsets=1_500, max_evaluations=1_500, beam=3)
 
 @dataclass
 class Space:
-    """The subsets of one graph and what is known of their time.
+    """Candidate regions of one graph, with their estimated or measured times.
 
     Attributes:
         graph: the tensor graph; greedy: the cover that `find.group` made.
@@ -62,7 +62,7 @@ class Space:
     truncated: bool = False
 
     def predicted_seconds(self, measured: Mapping[NodeSet, float]) -> dict[NodeSet, float]:
-        """Seconds of every subset: measured, or estimated and scaled by what is known of its kind and of its parts.
+        """Seconds of every region: measured, or estimated and scaled by the error seen for its kind and its parts.
 
             scale(S) = sqrt(median of measured / estimated over kernels of S's kind  *  the same ratio of the measured
                             subset that has S's heaviest operation)
@@ -88,7 +88,7 @@ class Space:
         return found
 
     def next_to_measure(self, measured: Mapping[NodeSet, float], limit: int) -> list[NodeSet]:
-        """Subsets without a measurement that could improve the best measured cover, most promising first.
+        """Unmeasured regions that could improve the best measured partition, most promising first.
 
         Args: measured: seconds of subsets (kernel or XLA's own code, whatever is allowed and faster); limit: how many.
         Returns: at most ``limit`` subsets, in groups that replace the same part of the cover together.
@@ -112,13 +112,13 @@ class Space:
         return picked
 
     def best_measured_partition(self, measured: Mapping[NodeSet, float]) -> list[NodeSet]:
-        """The best cover among measured subsets and those of the greedy cover, in an order in which it can run."""
+        """The best partition among measured regions and those of the greedy one, in execution order."""
         known = {*self.greedy, *measured, *(a for a in self.atoms if a not in self.programs)}
         predicted = self.predicted_seconds(measured)
         return self._cover({s: predicted[s] for s in self.estimates if s in known})
 
     def estimated_cover(self) -> list[NodeSet]:
-        """The best cover by estimate alone."""
+        """The best partition by estimate alone."""
         return self._cover(self.estimates)
 
     def _heaviest(self, subset: NodeSet) -> int:
@@ -143,7 +143,7 @@ class Space:
 
 
 def explore(graph: TensorGraph, grouping: Grouping, limits: Limits = LIMITS) -> Space:
-    """Grows every subset of a graph that could be a kernel, from the greedy grouping's atoms."""
+    """Grows the candidate regions of a graph from the greedy grouping's atoms."""
     greedy = [members for members, _ in grouping.subsets]
     covered = {n for members in greedy for n in members}
     greedy += [frozenset({n.number}) for n in graph.nodes if n.number not in covered]

@@ -1,4 +1,4 @@
-"""What the code generator hands to the floors above it: one compiled kernel, as data."""
+"""Output of the code generator: one compiled kernel (object code and its ABI data) as a plain record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Index expressions, guards, loads and stores as LLVM IR."""
+"""LLVM IR for memory access in CPU kernels: index expressions, guards, (masked) loads and stores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILL_LIMIT = 1 << 16  # bytes of constant memory that a failing guard may read i
 
 @dataclass
 class Frame:
-    """Where code is being emitted: the builder, the loop variables, which of them is the lane axis.
+    """Emission context: the builder, the loop variables, which of them is the lane axis.
 
     ``vector`` names the axis along which lanes run ('' in scalar code); ``active`` is the number of live lanes, all
     ``lanes`` of them unless this is a remainder.
@@ -316,7 +316,7 @@ def _fill_array(builder: L.Builder, kind: L.Type, fill: ir.Constant, length: int
 
 
 def store(frame: Frame, buffer: str, dtype: str, index: Index, value: L.Value, guards: tuple[Guard, ...] = ()) -> None:
-    """Writes an element, or one per live lane; ``value`` is in memory type. Where a guard fails, nothing."""
+    """Writes an element, or one per live lane; ``value`` is in memory type.  Predicated by the guards."""
     builder = frame.builder
     if guards:
         _store_guarded(frame, buffer, dtype, index, value, guards)

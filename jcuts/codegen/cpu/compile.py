@@ -1,4 +1,4 @@
-"""Kernel program -> object code, through numba.
+"""CPU compiler driver: kernel program -> numba -> LLVM -> relocatable object code.
 
 The only file that imports numba.  `compile_program` is what the tuner's worker processes call; nothing is cached here
 (the object cache is ``xla/object_cache.py``, keyed by `codegen.cpu.target.kernel_digest`).

@@ -1,6 +1,7 @@
-"""Kernel program -> numba source for a CPU: the loop nest in Python, one intrinsic per tile variant.
+"""CPU loop-nest emitter: kernel program -> numba source (the loops in Python), one LLVM intrinsic per register-tile
+variant.
 
-The source is what a reader wants to see (and what golden tests compare); the intrinsics hold the register tiles.
+The source is readable (and what golden tests compare); the intrinsics hold the register tiles.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the CPU code generator needs to know of its target, and how kernels for it are named (without numba)."""
+"""CPU target description (SIMD width, features), and the digests that name kernels; needs no numba."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One tile of a phase as LLVM IR: reduction loops around the body graph, then the exit graph.
+"""LLVM IR of one register tile of a phase on a CPU: reduction loops around the body graph, then the exit graph
+(epilogue).
 
 Accumulators are stack slots that LLVM promotes to registers; loops run at least once, so that what does not change in
 them can be hoisted.

@@ -41,7 +41,7 @@ from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STEP, FlashTile, s
 
 
 def attention_shape(program: Program) -> FlashTile:
-    """The block tile that a schedule asks for. Raises CompileRejected where its numbers do not fit each other."""
+    """The block tile of a schedule. Raises CompileRejected where its parameters are inconsistent."""
     shape = shape_of(program)
     if isinstance(shape, Refusal):
         raise CompileRejected(f"{program.name}: {shape}")
@@ -229,7 +229,9 @@ class FlashAttentionKernel:
 
     # -- the end ------------------------------------------------------------------------------------------------
     def merge_split_keys(self, state: OnlineSoftmaxState) -> None:
-        """Warps that have shared the keys: all but the first put down what they have, the first one takes it."""
+        """Merges the softmax states of warps that split the keys: the first warp takes what the others store in shared
+        memory.
+        """
         builder, shape = self.builder, self.shape
         ptx_mma.cp_async_wait(builder, 0)
         ptx_mma.barrier(builder)

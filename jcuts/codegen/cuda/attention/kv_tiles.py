@@ -45,7 +45,7 @@ class _Piece:
 
 
 class TileCopier:
-    """Copies tiles of keys or of values into shared memory."""
+    """Copies tiles of keys or of values into shared memory (``cp.async``)."""
 
     def __init__(
         self, frame: M.Frame, shape: FlashTile, operand: Operand, thread: L.Value, shared: L.Value, first: int
@@ -101,7 +101,7 @@ class TileCopier:
             ptx_mma.cp_async(builder, target, source, operand.width * operand.item, live, piece.condition)
 
     def round(self, stage: L.Value) -> None:
-        """Rounds what this thread has copied into a stage to TF32, where it lies."""
+        """Rounds what this thread has copied into a stage to TF32, in place."""
         builder, words = self.builder, self.operand.width
         for piece in self.pieces:
             place = builder.add(piece.into, stage)
@@ -130,7 +130,7 @@ def _base(frame: M.Frame, operand: Operand) -> L.Value:
 
 
 def queries(frame: M.Frame, shape: FlashTile, row: L.Value, lane: L.Value) -> list[list[list[L.Value]]]:
-    """A warp's fragments of the queries [16 rows][step][4 registers]; rows beyond the last are the last one.
+    """A warp's fragments of the queries [16 rows][step][4 registers]; rows beyond the last are clamped to it.
 
     Args: row: the warp's first one.
     """

@@ -22,7 +22,7 @@ FOUR = 16
 
 @dataclass
 class OnlineSoftmaxState:
-    """A warp's running state.
+    """A warp's running online-softmax state.
 
     Attributes:
         largest: maximum score of each of the lane's rows.
@@ -35,7 +35,7 @@ class OnlineSoftmaxState:
     out: Tile
 
     def values(self) -> list[L.Value]:
-        """All of it."""
+        """The state as one flat list of values."""
         return [*self.largest, *self.sums, *(v for row in self.out for tile in row for v in tile)]
 
     @staticmethod
@@ -48,14 +48,14 @@ class OnlineSoftmaxState:
 
     @staticmethod
     def none(shape: FlashTile) -> OnlineSoftmaxState:
-        """Before the first key."""
+        """The initial state, before the first key."""
         rows = 2 * shape.warp[0] // SIXTEEN
         out = [L.F32(0.0)] * (rows // 2 * shape.padded_head_dim // EIGHT * 4)
         return OnlineSoftmaxState.of([*[LEAST] * rows, *[L.F32(0.0)] * rows, *out], shape)
 
 
 def tiles_of(values: Sequence[L.Value], bands: int) -> Tile:
-    """Accumulators of so many times 16 rows from a list of them all."""
+    """Accumulators as 16-row tiles, from one flat list."""
     fours = [list(values[k : k + 4]) for k in range(0, len(values), 4)]
     across = len(fours) // bands
     return [fours[k : k + across] for k in range(0, len(fours), across)]
@@ -64,7 +64,7 @@ def tiles_of(values: Sequence[L.Value], bands: int) -> Tile:
 def softmax(
     builder: GpuBuilder, state: OnlineSoftmaxState, scores: Tile
 ) -> tuple[OnlineSoftmaxState, list[list[L.Value]]]:
-    """The state with a tile of scores, sums of values without it, and the weights of every row of the lane."""
+    """Updates the state with a tile of scores: the state without its PV sums, and the weights of the lane's rows."""
     halves = [(band, first) for band in scores for first in (0, 2)]
     rows = [[value for tile in band for value in tile[first : first + 2]] for band, first in halves]
     made, factors, weights = OnlineSoftmaxState([], [], []), [], []
@@ -87,14 +87,14 @@ def larger(builder: GpuBuilder, a: L.Value, b: L.Value) -> L.Value:
 def quad_reduce(
     builder: GpuBuilder, value: L.Value, join: Callable[[GpuBuilder, L.Value, L.Value], L.Value]
 ) -> L.Value:
-    """What the four lanes of a row have together."""
+    """Reduces over the four lanes that share a row (``shfl.sync``)."""
     for distance in (1, 2):
         value = join(builder, value, shuffle(builder, value, distance))
     return value
 
 
 def scaled(builder: GpuBuilder, out: Tile, factors: Sequence[L.Value]) -> Tile:
-    """Accumulators times a factor per row of the lane."""
+    """Accumulators times a factor per row."""
     return [
         [[builder.fmul(v, factors[2 * i + k // 2]) for k, v in enumerate(tile)] for tile in row]
         for i, row in enumerate(out)
@@ -115,7 +115,7 @@ def _finite(builder: GpuBuilder, most: L.Value) -> L.Value:
 
 # -- warps that share keys ------------------------------------------------------------------------------------------
 def store_state(builder: GpuBuilder, state: OnlineSoftmaxState, place: L.Value) -> None:
-    """Puts a warp's state into shared memory, from this lane's place on."""
+    """Stores a warp's state in shared memory, from this lane's address on."""
     fours = [tile for row in state.out for tile in row]
     rest = [*state.largest, *state.sums]
     fours += [rest[k : k + 4] for k in range(0, len(rest), 4)]
@@ -124,7 +124,7 @@ def store_state(builder: GpuBuilder, state: OnlineSoftmaxState, place: L.Value) 
 
 
 def merge_states(builder: GpuBuilder, state: OnlineSoftmaxState, place: L.Value, offset: int) -> OnlineSoftmaxState:
-    """A warp's state with that of another one, which has `put` it there."""
+    """Merges a warp's state with one that another warp has stored (`store_state`)."""
 
     def four(number: int) -> list[L.Value]:
         return ptx_mma.ld_shared_v4_f32(builder, place, offset + number * FOUR * WARP)

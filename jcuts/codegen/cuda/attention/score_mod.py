@@ -32,7 +32,9 @@ def apply_score_mod(
     first: tuple[L.Value, L.Value],
     lane: L.Value,
 ) -> Tile:
-    """What the program makes of a warp's products; -inf for keys beyond the last. Args: first: its row and key."""
+    """Applies the score modification to a warp's QK^T accumulators; -inf for keys beyond the last. Args: first: row and
+    key of the first.
+    """
     builder, attention = frame.builder, shape.attention
     phase, keys = attention.scores, attention.keys
     row = builder.add(first[0], builder.lshr(lane, L.I32(2)))

@@ -34,7 +34,7 @@ EIGHT = 8  # rows of outputs of a fragment's half, columns of a fragment
 
 
 def patch_shape(program: Program) -> FewChannelTile:
-    """The block tile that a schedule asks for. Raises CompileRejected where its numbers do not fit each other."""
+    """The block tile of a schedule. Raises CompileRejected where its parameters are inconsistent."""
     shape, params = shape_of(program), dict(program.params)
     if not shape.fits or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no patches of {params['tile']} outputs by warps {params['warps']}")
@@ -76,7 +76,7 @@ class FewChannelConvKernel:
         self.column = builder.mul(builder.urem(warp, L.I32(across)), L.I32(broad))
 
     def emit(self) -> None:
-        """All tiles of the block."""
+        """Computes all output tiles of the block."""
         builder, shape = self.builder, self.shape
         self._start(self.first, L.I32(0))
         self.filters.copy()

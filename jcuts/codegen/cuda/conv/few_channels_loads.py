@@ -19,7 +19,7 @@ FLIGHT = 8
 
 
 class ImageLoader:
-    """Copies patches: some neighbouring threads take a line, the next ones the next line."""
+    """Copies image patches into shared memory (``cp.async``): a few neighbouring threads per line."""
 
     def __init__(self, frame: M.Frame, shape: FewChannelTile, shared: L.Value) -> None:
         self.frame, self.shape, self.shared = frame, shape, shared
@@ -92,7 +92,9 @@ class ImageLoader:
                 ptx_mma.cp_async(builder, *ends, item * shape.width, live, where, read=size)
 
     def middle(self, places: Mapping[str, L.Value]) -> L.Value:
-        """1 where the first line of a tile's patch begins in the middle of a word, and all lines one element later."""
+        """1 where the first line of a tile's patch begins in the middle of a 32-bit word, so that all lines are shifted
+        by one element.
+        """
         builder, found = self.frame.builder, self.shape.patches
         at = replace(self.frame, variables=dict(places), cache={})
         line: L.Value = L.I32(found.start[0])
@@ -102,7 +104,7 @@ class ImageLoader:
 
 
 class FilterLoader:
-    """Copies a block's filters, with zeros for k and columns that do not exist.
+    """Copies a block's filters into shared memory, rounded to TF32; zeros for k and columns that do not exist.
 
     A line of columns per k, rounded to TF32, or per two k of 16 bits: a word holds both.
     """
@@ -119,12 +121,12 @@ class FilterLoader:
 
     @property
     def many(self) -> int:
-        """Terms of a line."""
+        """k values of a line."""
         return WORD // self.shape.patches.item
 
     @property
     def width(self) -> int:
-        """Columns of one load that lie side by side."""
+        """Columns per vector load."""
         index, columns = self.shape.patches.weights, self.shape.patches.columns
         if index.stride(COLUMNS) != 1:
             return 1
@@ -132,7 +134,7 @@ class FilterLoader:
         return next(w for w in (FOUR, 2, 1) if all(step % w == 0 for step in steps))
 
     def copy(self) -> None:
-        """Loads, rounds and stores this thread's share."""
+        """Loads, rounds and stores this thread's part."""
         builder, shape, width = self.builder, self.shape, self.width
         along = shape.columns // width
         pieces = self.pieces

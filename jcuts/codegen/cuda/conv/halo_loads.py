@@ -32,7 +32,9 @@ def _swizzled(builder: GpuBuilder, window: ConvWindow, line: L.Value, piece: L.V
 
 
 class HaloLoader:
-    """Copies runs of pixels: eight neighbouring threads (or four) take one line."""
+    """Copies runs of pixels (halos) into shared memory (``cp.async``): eight neighbouring threads (or four) per
+    line.
+    """
 
     def __init__(
         self, frame: M.Frame, window: ConvWindow, span: int, threads: int, thread: L.Value, into: L.Value
@@ -51,7 +53,7 @@ class HaloLoader:
         self.into = builder.add(into, place)
 
     def first(self, row: L.Value) -> L.Value:
-        """The pixel of a run's first line, for a tile that begins at an output; it may lie outside the array."""
+        """The first pixel of a run, for a tile that begins at an output; it may lie outside the array."""
         frame = replace(self.frame, variables={**self.frame.variables, ROWS: row}, cache={})
         return self.builder.add(M.index(frame, self.window.pixel), L.I32(self.window.first))
 
@@ -63,7 +65,7 @@ class HaloLoader:
     def part(
         self, first: L.Value, chunk: L.Value, stage: L.Value, slot: L.Value, slots: int, where: L.Value
     ) -> Iterator[None]:
-        """Starts one copy at a time of what belongs to one of ``slots`` slots (nothing beyond them)."""
+        """Starts the copies of one of ``slots`` slots of a run, one at a time (none beyond the last)."""
         each = -(-self.count // slots)
         start = self.builder.mul(slot, L.I32(each)) if each > 1 else slot
         for number in range(each):
@@ -71,7 +73,9 @@ class HaloLoader:
             yield
 
     def start(self, first: L.Value, chunk: L.Value, stage: L.Value, number: L.Value, where: L.Value | None) -> None:
-        """Starts this thread's copy of so many lines further, unless there is no such line, or ``where`` fails."""
+        """Starts this thread's copy, the given number of lines further on; predicated by the run's end and
+        ``where``.
+        """
         builder, window = self.builder, self.window
         item, far = window.side.item, builder.mul(number, L.I32(self.abreast))
         line = builder.add(self.line, far)
@@ -92,7 +96,7 @@ class HaloLoader:
 
 
 class HaloFragments:
-    """A fragments of one warp's rows (16 of every 64), at the pixels of the current tap."""
+    """A fragments of one warp's rows (16 of every 64) at the pixels of the current tap (``ldmatrix``)."""
 
     def __init__(self, frame: M.Frame, window: ConvWindow, tiles: int, into: L.Value, zeros: L.Value) -> None:
         """Args: tiles: of 64 rows; into: address of the first run; zeros: of a line of zeros."""
@@ -103,7 +107,7 @@ class HaloFragments:
         self.places: list[L.Value] = []
 
     def begin(self, tile: L.Value, warp: L.Value, lane: L.Value) -> None:
-        """Finds the lines of a tile. Args: tile: its first output; warp: first row of the warp in it."""
+        """Computes the line addresses of a tile. Args: tile: its first output; warp: first row of the warp in it."""
         builder, window = self.builder, self.window
         start = self._at(tile, 0)
         self.half = builder.lshr(lane, L.I32(4))
@@ -135,7 +139,7 @@ class HaloFragments:
         return total
 
     def select_tap(self, tap: L.Value, stage: L.Value) -> None:
-        """Goes to a tap of the run at so many bytes from the first one."""
+        """Moves to the tap at the given byte offset in the run."""
         builder, window = self.builder, self.window
         offset = builder.mul(builder.urem(tap, L.I32(window.across)), L.I32(window.aside))
         if window.across < window.taps:
@@ -154,7 +158,7 @@ class HaloFragments:
             self.places.append(place)
 
     def read(self, stage: L.Value, step: int) -> list[list[L.Value]]:
-        """Registers per 64 rows of the group, of one step of channels of the tap; see `OperandFragments`."""
+        """Fragment registers per 64 rows of the warpgroup, of one k-step of the tap; see `OperandFragments`."""
         builder = self.builder
         inside = step * ptx_mma.STEP
         places = [builder.xor(place, L.I32(inside)) if inside else place for place in self.places]

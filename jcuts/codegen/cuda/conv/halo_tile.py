@@ -13,7 +13,7 @@ from jcuts.codegen.cuda.ptx import wgmma
 
 @dataclass(frozen=True)
 class HaloTile(MmaKernelTile):
-    """Block tile of a kernel that keeps a halo, or computes several output tiles, or both.
+    """Block tile of a kernel with a resident halo, or several output tiles per block (persistent), or both.
 
     Attributes:
         left, right: shared-memory tiles of the operands; the left one as its results lie.
@@ -30,30 +30,30 @@ class HaloTile(MmaKernelTile):
 
     @property
     def run(self) -> int:
-        """Bytes of a run of pixels."""
+        """Bytes of a run of pixels (halo)."""
         return self.span * wgmma.LINE
 
     @property
     def ring(self) -> int:
-        """Bytes of all stages in shared memory."""
+        """Bytes of all pipeline stages in shared memory."""
         return self.stage * self.stages
 
     @property
     def kept_until(self) -> int:
-        """Bytes of all that, of runs of pixels, and of a line of zeros."""
+        """End offset [B] of stages, runs of pixels and the line of zeros."""
         return self.ring + (self.run * self.kept + wgmma.LINE if self.span else 0)
 
     @property
     def alignment(self) -> int:
-        """Bytes that divide the address of the shared memory."""
+        """Alignment [B] of the shared memory."""
         return wgmma.ATOM
 
     @property
     def rows(self) -> int:
-        """Tiles of rows."""
+        """Output tiles along the rows."""
         return -(-self.left.extent // self.left.size)
 
     @property
     def columns(self) -> int:
-        """Tiles of columns."""
+        """Output tiles along the columns."""
         return -(-self.right.extent // self.right.size)

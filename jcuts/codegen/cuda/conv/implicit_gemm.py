@@ -37,7 +37,7 @@ class ImplicitGemmKernel(WgmmaKernel):
     rows: HaloFragments  # type: ignore[assignment]
 
     def emit(self) -> None:
-        """All tiles of the block."""
+        """Computes all output tiles of the block."""
         builder, shape = self.builder, self.shape
         self._expect()
         self._prepare()
@@ -114,7 +114,7 @@ class ImplicitGemmKernel(WgmmaKernel):
         self.prefetch_epilogue()
 
     def filters(self, tap: L.Value, chunk: L.Value, stage: L.Value, where: L.Value | None) -> Iterator[None]:
-        """Starts one copy of a tile of weights at a time."""
+        """Starts the copies of a weight tile, one at a time."""
         builder, found = self.builder, self.shape.window
         channel = builder.mul(chunk, L.I32(found.channels_per_tile))
         term = builder.add(builder.mul(tap, L.I32(found.channels)), channel)
@@ -140,7 +140,7 @@ class ImplicitGemmKernel(WgmmaKernel):
     def products(
         self, number: L.Value, reading: L.Value, totals: Totals, beside: list[Iterator[None]], most: int | None = None
     ) -> Totals:
-        """Starts the products of a tap's k-tile, of so many steps; see `WgmmaKernel.products`."""
+        """Issues the ``wgmma``s of a tap's k-tile (the given number of k-steps); see `WgmmaKernel.products`."""
         builder, shape = self.builder, self.shape
         rows, right = self.rows, self.weights_at(reading)
         return wgmma_register_operand.wgmma_from_registers(
@@ -158,6 +158,6 @@ class ImplicitGemmKernel(WgmmaKernel):
         )
 
     def weights_at(self, reading: L.Value) -> L.Value:
-        """Descriptor of a group's weights that lie so many bytes from the first ones."""
+        """Matrix descriptor of a warpgroup's weights at a byte offset from the first."""
         builder = self.builder
         return builder.add(self.bases[1], builder.zext(builder.lshr(reading, L.I32(4)), L.I64))

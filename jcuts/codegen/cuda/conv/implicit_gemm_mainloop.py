@@ -21,7 +21,7 @@ Words = list[list[list[L.Value]]]
 
 
 class MainloopKernel(Protocol):
-    """What the mainloop asks of the kernel that runs it (`implicit_gemm.ImplicitGemmKernel`).
+    """The interface that the mainloop needs of its kernel (`implicit_gemm.ImplicitGemmKernel`).
 
     Attributes:
         chunk: number of the first channel chunk of the block.  lane, row_warp: lane of the thread; first row of its
@@ -47,26 +47,26 @@ class MainloopKernel(Protocol):
         ...
 
     def next_stage(self, stage: L.Value) -> L.Value:
-        """Bytes to the stage after one."""
+        """Byte offset of the following stage."""
         ...
 
     def filters(self, tap: L.Value, chunk: L.Value, stage: L.Value, where: L.Value | None) -> Iterator[None]:
-        """Starts one copy of a tile of weights at a time."""
+        """Starts the copies of a weight tile, one at a time."""
         ...
 
     def products(
         self, number: L.Value, reading: L.Value, totals: Totals, beside: list[Iterator[None]], most: int | None = None
     ) -> Totals:
-        """Starts the products of a tap's k-tile, of so many steps."""
+        """Issues the ``wgmma``s of a tap's k-tile (the given number of k-steps)."""
         ...
 
     def weights_at(self, reading: L.Value) -> L.Value:
-        """Descriptor of a warpgroup's weights that lie so many bytes from the first ones."""
+        """Matrix descriptor of a warpgroup's weights at a byte offset from the first."""
         ...
 
 
 class ImplicitGemmMainloop:
-    """The k-loop of one output tile: for every chunk of channels all taps."""
+    """Mainloop of one output tile: all taps for every channel chunk."""
 
     def __init__(self, emitter: MainloopKernel, places: Sequence[L.Value]) -> None:
         """Args: places: bytes to the weights of the first step, to the place that is written next, to the run."""
@@ -74,7 +74,7 @@ class ImplicitGemmMainloop:
         self.runs = (L.I32(0), L.I1(0), L.I32(0))
 
     def emit(self, row: L.Value) -> Totals:
-        """All steps of the tile that begins at a row; `places` are then those of the next tile."""
+        """All k-steps of the tile that begins at a row; `places` then hold the next tile's addresses."""
         emitter, builder, shape = self.emitter, self.builder, self.emitter.shape
         emitter.rows.begin(row, emitter.row_warp, emitter.lane)
         mine, more, other = emitter.pixels.first(row), L.I1(0), L.I32(0)

@@ -64,17 +64,17 @@ class ImplicitGemmKernelTile(HaloTile):
 
     @property
     def held(self) -> StagedEpilogue:
-        """Nothing."""
+        """No epilogue matrices are staged in shared memory."""
         return StagedEpilogue()
 
     @property
     def lines(self) -> int:
-        """Lines of channels that the block multiplies."""
+        """Channel chunks (lines) of the block."""
         return self.window.channel_tiles // self.cluster
 
     @property
     def stage(self) -> int:
-        """Bytes of the weights of one tap."""
+        """Bytes of one tap's weight tile."""
         return self.right.bytes
 
     @property
@@ -84,17 +84,17 @@ class ImplicitGemmKernelTile(HaloTile):
 
     @property
     def prefetch_distance(self) -> int:
-        """k-tiles whose copies are started before the first is multiplied."""
+        """k-tiles whose copies are issued before the first multiplication."""
         return RESIDENT if self.resident else self.stages - 2
 
     @property
     def whole(self) -> bool:
-        """Whether all steps of a tile are one group of instructions."""
+        """Whether all k-steps of a tile form one ``wgmma`` commit group."""
         return self.steps == self.window.bytes // ptx_mma.STEP
 
     @property
     def parts(self) -> list[KLoopSegment]:
-        """What a tile's terms are, in order: all lines of channels, or a shorter last one after the others."""
+        """Segments of the k-loop: all channel chunks, or the shorter last chunk after the full ones."""
         found = self.window
         if not self.short:
             return [KLoopSegment(self.share, found.whole, self.together)]
@@ -112,34 +112,34 @@ class ImplicitGemmKernelTile(HaloTile):
 
     @property
     def together(self) -> int:
-        """Taps of a round of the loop, where all lines are equally long."""
+        """Taps per loop iteration (unrolling), where all chunks are equally long."""
         if not self.unrolled:
             return 2 if self.whole else 1
         return self.window.taps * (2 if self.whole and self.window.taps % 2 and self.lines > 1 else 1)
 
     @property
     def copy_steps(self) -> int:
-        """Steps of a chunk beside which the next run of pixels is copied, so that it is there when it is read."""
+        """k-tiles of a chunk during which the next run of pixels is copied, so that it arrives in time."""
         return self.window.taps - self.prefetch_distance + (0 if self.fetched else 1)
 
     @property
     def run(self) -> int:
-        """Bytes of a run of pixels."""
+        """Bytes of a run of pixels (halo)."""
         return self.span * self.window.bytes
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory of a block: weights, runs of pixels, zeros; what is pushed into it, and a barrier."""
+        """Bytes of shared memory of a block: weights, halos, zeros, the DSMEM receive buffer and its barrier."""
         return smem_with_dsmem(self.kept_until, self.room) if self.push else self.kept_until
 
     @property
     def room(self) -> int:
-        """Bytes in which a block gets what the others of its cluster push."""
+        """Bytes of the DSMEM receive buffer (partial sums pushed by the other blocks of the cluster)."""
         return tile_dsmem_bytes(self)
 
     @property
     def dsmem_is_separate(self) -> bool:
-        """Whether that lies behind everything else."""
+        """Whether the receive buffer lies behind all other shared memory, not over the operands."""
         return dsmem_is_separate(self.kept_until, self.room)
 
     @property
@@ -154,7 +154,7 @@ class ImplicitGemmKernelTile(HaloTile):
 
 
 def window_shape(program: Program) -> ImplicitGemmKernelTile:
-    """The block tile that a schedule asks for. Raises CompileRejected where its numbers do not fit each other."""
+    """The block tile of a schedule. Raises CompileRejected where its parameters are inconsistent."""
     params, extents = dict(program.params), program.phases[0].ranges()
     rows, columns, terms = three(params["tile"])
     along, across = (int(str(v)) for v in params["groups"])  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from jcuts.lower.horizontal import is_map
 
 @dataclass(frozen=True)
 class CombinedShape:
-    """How the programs share the grid.
+    """How horizontally fused programs divide the grid.
 
     Attributes:
         threads: of a block, each with one point.
@@ -34,7 +34,9 @@ class CombinedShape:
 
 
 def combined_shape(program: Program) -> CombinedShape:
-    """How a program's phases share the grid. Raises CompileRejected where one is no map along one axis."""
+    """How a program's phases divide the grid. Raises CompileRejected where one is not an element-wise map along one
+    axis.
+    """
     threads = int(str(dict(program.params)["threads"]))
     if not all(map(is_map, program.phases)):
         raise CompileRejected(f"{program.name}: not only maps along one axis")
@@ -43,7 +45,7 @@ def combined_shape(program: Program) -> CombinedShape:
 
 
 def binary_dispatch(builder: GpuBuilder, number: L.Value, first: Sequence[int], emit: Callable[[int], None]) -> None:
-    """Code for each of several ranges of a number, found by halving.
+    """Branches to one of several code sequences by binary search on a number.
 
     Args: first: the first number of every range, from 0 on; emit: emits one range's code at the builder's position.
     """
@@ -82,7 +84,7 @@ class HorizontalKernel:
         self.pointers, self.block, self.thread = pointers, integers["block"], integers["thread"]
 
     def emit(self) -> None:
-        """The point of this thread."""
+        """Computes this thread's point."""
         binary_dispatch(self.builder, self.block, self.shape.first, self._map)
 
     def _map(self, number: int) -> None:

@@ -36,7 +36,7 @@ BANKS, BANK = 32, 4  # of shared memory; bytes of each
 
 @dataclass(frozen=True)
 class TransposedShape:
-    """A block's tile.
+    """Block tile of the transposing kernel.
 
     Attributes:
         crossed: the axis along which the operand is contiguous.
@@ -54,7 +54,7 @@ class TransposedShape:
 
 
 def transposed_shape(program: Program) -> TransposedShape:
-    """The tile that a schedule asks for. Raises CompileRejected where threads do not fit it."""
+    """The block tile of a schedule. Raises CompileRejected where the threads do not fit it."""
     params = dict(program.params)
     lane = program.phases[0].axes[-1]
     rows, columns, threads = (int(str(params[k])) for k in ("rows", "columns", "threads"))
@@ -76,7 +76,8 @@ def tiles_of(axis: Axis, phase: Phase, shape: TransposedShape) -> int:
 
 @functools.cache
 def bank_conflict_padding(rows: int, columns: int, read: int, vector: int, size: int, most: int) -> int:
-    """Up to ``most`` elements to add to a line of ``rows``, for fewest bank conflicts of a warp that writes and reads.
+    """Padding of a shared-memory line of ``rows`` elements (at most ``most``) with the fewest bank conflicts of a
+    warp's writes and reads.
 
     Writing, thread t puts the ``read`` elements ``(t % (rows / read)) * read ..`` into line ``t // (rows / read)``;
     reading, it takes one element of each of the ``vector`` lines ``(t % (columns / vector)) * vector ..``.
@@ -149,7 +150,7 @@ class SmemTransposeKernel:
             raise CompileRejected(f"{program.name}: no operand lies along {shape.crossed}", resource="staged operand")
 
     def emit(self) -> None:
-        """Reads the operands' tiles, waits for the block, computes and writes."""
+        """Reads the operands' tiles, synchronises the block, computes and writes."""
         builder = self.builder
         places: list[tuple[L.Value, int, Node]] = []
         spare = self._spare()

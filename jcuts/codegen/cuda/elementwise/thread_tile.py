@@ -27,14 +27,16 @@ LEAST_GUARDED = 6  # guarded loads in a tile that make a second, unguarded versi
 
 @dataclass(frozen=True)
 class TileVariant:
-    """Points per axis of one tile variant; ``fixed``: an axis whose coordinate all points share, as a number."""
+    """Points per axis of one tile variant; ``fixed``: an axis whose coordinate is one constant for all points."""
 
     counts: tuple[tuple[str, int], ...]
     fixed: tuple[tuple[str, int], ...] = ()
 
 
 def fix_axis(phase: Phase, name: str, place: int) -> Phase:
-    """A phase without reductions at one coordinate of an axis: what belongs to other coordinates is gone."""
+    """Specialises a phase without reductions to one coordinate of an axis (dead code for other coordinates is
+    removed).
+    """
     exit_ = Graph()
     ranges = phase.ranges()
     where = {name: Index(place)}
@@ -47,7 +49,7 @@ def fix_axis(phase: Phase, name: str, place: int) -> Phase:
 
 
 def tile_indexed_axes(phase: Phase) -> frozenset[str]:
-    """Axes whose variable counts tiles: those divided in some address (strided windows, dilation, reshapes).
+    """Axes whose loop variable counts tiles: those divided in some address (strided windows, dilation, reshapes).
 
     With ``i = tile * unroll + offset`` quotients and remainders of an unrolled point are simplified away.
     """
@@ -103,7 +105,7 @@ class ThreadTileKernel:
         )
 
     def emit(self) -> None:
-        """The whole tile; where it reads through guards, once without them for tiles that lie inside."""
+        """The whole tile; where loads have guards, a second unguarded version for interior tiles."""
         inside = self._inside()
         if inside is None:
             self._emit()
@@ -294,7 +296,7 @@ def _strip(graph: Graph) -> None:
 
 
 def all_in_bounds(frame: M.Frame, graphs: Sequence[Graph]) -> L.Value | None:
-    """Do all guards of a tile's loads hold? None where that is not worth asking: few guards, or they never all do."""
+    """Whether all guards of a tile's loads hold; None where testing does not pay (few guards, or never all true)."""
     loads = [n for g in graphs for n in g.nodes if n.op == "load" and n.guards]
     if len(loads) < LEAST_GUARDED:
         return None

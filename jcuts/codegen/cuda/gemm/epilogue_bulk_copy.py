@@ -25,7 +25,7 @@ from jcuts.schedule.gpu.gemm.epilogue_smem import PIECE, StagedEpilogue, StagedM
 
 
 class EpilogueStaging:
-    """The staged tiles of one block (see `schedule.gpu.gemm.epilogue_smem`), as one thread sees them."""
+    """Staged epilogue tiles of one block (see `schedule.gpu.gemm.epilogue_smem`), from the view of one thread."""
 
     def __init__(
         self, frame: M.Frame, held: StagedEpilogue, tiles: tuple[SmemTile, SmemTile], shared: L.Value, barrier: L.Value
@@ -39,12 +39,12 @@ class EpilogueStaging:
 
     @property
     def reuses_operand_smem(self) -> bool:
-        """Whether results are put where operands were."""
+        """Whether results are staged in the operands' shared memory."""
         return bool(self.held.stored) and not self.held.loaded
 
     # -- what is added ------------------------------------------------------------------------------------------
     def bulk_load(self, thread: L.Value, threads: int) -> None:
-        """Makes the barrier and asks for all matrices; a barrier of the block between the two."""
+        """Initialises the ``mbarrier`` and issues the bulk copies of all matrices; a block barrier between the two."""
         builder, loaded = self.builder, self.held.loaded
         if not loaded:
             return
@@ -66,13 +66,13 @@ class EpilogueStaging:
                     )
 
     def wait(self) -> None:
-        """Waits until everything has come."""
+        """Waits until all bulk copies have arrived."""
         if self.held.loaded:
             cluster.mbarrier_wait(self.builder, self.barrier)
 
     # -- lanes --------------------------------------------------------------------------------------------------
     def bind_lane(self, row: L.Value, column: L.Value, step: int) -> None:
-        """Where a lane's first result lies in its warp's tile. Args: step: divides its columns."""
+        """Sets the address of a lane's first result in its warp's tile. Args: step: divides its columns."""
         builder, self.step = self.builder, step
         row, column = builder.add(self.warp[0], row), builder.add(self.warp[1], column)
         for kept in (*self.held.loaded, *(k for _, k in self.held.stored)):
@@ -81,14 +81,14 @@ class EpilogueStaging:
             self.bases[kept] = builder.add(builder.add(self.shared, L.I32(kept.first)), place)
 
     def loaded(self, node: Node) -> int | None:
-        """The number of a load among the matrices that are kept."""
+        """Number of the staged matrix that a load reads."""
         for number, kept in enumerate(self.held.loaded):
             if (node.op, node.buffer, node.index, node.guards) == ("load", kept.buffer, kept.index, ()):
                 return number
         return None
 
     def read(self, number: int, down: int, column: int, count: int) -> list[E.Lanes]:
-        """Neighbouring elements of a kept matrix, so many rows and columns from the lane's first."""
+        """Reads neighbouring elements of a staged matrix, at a row and column offset from the lane's first."""
         builder, kept = self.builder, self.held.loaded[number]
         found: list[L.Value] = []
         for first, size in self._pieces(kept, column, count):
@@ -97,7 +97,7 @@ class EpilogueStaging:
         return [from_word(builder, word, kept.dtype) for word in found]
 
     def write(self, kept: StagedMatrix, down: int, column: int, values: Sequence[E.Lanes]) -> None:
-        """Puts neighbouring results into shared memory."""
+        """Stores neighbouring results in shared memory."""
         builder = self.builder
         for first, size in self._pieces(kept, column, len(values)):
             words, _ = to_words(builder, values[first - column : first - column + size])
@@ -121,7 +121,7 @@ class EpilogueStaging:
 
     # -- results ------------------------------------------------------------------------------------------------
     def bulk_store(self, thread: L.Value, threads: int) -> None:
-        """Sends the results off, after all threads have put theirs there."""
+        """Issues the bulk copies of the results to global memory, after all threads have written theirs."""
         builder, stored = self.builder, self.held.stored
         if not stored:
             return

@@ -30,7 +30,7 @@ def prefetch_epilogue_operands(
     rank: tuple[L.Value, int],
     known: tuple[StagedMatrix, ...] = (),
 ) -> None:
-    """Prefetches the operands of the exit graph that belong to a block's tile.
+    """Prefetches the block tile's operands of the exit graph.
 
     Args:
         frame: at the tile's first row and column.

@@ -40,7 +40,7 @@ class DoubleTile(SmemTile):
 
     @property
     def scalar_fragments(self) -> bool:
-        """Lanes take neighbouring rows (or columns) of a term, not neighbouring terms."""
+        """Lanes read neighbouring rows (or columns) of one k, not neighbouring k."""
         return not self.side.along_terms
 
     @property
@@ -50,18 +50,18 @@ class DoubleTile(SmemTile):
 
     @property
     def bytes(self) -> int:
-        """Of the tile in shared memory."""
+        """Bytes of the tile in shared memory."""
         return bytes_of(self.side, self.size, self.terms)
 
     def place(self, builder: GpuBuilder, line: L.Value, column: L.Value) -> L.Value:
-        """Bytes from the tile's first one to an element of a line."""
+        """Byte offset in the tile of an element of a line."""
         if not self.side.along_terms:
             return super().place(builder, line, column)
         part = builder.mul(builder.lshr(column, L.I32(3)), L.I32(k_step_bytes(self.size)))
         return builder.add(part, super().place(builder, line, builder.and_(column, L.I32(TERMS - 1))))
 
     def advance(self, terms: int) -> int:
-        """Bytes from one term to another, so many steps behind it."""
+        """Byte offset from one k to another, a number of k-steps further."""
         return terms // TERMS * k_step_bytes(self.size) if self.side.along_terms else terms * self.pitch
 
 
@@ -71,12 +71,12 @@ class DoubleShape(MmaKernelTile):
 
     @property
     def split_k_smem(self) -> int:
-        """Bytes in which warps and blocks that share terms meet."""
+        """Shared memory [B] of the split-K reduction between warps and blocks."""
         return 2 * super().split_k_smem
 
 
 def double_shape(program: Program) -> DoubleShape:
-    """The block tile that a schedule asks for. Raises CompileRejected where its numbers do not fit each other."""
+    """The block tile of a schedule. Raises CompileRejected where its parameters are inconsistent."""
     shape = product_shape(program)
     tiles = [DoubleTile(**{f.name: getattr(t, f.name) for f in fields(t)}) for t in (shape.left, shape.right)]
     given = {f.name: getattr(shape, f.name) for f in fields(shape)}
@@ -113,16 +113,18 @@ class F64Fragments(FragmentReader):
 
     @property
     def steps(self) -> int:
-        """Terms of one instruction."""
+        """k of one instruction."""
         return TERMS
 
     def advance(self, terms: int) -> int:
-        """Bytes from one term to another in the tile."""
+        """Byte offset from one k to another in the tile."""
         assert isinstance(self.shape, DoubleTile)
         return self.shape.advance(terms)
 
     def reads(self, stage: L.Value, term: int) -> list[Callable[[], Values]]:
-        """Reads of a step's registers, 16 rows or columns at a time: of one tile of rows, of two of columns."""
+        """Shared-memory reads of a k-step's registers, 16 rows or columns at a time (one tile of rows, two of
+        columns).
+        """
         place, first = self.builder.add(self.place, stage), self.advance(term)
         return [partial(self._sixteen, place, first, tile) for tile in range(0, self.shape.warp, 2 * EIGHT)]
 

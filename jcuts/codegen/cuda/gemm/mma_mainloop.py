@@ -67,22 +67,22 @@ class MmaKernelTile:
 
     @property
     def stage(self) -> int:
-        """Bytes of one tile of both operands."""
+        """Bytes of one pipeline stage (a k-tile of both operands)."""
         return self.left.bytes + self.right.bytes
 
     @property
     def prefetch_distance(self) -> int:
-        """Tiles that are asked for before the first one is multiplied."""
+        """k-tiles whose copies are issued before the first multiplication."""
         return self.stages - 1
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return WARP * math.prod(self.warps)
 
     @property
     def split_k_smem(self) -> int:
-        """Bytes in which warps and blocks that share terms meet."""
+        """Shared memory [B] of the split-K reduction between warps and blocks."""
         alone = self.warps[2] == self.cluster == 1
         return 0 if alone else 4 * self.left.size * self.right.size * self.warps[2]
 
@@ -93,17 +93,17 @@ class MmaKernelTile:
 
     @property
     def alignment(self) -> int:
-        """Bytes that divide the address of the shared memory."""
+        """Alignment [B] of the shared memory."""
         return 128
 
     @property
     def kind(self) -> str:
-        """What the matrix units take."""
+        """Operand type of the ``mma`` instruction."""
         return TYPES[self.left.side.dtype]
 
 
 def product_shape(program: Program) -> MmaKernelTile:
-    """The block tile that a schedule asks for. Raises CompileRejected where its numbers do not fit each other."""
+    """The block tile of a schedule. Raises CompileRejected where its parameters are inconsistent."""
     params, phase = dict(program.params), program.phases[0]
     rows, columns, terms = three(params["tile"])
     along, across, deep = three(params["warps"])
@@ -127,7 +127,7 @@ def product_shape(program: Program) -> MmaKernelTile:
 
 
 def three(value: object) -> tuple[int, int, int]:
-    """Three numbers of a schedule."""
+    """A schedule parameter of three numbers."""
     x, y, z = (int(v) for v in value)  # type: ignore[attr-defined]
     return x, y, z
 
@@ -173,7 +173,7 @@ class MmaKernel:
         self.frame = M.Frame(builder, self.variables, pointers, ranges, {})
 
     def emit(self) -> None:
-        """The tile: sums, what warps add up together, the exit graph."""
+        """The output tile: mainloop, split-K reduction, epilogue."""
         totals = self.mainloop()
         if self.shape.warps[2] == self.shape.cluster == 1:
             self.epilogue(totals, L.I32(0), L.I32(0))
@@ -218,7 +218,7 @@ class MmaKernel:
 
     # -- sums ---------------------------------------------------------------------------------------------------
     def mainloop(self) -> Totals:
-        """Totals [tile of 16 rows][tile of 8 columns][4] of this warp."""
+        """Accumulators of this warp [tile of 16 rows][tile of 8 columns][4]."""
         builder, shape = self.builder, self.shape
         rows, columns = self.variables[ROWS], self.variables[COLUMNS]
         copiers = [
@@ -244,7 +244,7 @@ class MmaKernel:
         return self._loop(copiers, readers, left, skipped)
 
     def prefetch_epilogue(self) -> None:
-        """Asks for what the epilogue adds, where the schedule says so; operands have been asked for."""
+        """Prefetches epilogue operands where the schedule says so, after the operands' first copies."""
         if dict(self.program.params).get("early"):
             shape = self.shape
             thread, rank = (self.thread, shape.threads), (self.rank, shape.cluster)
@@ -310,7 +310,7 @@ class MmaKernel:
         ptx_mma.cp_async_commit(builder)
 
     def next_stage(self, stage: L.Value) -> L.Value:
-        """The piece of the ring after this one."""
+        """The following stage of the ring."""
         builder, shape = self.builder, self.shape
         moved = builder.add(stage, L.I32(shape.stage))
         return builder.select(builder.icmp_signed("==", moved, L.I32(shape.stage * shape.stages)), L.I32(0), moved)
@@ -336,7 +336,9 @@ class MmaKernel:
 
     # -- the exit -------------------------------------------------------------------------------------------------
     def split_k_reduce(self, totals: Totals) -> None:
-        """Adds up what warps and blocks have that share terms; each then finishes its share of the tile."""
+        """Sums the partial accumulators of warps and blocks that split K; each then runs the epilogue on its slice of
+        the tile.
+        """
         builder, shape = self.builder, self.shape
         lane = builder.add(builder.mul(self.flat, L.I32(WARP)), self.lane)
         lanes = WARP * shape.warps[0] * shape.warps[1]
@@ -355,7 +357,9 @@ class MmaKernel:
         )
 
     def epilogue(self, totals: Totals, row: L.Value, column: L.Value) -> None:
-        """The exit graph on a thread's accumulators, the first of which have this row and column of the warp's tile."""
+        """Runs the exit graph on a thread's accumulators, whose first lies at this row and column of the warp's
+        tile.
+        """
         builder, shape = self.builder, self.shape
         variables = {
             **self.variables,

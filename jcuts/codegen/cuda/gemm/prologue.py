@@ -39,7 +39,7 @@ class Prologue:
         self.place = self.builder.add(shared, self.builder.shl(mine, L.I32(4 if self.half else 3)))
 
     def start(self, skipped: L.Value, threads: int, thread: L.Value) -> None:
-        """Starts the copies of all vectors. Args: skipped: terms of the block's group before its own."""
+        """Starts the copies of all vectors. Args: skipped: k of the split before the block's own."""
         builder = self.builder
         for first in range(0, self.terms, threads):
             place = builder.add(thread, L.I32(first)) if first else thread
@@ -70,7 +70,7 @@ class Prologue:
         return builder.or_(builder.or_(builder.shl(low, L.I32(1)), builder.lshr(high, L.I32(2))), first)
 
     def apply(self, words: list[list[L.Value]], tile: L.Value, step: int) -> list[list[L.Value]]:
-        """The values of fragments. Args: words: [64 rows][4]; tile: terms of the block before the tile's."""
+        """Applies the prologue to fragments. Args: words: [64 rows][4]; tile: k of the block before the tile's."""
         builder = self.builder
         place = builder.add(self.place, builder.shl(tile, L.I32(2)))
         offsets = [(number * self.terms + step * self.step) * ITEM for number in range(len(self.vectors))]

@@ -155,7 +155,7 @@ class CarriedLoop:
         return phi
 
     def close(self, numbers: list[L.Value], near: list[Values], sums: Totals, again: L.Value) -> None:
-        """Ends the body: what the next round is given, and whether there is one."""
+        """Ends the loop body: next values of the phi nodes, and the loop condition."""
         made = [*numbers, *(v for g in near for term in g for v in term), *(v for r in sums for t in r for v in t)]
         for phi, value in zip(self.phis, made, strict=True):
             phi.add_incoming(value, self.builder.block)

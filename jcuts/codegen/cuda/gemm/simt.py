@@ -38,7 +38,7 @@ class FmaShape(MmaKernelTile):
 
     @property
     def prefetch_distance(self) -> int:
-        """Tiles that are asked for before the first one is multiplied.
+        """k-tiles whose copies are issued before the first multiplication.
 
         A tile's memory is given away when all warps have turned to the next but one, not to the next: they turn while
         they still read the tile at hand (not where there is no room for that, `LATE`).
@@ -47,13 +47,13 @@ class FmaShape(MmaKernelTile):
 
 
 def fma_shape(program: Program) -> FmaShape:
-    """The block tile that a schedule asks for. Raises CompileRejected where its numbers do not fit each other."""
+    """The block tile of a schedule. Raises CompileRejected where its parameters are inconsistent."""
     shape = product_shape(program)
     return FmaShape(**{f.name: getattr(shape, f.name) for f in fields(shape)})
 
 
 class SimtFragments(FragmentReader):
-    """Reads a lane's rows (or columns) of one operand.
+    """Reads a lane's rows (or columns) of one operand from shared memory.
 
     Its `Values` are [k][two of every tile of 16 rows, or of 8 columns].
 
@@ -81,11 +81,11 @@ class SimtFragments(FragmentReader):
 
     @property
     def steps(self) -> int:
-        """Terms of a step."""
+        """k of a step."""
         return STEP
 
     def reads(self, place: L.Value, term: int) -> list[Callable[[], Values]]:
-        """Reads of what there is at a term of the stage, or at this one and those behind it, one after the other."""
+        """Reads, one after the other, of a lane's values at one k of the stage (or at it and the following ones)."""
         shape, place = self.shape, self.builder.add(self.place, place)
         if shape.side.along_terms:
             size, apart = (16, 8) if self.left else (8, 1)

@@ -65,41 +65,41 @@ class SmemTile:
 
     @property
     def scalar_fragments(self) -> bool:
-        """Fragments are read word by word (lines of float32 rows), not as matrices."""
+        """Whether fragments are read word by word (M/N-major float32), not by ``ldmatrix``."""
         return not self.side.along_terms and self.side.item == 4
 
     @property
     def bytes(self) -> int:
-        """Of the tile in shared memory."""
+        """Bytes of the tile in shared memory."""
         return self.lines * self.pitch
 
     @property
     def pieces(self) -> int:
-        """Copies that fill the tile."""
+        """Number of copies that fill the tile."""
         return self.lines * (self.length // self.side.width)
 
     @property
     def n_tiles_per_lane_group(self) -> int:
-        """Tiles of 8 columns of a warp's results that stay together."""
+        """Tiles of 8 columns whose columns are interleaved, so that a lane's results are contiguous."""
         return 2 if self.scalar_fragments else 1
 
     @property
     def m_fragment_stride(self) -> int:
-        """Rows from one tile of a warp's results to the next."""
+        """Row offset between consecutive fragments of a warp's results."""
         return 16
 
     def place(self, builder: GpuBuilder, line: L.Value, column: L.Value) -> L.Value:
-        """Bytes from the tile's first one to an element of a line."""
+        """Byte offset in the tile of an element of a line."""
         return builder.add(builder.mul(line, L.I32(self.pitch)), builder.mul(column, L.I32(self.side.item)))
 
     def moved(self, lines: int) -> int | None:
-        """Bytes that a place moves with so many lines; None if that depends on the place."""
+        """Byte offset of a shift by some lines; None if it depends on the position (swizzle)."""
         return lines * self.pitch
 
 
 @dataclass(frozen=True, eq=False)
 class ThreadCopy:
-    """One asynchronous copy of a thread.
+    """One asynchronous copy (``cp.async``) of a thread.
 
     Attributes:
         source: global address of the first k-tile's element (i64).
@@ -121,7 +121,7 @@ class ThreadCopy:
 
 
 class TileLoader:
-    """Copies the k-tiles of one operand; every thread always has the same elements of them.
+    """Copies the k-tiles of one operand; a thread has the same elements of every tile.
 
     Attributes:
         cached: whether 16-byte copies go through the L1 cache (``cp.async.ca`` instead of ``.cg``).
@@ -195,7 +195,7 @@ class TileLoader:
         return builder.add(self.frame.pointers[side.buffer], _bytes(builder, place, side.item))
 
     def start(self, first: L.Value, stage: L.Value, left: L.Value) -> None:
-        """Starts the copies of one tile.
+        """Issues the copies of one tile.
 
         Args: first: its first term in the block's group; stage: bytes into shared memory; left: terms from it on (i32).
         """
@@ -203,7 +203,7 @@ class TileLoader:
             pass
 
     def copies(self, first: L.Value, stage: L.Value, left: L.Value, where: L.Value | None = None) -> Iterator[None]:
-        """Starts one copy of a tile at a time.
+        """Issues the copies of a tile, one at a time.
 
         Args: as of `start`; where: a condition under which it reads, else it writes zeros.
         """
@@ -218,12 +218,12 @@ class TileLoader:
 
     @property
     def has_constant_stride(self) -> bool:
-        """Whether one tile's addresses lie a constant distance behind those of the tile before."""
+        """Whether consecutive k-tiles lie a constant address distance apart."""
         side = self.shape.side
         return side.index.stride(K) is not None and not side.guards
 
     def shared_address_loader(self, first: L.Value, left: L.Value) -> Callable[[int, int], None]:
-        """A way to start the copies of several tiles that shares their addresses.
+        """A loader for several tiles at once that computes their addresses once.
 
         Args: as of `start`. Returns: a function of a tile's number and of its place in shared memory [B].
         """
@@ -247,7 +247,7 @@ class TileLoader:
         return start
 
     def sources(self, first: L.Value, left: L.Value) -> Iterator[tuple[ThreadCopy, L.Value, L.Value | None]]:
-        """Of every piece of a tile: the global address, without its constant, and whether it is there (None: it is)."""
+        """Per copy of a tile: the global address without its constant, and its predicate (None: always)."""
         builder, shape = self.builder, self.shape
         side = shape.side
         offset = _bytes(builder, M.index(self._at(None, first), side.k_offset), side.item)
@@ -280,7 +280,7 @@ def _bytes(builder: GpuBuilder, place: L.Value, item: int) -> L.Value:
 
 
 class FragmentReader:
-    """Reads a warp's fragments of one operand."""
+    """Reads a warp's fragments of one operand from shared memory."""
 
     def __init__(
         self,
@@ -314,15 +314,17 @@ class FragmentReader:
 
     @property
     def steps(self) -> int:
-        """Terms of one instruction."""
+        """k of one instruction."""
         return ptx_mma.STEP // self.shape.side.item
 
     def advance(self, terms: int) -> int:
-        """Bytes from one term to another in the tile."""
+        """Byte offset from one k to another in the tile."""
         return terms * (self.shape.side.item if self.shape.side.along_terms else self.shape.pitch)
 
     def read(self, stage: L.Value, term: int) -> list[list[L.Value]]:
-        """Registers per 16 rows (left: 4 of one tile; right: 2 each of two tiles), rounded to what the unit takes."""
+        """Registers per 16 rows (left: 4 of one tile; right: 2 each of two tiles), rounded to the instruction's operand
+        type.
+        """
         builder, shape = self.builder, self.shape
         side, left = shape.side, shape.side.outer == "m"
         place, first = builder.add(self.place, stage), self.advance(term)

@@ -31,7 +31,7 @@ def reduce_across_warps_and_cluster(
     height: int,
     leave: Callable[[Totals, L.Value, L.Value], None],
 ) -> None:
-    """Adds up the accumulators of warps and blocks, in their order; partial sums are read (``mapa``,
+    """Sums the partial accumulators of warps and blocks in a fixed order, by reading (``mapa``,
     ``ld.shared::cluster``).
 
     Args:
@@ -111,7 +111,8 @@ def reduce_through_dsmem(
     height: int,
     leave: Callable[[Totals, L.Value, L.Value], None],
 ) -> None:
-    """The same among the blocks of a cluster alone: each stores what it has into the memory of the one that needs it.
+    """Sums the partial accumulators of a cluster's blocks by pushing: each block stores into the memory of the one that
+    needs it.
 
     Args: places: of `room` bytes that nobody uses in any block of the cluster, and of a barrier that expects them.
     """

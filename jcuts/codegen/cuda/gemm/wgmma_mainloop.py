@@ -50,7 +50,7 @@ class WgmmaKernel(MmaKernel):
         return builder.add(self.group_row, slice_), column
 
     def emit(self) -> None:
-        """The tile; see `MmaKernel.emit`."""
+        """The output tile; see `MmaKernel.emit`."""
         self._expect()
         super().emit()
 
@@ -64,7 +64,7 @@ class WgmmaKernel(MmaKernel):
                 cluster.arrive(builder)
 
     def split_k_reduce(self, totals: Totals) -> None:
-        """Adds up what the blocks of a cluster have."""
+        """Sums the partial accumulators of the blocks of a cluster."""
         builder, shape = self.builder, self.shape
         if not shape.push:
             super().split_k_reduce(totals)
@@ -268,7 +268,7 @@ class WgmmaKernel(MmaKernel):
         return wgmma.descriptor(builder, place, tile.block, wgmma.ATOM)
 
     def products(self, number: L.Value, reading: L.Value, totals: Totals, beside: list[Iterator[None]]) -> Totals:
-        """Starts the products of a tile of the block's terms, in a stage (bytes from the first one)."""
+        """Issues the ``wgmma``s of a k-tile in a stage (byte offset from the first)."""
         builder, shape = self.builder, self.shape
         stage = builder.zext(builder.lshr(reading, L.I32(4)), L.I64)
         left, right = (builder.add(base, stage) for base in self.bases)

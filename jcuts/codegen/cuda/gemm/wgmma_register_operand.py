@@ -26,10 +26,10 @@ from jcuts.lower.patterns.gemm import TYPES
 
 
 class OperandFragments(Protocol):
-    """A left operand whose fragments are read from shared memory with ``ldmatrix``, wherever its rows lie there."""
+    """An A operand whose fragments are read from shared memory with ``ldmatrix``, at any row addresses."""
 
     def read(self, stage: L.Value, step: int) -> list[list[L.Value]]:
-        """Registers per 64 rows of the group, of one step of the k-tile in a stage."""
+        """Registers per 64 rows of the warpgroup, of one k-step of the tile in a stage."""
         ...
 
 
@@ -45,7 +45,7 @@ class RegisterOperandA:
         self.place = builder.add(builder.add(shared, L.I32(tile.first)), place)
 
     def read(self, stage: L.Value, step: int) -> list[list[L.Value]]:
-        """Registers per 64 rows of the group, of one k-step of the tile in a stage."""
+        """Registers per 64 rows of the warpgroup, of one k-step of the tile in a stage."""
         builder, tile = self.builder, self.tile
         part, inside = divmod(tile.step(step), tile.part)
         place = builder.add(self.place, stage)
@@ -68,7 +68,7 @@ def wgmma_from_registers(
     together: int,
     most: int | None = None,
 ) -> Totals:
-    """Starts the products of the tile in a stage, step by step.
+    """Issues the ``wgmma``s of the tile in a stage with A from registers, k-step by k-step.
 
     Args: right: descriptor of the right operand's tile there; reading: bytes from the first stage; number: of the
         tile in the block's terms; before: what is done to the left operand before it is rounded; beside: copies, each

@@ -23,18 +23,18 @@ SPAN = 32  # rows, and terms, of a warp's squares
 
 @dataclass(frozen=True)
 class WgmmaSmemTile(SmemTile):
-    """A tile in the layout of `codegen.cuda.ptx.wgmma`: its k fill one 128-byte line, or several, the *parts* of the
-    tile.
+    """A tile in the 128B-swizzled layout of `codegen.cuda.ptx.wgmma`: its k fill one 128-byte line, or several (its
+    *parts*).
     """
 
     @property
     def by_terms(self) -> bool:
-        """Lines of shared memory hold terms of one row; else 64 rows of one term (16-bit types only)."""
+        """Whether a line holds k of one row (K-major); else it holds 64 rows of one k (16-bit types only)."""
         return self.side.along_terms or self.side.item == 4
 
     @property
     def is_transposed(self) -> bool:
-        """Its lines in shared memory lie across those in global memory."""
+        """Whether lines in shared memory run across those in global memory."""
         return self.by_terms and not self.side.along_terms
 
     @property
@@ -44,46 +44,46 @@ class WgmmaSmemTile(SmemTile):
 
     @property
     def scalar_fragments(self) -> bool:
-        """Never: no warp reads words of it."""
+        """Never: ``wgmma`` reads it by descriptor."""
         return False
 
     @property
     def part(self) -> int:
-        """Bytes of all rows' terms that fill one line."""
+        """Bytes of one line of k for all rows."""
         return self.size * wgmma.LINE
 
     @property
     def block(self) -> int:
-        """Bytes from 64 rows to the next 64: of their lines in a part, or of all terms."""
+        """Byte offset from 64 rows to the next 64."""
         return (wgmma.ROWS if self.by_terms else self.terms) * wgmma.LINE
 
     @property
     def bytes(self) -> int:
-        """Of the tile in shared memory."""
+        """Bytes of the tile in shared memory."""
         parts = self.terms * self.side.item // wgmma.LINE
         return parts * self.part if self.by_terms else -(-self.size // wgmma.ROWS) * self.block
 
     @property
     def n_tiles_per_lane_group(self) -> int:
-        """Tiles of 8 columns that take turns, so that a lane's results are as many pairs of neighbours."""
+        """Tiles of 8 columns whose columns are interleaved, so that a lane's results are that many contiguous pairs."""
         if self.side.outer != COLUMNS or not self.by_terms:
             return 1
         return 4 if self.side.item == 2 and self.warp % 32 == 0 else 2 if self.warp % 16 == 0 else 1
 
     @property
     def m_fragment_stride(self) -> int:
-        """Rows from one tile of a warp's results to the next."""
+        """Row offset between consecutive fragments of a warp's results."""
         return wgmma.ROWS
 
     def step(self, number: int) -> int:
-        """Bytes from the first terms to those of an instruction."""
+        """Byte offset of a k-step."""
         if not self.by_terms:
             return number * (ptx_mma.STEP // self.side.item) * wgmma.LINE
         part, inside = divmod(number * ptx_mma.STEP, wgmma.LINE)
         return part * self.part + inside
 
     def place(self, builder: GpuBuilder, line: L.Value, column: L.Value) -> L.Value:
-        """Bytes from the tile's first one to an element of a line."""
+        """Byte offset in the tile of an element of a line."""
         byte = builder.mul(column, L.I32(self.side.item))
         if self.n_tiles_per_lane_group > 1:
             line = self._turn(builder, line)
@@ -97,7 +97,7 @@ class WgmmaSmemTile(SmemTile):
         return found
 
     def moved(self, lines: int) -> int | None:
-        """Bytes that a place moves with so many lines; None if that depends on the place."""
+        """Byte offset of a shift by some lines; None if it depends on the position (swizzle)."""
         return lines * wgmma.LINE if lines % (8 * self.n_tiles_per_lane_group) == 0 else None
 
     def _turn(self, builder: GpuBuilder, line: L.Value) -> L.Value:
@@ -109,7 +109,7 @@ class WgmmaSmemTile(SmemTile):
         return builder.or_(found, builder.and_(line, L.I32(~(8 * self.n_tiles_per_lane_group - 1) | 1)))
 
     def words(self, threads: int) -> int:
-        """Registers in which a thread holds its share of a tile of float32."""
+        """Registers of a thread's part of a float32 tile."""
         return (
             -(-self.size * self.terms // (SQUARE * SQUARE * threads)) * SQUARE * SQUARE
             if self.is_transposed
@@ -122,12 +122,14 @@ Wanted = tuple[tuple[L.Value, int], L.Value | None, L.Value | None]
 
 
 class Tf32RoundingLoader(TileLoader):
-    """Loads float32 tiles through registers and rounds them to TF32."""
+    """Loads float32 tiles through registers and rounds them to TF32 (``cvt.rna.tf32.f32``)."""
 
     shape: WgmmaSmemTile
 
     def load(self, first: L.Value, left: L.Value) -> list[L.Value]:
-        """Asks for one tile. Args and zeros as of `TileLoader.start`. Returns: words of this thread."""
+        """Issues the global loads of one tile. Args and zeros as of `TileLoader.start`. Returns: words of this
+        thread.
+        """
         builder, found = self.builder, []
         for source, live, condition in self.wanted(first, left):
             if condition is not None:
@@ -141,7 +143,7 @@ class Tf32RoundingLoader(TileLoader):
             yield (source, piece.constant), live, piece.condition
 
     def store(self, words: list[L.Value], stage: L.Value) -> None:
-        """Rounds the words of a tile and puts them into a stage of shared memory (bytes from the first one)."""
+        """Rounds the words of a tile and stores them in a stage of shared memory (byte offset from the first)."""
         width = self.shape.side.width
         rounded = [ptx_mma.to_tf32(self.builder, w) for w in words]
         for number, piece in enumerate(self.places):
@@ -151,7 +153,7 @@ class Tf32RoundingLoader(TileLoader):
 
 
 class TransposingLoader(Tf32RoundingLoader):
-    """The same for operands whose neighbours in memory are rows (or columns): K-major after a 4x4 transpose.
+    """The same for M/N-major operands: K-major after a 4x4 transpose in registers.
 
     Lanes of a warp: 8 squares side by side, 4 along K; so that loads are whole lines and stores have no bank conflicts.
     """
@@ -186,7 +188,7 @@ class TransposingLoader(Tf32RoundingLoader):
             self.places.append(ThreadCopy(self._source(outer, term), constant, into, 0, outer, term, condition))
 
     def wanted(self, first: L.Value, left: L.Value) -> Iterator[Wanted]:
-        """Of every square its lines of rows, one per term."""
+        """Accesses of every 4x4 square: its lines of rows, one per k."""
         builder, side = self.builder, self.shape.side
         alive: dict[tuple[L.Value, int], L.Value] = {}
         for piece, source, _ in self.sources(first, left):
@@ -200,7 +202,7 @@ class TransposingLoader(Tf32RoundingLoader):
                 yield (source, piece.constant + line * side.step * side.item), live, piece.condition
 
     def store(self, words: list[L.Value], stage: L.Value) -> None:
-        """Rounds the words of a tile and puts them into a stage of shared memory, turned."""
+        """Rounds the words of a tile and stores them, transposed, in a stage of shared memory."""
         builder = self.builder
         rounded = [ptx_mma.to_tf32(builder, w) for w in words]
         for number, piece in enumerate(self.places):

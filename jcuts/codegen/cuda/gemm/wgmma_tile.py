@@ -66,54 +66,54 @@ class WgmmaKernelTile(MmaKernelTile):
 
     @property
     def prefetch_distance(self) -> int:
-        """Tiles whose copies are started before the first is multiplied."""
+        """k-tiles whose copies are issued before the first multiplication."""
         return self.share if self.stages >= self.share else self.stages - 2
 
     @property
     def whole(self) -> bool:
-        """Whether all steps of a tile are one group of instructions."""
+        """Whether all k-steps of a tile form one ``wgmma`` commit group."""
         return self.rounded and self.steps == self.left.terms * self.left.side.item // ptx_mma.STEP
 
     @property
     def unrolled_k_tiles(self) -> int:
-        """Tiles of a round of the loop: two where the fragments of both are in registers at once."""
+        """k-tiles per loop iteration: two where the fragments of both are in registers at once."""
         return min(2, self.share) if self.whole else 1
 
     @property
     def tiles(self) -> int:
-        """Bytes of the tiles in shared memory."""
+        """Bytes of all pipeline stages in shared memory."""
         return self.stage * self.stages
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory of a block: tiles, behind them vectors, what the exit keeps, and a barrier."""
+        """Bytes of shared memory of a block: stages, prologue vectors, staged epilogue, and a barrier."""
         if self.held.loaded or self.held.stored:
             return self.held.end + BARRIER
         return smem_with_dsmem(self.kept_until, self.room) if self.push else max(self.kept_until, self.split_k_smem)
 
     @property
     def kept_until(self) -> int:
-        """Bytes of the tiles and of the vectors behind them."""
+        """End offset [B] of the stages and the prologue vectors behind them."""
         return self.tiles + 4 * self.vectors * self.share * self.left.terms
 
     @property
     def room(self) -> int:
-        """Bytes in which a block gets what the others of its cluster push."""
+        """Bytes of the DSMEM receive buffer (partial sums pushed by the other blocks of the cluster)."""
         return tile_dsmem_bytes(self)
 
     @property
     def dsmem_is_separate(self) -> bool:
-        """Whether that lies behind everything else."""
+        """Whether the receive buffer lies behind all other shared memory, not over the operands."""
         return dsmem_is_separate(self.kept_until, self.room)
 
     @property
     def alignment(self) -> int:
-        """Bytes that divide the address of the shared memory."""
+        """Alignment [B] of the shared memory."""
         return wgmma.ATOM
 
 
 def group_shape(program: Program) -> WgmmaKernelTile:
-    """The block tile that a schedule asks for. Raises CompileRejected where its numbers do not fit each other."""
+    """The block tile of a schedule. Raises CompileRejected where its parameters are inconsistent."""
     params, phase = dict(program.params), program.phases[0]
     rows, columns, terms = three(params["tile"])
     along, across = (int(str(v)) for v in params["groups"])  # type: ignore[attr-defined]
@@ -177,20 +177,22 @@ def group_shape(program: Program) -> WgmmaKernelTile:
 
 
 def tile_dsmem_bytes(shape: MmaKernelTile) -> int:
-    """Bytes in which a block of warpgroups gets what the others of its cluster push."""
+    """Bytes of the DSMEM receive buffer of a block in a cluster."""
     high, wide = shape.left.warp // wgmma.ROWS, shape.right.warp // 8
     return dsmem_bytes(high, wide, shape.right.n_tiles_per_lane_group, shape.cluster, shape.threads)
 
 
 def divides_evenly(left: WgmmaSmemTile, right: WgmmaSmemTile, along: int, across: int) -> bool:
-    """Whether so many groups share a block's tiles evenly, in pieces that the units and a thread's registers take."""
+    """Whether a number of warpgroups divides a block's tile evenly, into shapes that ``wgmma`` and a thread's registers
+    allow.
+    """
     even = left.size == along * left.warp and right.size == across * right.warp
     units = left.warp % wgmma.ROWS == 0 and right.warp % 8 == 0 and right.warp <= wgmma.WIDEST
     return even and units and left.warp * right.warp <= MOST_TOTALS * WARP * WARPS
 
 
 def may_swap_lanes(params: Mapping[str, object], tile: WgmmaSmemTile) -> bool:
-    """Whether lanes may exchange results of these columns, if they are to (`gemm.epilogue`)."""
+    """Whether lanes can exchange results of these columns, if they are to (`gemm.epilogue`, ``paired``)."""
     if not params.get("paired", 0):
         return True
     whole = can_swap_lanes(tile.warp, tile.extent) and tile.n_tiles_per_lane_group == 1
@@ -198,7 +200,7 @@ def may_swap_lanes(params: Mapping[str, object], tile: WgmmaSmemTile) -> bool:
 
 
 def is_loadable(tile: WgmmaSmemTile, groups: int) -> bool:
-    """Whether threads can copy a tile, and so many groups beside each other read it."""
+    """Whether threads can copy a tile, and that many warpgroups side by side read it."""
     side = tile.side
     if tile.is_transposed:
         return side.width == SQUARE and tile.size % SPAN == 0 and not side.guards

@@ -14,12 +14,12 @@ from jcuts.ops.window import identity
 
 
 def acc_types(acc: Acc) -> list[L.Type]:
-    """LLVM types that an accumulator carries."""
+    """LLVM types of an accumulator's values."""
     return [E.register_type(acc.dtype)] + ([L.element_type(acc.index_dtype)] if acc.index_dtype else [])
 
 
 def acc_start(acc: Acc, single: bool) -> list[ir.Constant]:
-    """What an accumulator starts from; ``single``: one term only, which keeps its sign."""
+    """Initial value of an accumulator; ``single``: one element only, which keeps its sign."""
     kinds = acc_types(acc)
     first = identity(acc.combine, acc.dtype)
     if acc.combine == "add" and isinstance(first, float) and single:
@@ -33,7 +33,7 @@ def acc_start(acc: Acc, single: bool) -> list[ir.Constant]:
 def accumulate(
     emitter: Emitter, acc: Acc, slots: list[L.Value], values: tuple[int, ...], *, several: bool = False
 ) -> None:
-    """Adds one term to an accumulator in memory slots (LLVM makes registers of them).
+    """Adds one element to an accumulator in memory slots (LLVM promotes them to registers).
 
     Args: several: the accumulator has started from 0.0, not from -0.0 as that of a single term.
     """

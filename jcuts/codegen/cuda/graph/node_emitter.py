@@ -27,14 +27,14 @@ NEEDS_EXACT_DIVISION = frozenset({"rem", "cbrt", "pow", "log", "log1p", "atan2",
 
 
 def from_word(builder: L.Builder, word: L.Value, dtype: str) -> E.Lanes:
-    """The bits of an element in memory -> what registers carry."""
+    """Converts the bits of an element in memory to its register representation."""
     kind = L.I8 if dtype == "bool" else L.element_type(dtype)
     value = word if word.type == kind else builder.bitcast(word, kind)
     return E.from_memory(builder, value, dtype)
 
 
 def to_word(builder: L.Builder, lanes: E.Lanes) -> L.Value:
-    """What registers carry -> the bits of an element in memory (16-bit floats are rounded)."""
+    """Converts a register value to the bits of an element in memory (16-bit floats are rounded)."""
     if lanes.dtype in _PTX_HALF and (builder.capability >= AMPERE or lanes.dtype == "float16"):
         return asm(builder, f"cvt.rn.{_PTX_HALF[lanes.dtype]}.f32 $0, $1;", L.I16, [lanes.value])
     value = E.to_memory(builder, lanes)
@@ -53,7 +53,7 @@ def to_words(builder: L.Builder, values: Sequence[E.Lanes]) -> tuple[list[L.Valu
 
 
 def fill_bits(value: Scalar | None, dtype: str) -> int:
-    """Bits of the constant that stands for an element which is not read."""
+    """Bits of the constant that a predicated-off load returns."""
     import numpy as np
 
     from jcuts.kernel_ir.numpy_semantics import numpy_dtype
@@ -75,12 +75,12 @@ class Emitter:
         """Sums of matrix units, and what is computed from them."""
 
     def bind(self, number: int, lanes: E.Lanes) -> None:
-        """Sets the value of a node that is made elsewhere (an accumulator)."""
+        """Sets the value of a node that is computed elsewhere (an accumulator)."""
         self.done[number] = lanes
         self.frame.values[number] = lanes.value
 
     def vectorize_loads(self, wanted: Iterable[int]) -> None:
-        """Joins the loads that ``wanted`` needs into wide accesses."""
+        """Merges the loads that ``wanted`` needs into vector loads."""
         groups: dict[object, list[tuple[int, int]]] = {}
         for number in self.graph.needed(wanted, self.done):
             node = self.graph.nodes[number]
@@ -157,7 +157,7 @@ class Emitter:
 
 
 def store_all(emitter: Emitter, rows: Sequence[tuple[str, Index, int]]) -> None:
-    """Stores (buffer, address, node) rows; neighbours go out in one access."""
+    """Stores (buffer, address, node) rows; neighbours are merged into vector stores."""
     frame = emitter.frame
     groups: dict[tuple[str, Index], list[tuple[int, int]]] = {}
     for buffer, address, value in rows:

@@ -14,7 +14,7 @@ from jcuts.ops.window import identity
 def predicate_loads(
     graph: Graph, places: Mapping[str, Index], guard: Guard, ranges: Mapping[str, int]
 ) -> tuple[Graph, dict[int, int]]:
-    """The graph with axes replaced, whose loads read nothing where the guard fails; and where each node went."""
+    """The graph with axes replaced and its loads predicated by the guard; and the new number of every node."""
     target = Graph()
     numbers: dict[int, int] = {}
     for number, node in enumerate(graph.nodes):
@@ -35,7 +35,9 @@ def predicate_loads(
 
 
 def mask_accumulators(body: Graph, accs: tuple[Acc, ...], numbers: Mapping[int, int], guard: Guard) -> tuple[Acc, ...]:
-    """Accumulators that get their neutral element where the guard fails; ``numbers``: where their terms went."""
+    """Accumulators that get their neutral element where the guard fails; ``numbers``: new numbers of the
+    reduced nodes.
+    """
     holds = body.add(Node("guard", "bool", guards=(guard,)))
     found = []
     for acc in accs:
@@ -61,7 +63,7 @@ def restrict_to_guard(phase: Phase, guard: Guard) -> Phase:
 
 
 def drop_guard(phase: Phase, guard: Guard) -> Phase:
-    """The phase where the guard holds in any case: the inverse of `restrict_to_guard`."""
+    """The phase without a guard that is known to hold: the inverse of `restrict_to_guard`."""
     body, numbers = Graph(), {}
     for number, node in enumerate(phase.body.nodes):
         args = tuple(numbers[a] for a in node.args)

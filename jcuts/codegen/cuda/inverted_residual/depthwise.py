@@ -21,7 +21,7 @@ from jcuts.schedule.gpu.inverted_residual.tile import InvertedResidualTile
 
 
 class DepthwiseConv:
-    """A thread has one word of a chunk's channels (one of float32, two of bfloat16) and some strips of their outputs.
+    """Depthwise stage: a thread has one word of channels (one of float32, two of bfloat16) and some strips of outputs.
 
     Neighbouring outputs share the pixels they read.
     """
@@ -71,7 +71,7 @@ class DepthwiseConv:
             )
 
     def filters(self, first: L.Value) -> list[list[L.Value]]:
-        """This thread's filters of the piece of channels that begins at ``first``: by tap, then by channel."""
+        """This thread's filters of the channel chunk that begins at ``first``: by tap, then by channel."""
         builder, window, shape = self.builder, self.shape.block.window, self.shape
         frame = replace(
             self.frame,
@@ -99,7 +99,7 @@ class DepthwiseConv:
         return found
 
     def compute(self, first: L.Value, filters: list[list[L.Value]], skipped: L.Value) -> None:
-        """All strips of the piece that begins at channel ``first``. Args: skipped: bytes before its patch."""
+        """All strips of the channel chunk that begins at ``first``. Args: skipped: byte offset of its patch."""
         builder, channels = self.builder, self.shape.block.expanded_channels
         channel = builder.add(first, self.channel)
         real = None

@@ -24,7 +24,7 @@ EIGHT = 8
 
 
 class ExpandGemm:
-    """Fragments of input pixels times a chunk of weights, and the element-wise operations behind it."""
+    """Expand GEMM: fragments of input pixels times a chunk of weights, with its epilogue."""
 
     def __init__(
         self,
@@ -72,30 +72,30 @@ class ExpandGemm:
         self.held: list[list[list[L.Value]]] | None = None
 
     def start(self) -> None:
-        """Starts the copies of the input and of the first piece of weights."""
+        """Starts the copies of the input and of the first weight chunk."""
         self.pixels.start()
         self.ahead(L.I32(0), L.I32(0))
 
     def ahead(self, first: L.Value, odd: L.Value) -> None:
-        """Starts the copies for the piece of channels that begins at ``first``."""
+        """Prefetches the channel chunk that begins at ``first``."""
         stage = self.builder.mul(odd, L.I32(self.shape.sizes[1]))
         self.copier.fetch(first, stage, L.I32(self.shape.block.in_channels))
 
     def arrived(self) -> None:
-        """The input is there, as far as this thread has copied it."""
+        """Called when this thread's copies of the input have arrived."""
         if not self.shape.held and self.kind == "tf32":
             self.pixels.round()
 
     def hold(self) -> None:
-        """The input is there: takes it into registers."""
+        """Loads the input from shared memory into registers, where it stays."""
         self.held = [self._pixels(step) for step in range(self.shape.padded_in_channels // self.shape.step)]
 
     def source(self, odd: L.Value) -> L.Value:
-        """Bytes before the patch of a piece."""
+        """Byte offset of a chunk's patch."""
         return L.I32(0)
 
     def compute(self, first: L.Value, odd: L.Value) -> None:
-        """A piece of channels of all pixels, with what follows, into the patch."""
+        """Computes a channel chunk of all pixels, with the epilogue, into the patch."""
         builder, shape = self.builder, self.shape
         stage = builder.mul(odd, L.I32(shape.sizes[1]))
         sums: Totals = [[[L.F32(0.0)] * 4 for _ in range(self.tile.warp // EIGHT)] for _ in range(shape.m_fragments_in)]
@@ -146,7 +146,7 @@ class ExpandGemm:
 
 
 class DirectLoad:
-    """Without an expand GEMM: chunks of an operand's channels, copied one ahead."""
+    """Replacement of the expand GEMM where there is none: chunks of an operand's channels, copied one ahead."""
 
     def __init__(
         self, frame: M.Frame, shape: InvertedResidualTile, place: TileCoordinates, thread: L.Value, patch: L.Value
@@ -155,32 +155,32 @@ class DirectLoad:
         self.copier = ChannelChunkLoader(frame, shape, place, thread, patch)
 
     def start(self) -> None:
-        """Nothing is copied before the patches are clear."""
+        """No copy: the patches must be cleared first."""
 
     def arrived(self) -> None:
-        """The patches are clear, as far as this thread has done it."""
+        """Called when this thread has cleared its part of the patches."""
         ptx_mma.barrier(self.builder)
         self.ahead(L.I32(0), L.I32(0))
         ptx_mma.cp_async_commit(self.builder)
         ptx_mma.cp_async_wait(self.builder, 0)
 
     def hold(self) -> None:
-        """There is nothing to keep."""
+        """No-op: nothing stays in registers."""
 
     def ahead(self, first: L.Value, odd: L.Value) -> None:
-        """Starts the copies of the piece of channels that begins at ``first``."""
+        """Prefetches the channel chunk that begins at ``first``."""
         self.copier.start(first, self.source(odd))
 
     def source(self, odd: L.Value) -> L.Value:
-        """Bytes before the patch of a piece."""
+        """Byte offset of a chunk's patch."""
         return self.builder.mul(odd, L.I32(self.shape.sizes[3]))
 
     def compute(self, first: L.Value, odd: L.Value) -> None:
-        """The piece is there."""
+        """No-op: the copy has put the chunk into the patch."""
 
 
 def left_fragments(builder: GpuBuilder, lane: L.Value, shared: L.Value, row: L.Value, pitch: int) -> L.Value:
-    """Where this lane's line of a fragment's matrices begins: rows, eight more, then both 16 bytes of terms further.
+    """``ldmatrix`` address of this lane in an A fragment: rows, eight rows further, then both 16 bytes of k further.
 
     Args: pitch: bytes from one line to the next.
     """

@@ -36,7 +36,7 @@ from jcuts.schedule.gpu.inverted_residual.tile import ROW_TILE, STEP, InvertedRe
 
 
 def block_shape(program: Program) -> InvertedResidualTile:
-    """The block tile that a schedule asks for. Raises CompileRejected where its numbers do not fit."""
+    """The block tile of a schedule. Raises CompileRejected where its parameters are inconsistent."""
     shape, params = shape_of(program), dict(program.params)
     if shape is None or not shape.fits or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no block of tiles {params['tile']} by warps {params['expand']}")
@@ -152,7 +152,7 @@ class InvertedResidualKernel:
 
     @property
     def n_fragments(self) -> int:
-        """Fragments of 8 columns of a warp's results that there are."""
+        """Number of 8-column fragments of a warp's results."""
         shape = self.shape
         if shape.project[1] > 1 or self.down.scalar_fragments:
             return shape.n_per_warp // EIGHT

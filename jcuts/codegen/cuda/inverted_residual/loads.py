@@ -75,9 +75,7 @@ class InputLoader:
 
 
 class ChannelChunkLoader:
-    """Copies a chunk of an operand's channels, each pixel to its place in a patch; zeros for channels that do not
-    exist.
-    """
+    """Copies a chunk of an operand's channels into a patch, pixel by pixel; zeros for channels that do not exist."""
 
     def __init__(
         self, frame: M.Frame, shape: InvertedResidualTile, place: TileCoordinates, thread: L.Value, patch: L.Value
@@ -85,7 +83,7 @@ class ChannelChunkLoader:
         self.frame, self.shape, self.place, self.thread, self.patch = frame, shape, place, thread, patch
 
     def start(self, first: L.Value, skipped: L.Value) -> None:
-        """Starts this thread's copies. Args: first: channel; skipped: bytes before the patch."""
+        """Starts this thread's copies. Args: first: channel; skipped: byte offset of the patch."""
         builder, shape = self.frame.builder, self.shape
         channels, base = shape.block.expanded_channels, self.frame.pointers[shape.block.window.image_buffer]
         width = _width(channels, shape.item)
@@ -125,7 +123,7 @@ class WeightLoader(TileLoader):
         return outer
 
     def fetch(self, first: L.Value, stage: L.Value, left: L.Value) -> None:
-        """Starts the copies of the columns from ``first`` on. Args: left: terms."""
+        """Starts the copies of the columns from ``first`` on. Args: left: k that remain."""
         builder, shape = self.builder, self.shape
         side = shape.side
         step = side.index.stride(side.outer)
@@ -143,7 +141,7 @@ class WeightLoader(TileLoader):
 
 
 def clear(builder: GpuBuilder, start: L.Value, size: int, thread: L.Value, threads: int) -> None:
-    """Zeros in shared memory. Args: size: bytes, a multiple of 16."""
+    """Zeroes shared memory. Args: size: bytes, a multiple of 16."""
     place = builder.add(start, builder.mul(thread, L.I32(ACCESS)))
     zeros = [L.I32(0)] * (ACCESS // WORD)
     for first in range(0, size, ACCESS * threads):

@@ -18,7 +18,7 @@ HALF = "bfloat16"
 
 
 class MidEpilogue:
-    """The exit graph of a phase that stores one value per channel and pixel."""
+    """Element-wise exit graph of a phase that stores one value per channel and pixel."""
 
     def __init__(
         self, frame: M.Frame, phase: Phase, axis: str, channels: int, chunk: int, buffers: Mapping[str, Buffer]
@@ -37,7 +37,7 @@ class MidEpilogue:
     def apply(
         self, first: L.Value, multiple: int, runs: Sequence[Sequence[tuple[int, Sequence[L.Value]]]]
     ) -> list[list[list[E.Lanes]]]:
-        """The values of channels that begin at ``first``, for `words`.
+        """The values of the channels from ``first`` on, for `words`.
 
         Args: multiple: a number that divides it; runs: neighbouring channels (offset, sums of pixels).
         """
@@ -68,7 +68,9 @@ class MidEpilogue:
         return [[emitter.emit(column) for column in run] for run in numbers]
 
     def words(self, values: Sequence[E.Lanes]) -> list[L.Value]:
-        """Neighbouring values as words of memory: float32, or pairs of bfloat16 rounded, then cut off, together."""
+        """Neighbouring values packed into 32-bit words: float32, or pairs of bfloat16 rounded, then clamped,
+        together.
+        """
         builder = self.frame.builder
         if values[0].dtype != HALF:
             return [builder.bitcast(v.value, L.I32) for v in values]

@@ -8,7 +8,7 @@ from jcuts.schedule.gpu.inverted_residual.tile import InvertedResidualTile
 
 
 class TileCoordinates:
-    """The block's tile: first image, outputs, and the pixels that are expanded for it."""
+    """Coordinates of the block's tile: first image, outputs, and the pixels that are expanded for it (halo)."""
 
     def __init__(self, builder: GpuBuilder, shape: InvertedResidualTile, block: L.Value) -> None:
         self.builder, self.shape = builder, shape
@@ -43,7 +43,7 @@ class TileCoordinates:
         return builder.udiv(rest, L.I32(rows)), builder.urem(rest, L.I32(rows)), column
 
     def in_patch(self, pixel: L.Value) -> tuple[L.Value, L.Value | None]:
-        """Number of an expanded pixel's place in the patch, and whether it is there (None: it is)."""
+        """Position of an expanded pixel in the patch, and a predicate that it exists (None: always)."""
         builder, shape = self.builder, self.shape
         image, row, column = self.split(pixel, shape.span)
         row, column = builder.add(row, self.shift[0]), builder.add(column, self.shift[1])
@@ -58,7 +58,7 @@ class TileCoordinates:
         return builder.add(builder.mul(line, L.I32(shape.patch[1])), column), inside
 
     def of_input(self, pixel: L.Value) -> tuple[L.Value, L.Value | None]:
-        """Number of an expanded pixel in the input, and whether it is there (None: it is)."""
+        """Position of an expanded pixel in the input, and a predicate that it exists (None: always)."""
         builder, shape = self.builder, self.shape
         images, rows, columns, _ = shape.block.window.image
         image, row, column = self.split(pixel, shape.span)
@@ -74,7 +74,9 @@ class TileCoordinates:
         return builder.add(builder.mul(line, L.I32(columns)), column), inside
 
     def of_output(self, pixel: L.Value) -> tuple[L.Value, L.Value]:
-        """Number of a tile's output pixel in the result (0 where it is not there), and whether it is there."""
+        """Position of a tile's output pixel in the result (0 where it does not exist), and a predicate that it
+        exists.
+        """
         builder, shape = self.builder, self.shape
         (images, *_), (rows, columns) = shape.block.window.image, shape.block.window.outputs
         image, row, column = self.split(pixel, (shape.rows, shape.columns))

@@ -30,7 +30,7 @@ LOW, INFINITE = 0x1FFF, 0x7F800000
 
 @dataclass(frozen=True)
 class TurnShape:
-    """The matrices of one launch.
+    """The matrices of one launch of the batched weight transpose.
 
     Attributes:
         parts: the matrices.
@@ -47,7 +47,7 @@ class TurnShape:
 
 
 def turn_shape(program: Program) -> TurnShape:
-    """The work of a program of this form. Raises CompileRejected for any other program."""
+    """The matrices of a batched weight-transpose program. Raises CompileRejected for any other program."""
     parts, params = transposes_of(program), dict(program.params)
     if not parts or params.get("threads") != THREADS:
         raise CompileRejected(f"{program.name}: not a program that turns weights by {THREADS} threads")

@@ -91,7 +91,7 @@ class GpuBuilder:
         return self.plain.call(L.declare(self, name, result, [a.type for a in args]), list(args))
 
     def special(self, name: str, result: L.Type, args: Sequence[L.Value]) -> L.Value:
-        """What ``llvm.<name>`` computes (called by `lanes.intrinsic`)."""
+        """The PTX or libdevice code for ``llvm.<name>`` (called by `lanes.intrinsic`)."""
         if isinstance(result, ir.VectorType):
             raise IRError(f"code for a GPU is scalar, {name} of {result} is not", function=name)
         if name in _SAME:
@@ -102,7 +102,7 @@ class GpuBuilder:
         return code(self, result, args)
 
     def sealed(self, value: L.Value) -> L.Value:
-        """The same integer of 8 or 16 bits.
+        """Passes an 8- or 16-bit integer through opaque PTX, value unchanged.
 
         NVVM (of CUDA 13) makes ``dp2a`` of two products of integers that were cut to 8 bits and widened again, and
         leaves out the cut where the operands lie side by side in a register as 16 bits.

@@ -14,17 +14,17 @@ from jcuts.codegen.llvm import lanes as L
 
 
 def arrive(builder: GpuBuilder) -> None:
-    """Tells the cluster that this thread has come here, and nothing of what it has written."""
+    """``barrier.cluster.arrive.relaxed``: arrives at the cluster barrier without releasing this thread's writes."""
     asm(builder, "barrier.cluster.arrive.relaxed.aligned;", VOID, effects=True)
 
 
 def wait(builder: GpuBuilder) -> None:
-    """Waits until all threads of the cluster have arrived."""
+    """``barrier.cluster.wait``: waits until all threads of the cluster have arrived."""
     asm(builder, "barrier.cluster.wait.aligned;", VOID, effects=True)
 
 
 def mbarrier_expect_tx(builder: GpuBuilder, barrier: L.Value, size: int, thread: L.Value) -> None:
-    """Makes a barrier at which the block will wait for so many bytes; what follows is `arrive`, `wait`, and stores."""
+    """Initialises an ``mbarrier`` that expects a number of bytes; `arrive`, `wait` and the stores follow."""
     with builder.if_then(builder.icmp_signed("==", thread, L.I32(0))):
         asm(builder, "mbarrier.init.shared.b64 [$0], 1;", VOID, [barrier], effects=True)
         asm(builder, "fence.mbarrier_init.release.cluster;", VOID, effects=True)
@@ -32,7 +32,9 @@ def mbarrier_expect_tx(builder: GpuBuilder, barrier: L.Value, size: int, thread:
 
 
 def st_async_v4(builder: GpuBuilder, place: L.Value, offset: int, values: Sequence[L.Value], barrier: L.Value) -> None:
-    """Starts to store four floats. Args: place, barrier: addresses of the same block (`tensor.of_block`)."""
+    """``st.async``: stores four floats asynchronously in another block. Args: place, barrier: addresses in the same
+    block (`mapa`).
+    """
     where = f"[$0+{offset}]" if offset else "[$0]"
     text = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
     words = [builder.bitcast(v, L.I32) for v in values]
@@ -40,7 +42,7 @@ def st_async_v4(builder: GpuBuilder, place: L.Value, offset: int, values: Sequen
 
 
 def mbarrier_wait(builder: GpuBuilder, barrier: L.Value) -> None:
-    """Waits until all bytes have come that a barrier expects."""
+    """Waits until all bytes that an ``mbarrier`` expects have arrived."""
     loop, after = builder.append_basic_block("waits"), builder.append_basic_block("waits.done")
     builder.branch(loop)
     builder.position_at_end(loop)

@@ -29,7 +29,7 @@ LIMIT = 2**31 - 1  # elements of the largest buffer that 32-bit indices reach
 
 @dataclass
 class Frame:
-    """Where code is being emitted.
+    """Emission context: builder, loop variables, buffers.
 
     Attributes:
         variables: axis -> its value (i32).
@@ -85,7 +85,7 @@ def _atom(frame: Frame, atom: Atom) -> L.Value:
 
 
 def known_divisor(frame: Frame, expression: Index) -> int:
-    """A number that divides the expression whatever its variables are (0: it is zero)."""
+    """A constant that divides the expression for all values of its variables (0: it is zero)."""
     result = abs(expression.const)
     for atom, coef in expression.terms:
         result = math.gcd(result, abs(coef) * _atom_multiple(frame, atom))
@@ -153,7 +153,7 @@ def _pieces(count: int, size: int) -> tuple[int, int]:
 def load(
     frame: Frame, buffer: str, size: int, offset: Index, count: int, guards: Sequence[Guard], fill: int
 ) -> list[L.Value]:
-    """``count`` neighbouring elements as integers; the bits ``fill`` where a guard fails (nothing is read there)."""
+    """``count`` neighbouring elements as integers; the bits ``fill`` where a guard fails (predicated off)."""
     words = load_words(frame, buffer, size, offset, count, guards, fill)
     return elements(frame.builder, words, size, count)
 
@@ -168,7 +168,7 @@ def load_words(
     fill: int,
     only: L.Value | None = None,
 ) -> list[L.Value]:
-    """The same as the registers that hold them. Args: only: a condition (i1) without which nothing is read either."""
+    """The same as 32-bit registers. Args: only: a further predicate (i1)."""
     builder = frame.builder
     place, constant = address(frame, buffer, size, offset)
     registers, each = _pieces(count, size)
@@ -200,7 +200,7 @@ def load_words(
 
 
 def elements(builder: GpuBuilder, words: Sequence[L.Value], size: int, count: int) -> list[L.Value]:
-    """The elements in registers that an access has filled."""
+    """Splits the registers of a vector access into elements."""
     return _unpack(builder, words, size, _pieces(count, size)[1])
 
 
@@ -255,7 +255,7 @@ def store(
 
 
 def max_vector_width(frame: Frame, size: int, offset: Index, available: int) -> int:
-    """Most elements, at most ``available``, of one aligned access that starts at ``offset``: a power of two."""
+    """Most elements (a power of two, at most ``available``) of one aligned access that starts at ``offset``."""
     aligned = known_divisor(frame, offset) * size
     count = 1
     while 2 * count <= available and 2 * count * size <= WIDEST and aligned % (2 * count * size) == 0:

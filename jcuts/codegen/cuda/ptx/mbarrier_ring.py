@@ -20,14 +20,14 @@ KINDS = 3
 
 
 class MbarrierRing:
-    """The barriers of a ring of stages: *full*, *fenced* and *empty* ones, one kind behind the other."""
+    """The ``mbarrier``s of a ring of pipeline stages: *full*, *fenced* and *empty*, one kind behind the other."""
 
     def __init__(self, builder: GpuBuilder, place: L.Value, stages: int, lane: L.Value) -> None:
         """Args: place: address of the first barrier in shared memory; lane: of the thread in its warp."""
         self.builder, self.place, self.stages, self.lane = builder, place, stages, lane
 
     def init(self, thread: L.Value, filling: int, reading: int) -> None:
-        """Makes all barriers, by the first threads of the block; a barrier of the block has to follow.
+        """Initialises all barriers, by the first threads of the block; a block barrier has to follow.
 
         Args: filling: threads that do; reading: warps.
         """
@@ -40,19 +40,19 @@ class MbarrierRing:
             asm(builder, "fence.mbarrier_init.release.cluster;", VOID, effects=True)
 
     def full(self, stage: L.Value) -> L.Value:
-        """The barrier that tells that a stage's copies have come."""
+        """The barrier that completes when a stage's copies have arrived."""
         return self.builder.add(self.place, self.builder.mul(stage, L.I32(BARRIER)))
 
     def fenced(self, stage: L.Value) -> L.Value:
-        """The barrier at which those wait that read a stage."""
+        """The barrier that consumers of a stage wait on."""
         return self.builder.add(self.full(stage), L.I32(self.stages * BARRIER))
 
     def empty(self, stage: L.Value) -> L.Value:
-        """The barrier at which those wait that fill a stage."""
+        """The barrier that producers of a stage wait on."""
         return self.builder.add(self.full(stage), L.I32(2 * self.stages * BARRIER))
 
     def wait(self, barrier: L.Value, parity: L.Value) -> None:
-        """Waits for the end of the phase of a parity."""
+        """Waits for the end of the phase with the given parity."""
         builder = self.builder
         loop, after = builder.append_basic_block("stage"), builder.append_basic_block("stage.done")
         builder.branch(loop)
@@ -63,7 +63,7 @@ class MbarrierRing:
         builder.position_at_end(after)
 
     def arrive(self, barrier: L.Value, where: L.Value | None = None) -> None:
-        """The warp is done with a stage, if ``where`` holds (for all its lanes alike)."""
+        """Arrives for the warp: it is done with a stage, if ``where`` holds (uniform over the warp)."""
         builder = self.builder
         asm(builder, f"bar.warp.sync {EVERY_LANE};", VOID, effects=True)
         mine = builder.icmp_unsigned("==", self.lane, L.I32(0))
@@ -72,7 +72,7 @@ class MbarrierRing:
         asm(builder, text, VOID, [barrier, builder.zext(mine, L.I32)], effects=True)
 
     def arrive_on_cp_async(self, barrier: L.Value) -> None:
-        """This thread arrives when all copies have come that it has started."""
+        """Arrives for this thread once all ``cp.async`` copies it has issued are complete."""
         asm(self.builder, "cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", VOID, [barrier], effects=True)
 
     def next(self, stage: L.Value, parity: L.Value) -> tuple[L.Value, L.Value]:

@@ -22,14 +22,14 @@ STEP = 32
 
 
 def dynamic_shared(builder: GpuBuilder, name: str, align: int = 128) -> L.Value:
-    """Address (i32), a multiple of ``align``, of the shared memory whose size the launch decides."""
+    """Address (i32), aligned to ``align``, of the dynamic shared memory."""
     found = ir.GlobalVariable(builder.module, ir.ArrayType(ir.IntType(8), 0), name, addrspace=3)
     found.linkage, found.align = "external", align  # type: ignore[attr-defined]
     return builder.ptrtoint(found, L.I32)
 
 
 def with_immediate_offset(builder: GpuBuilder, place: tuple[L.Value, int]) -> tuple[L.Value, int]:
-    """A global address whose constant fits into the 32 bits that an instruction has for it."""
+    """A global address with its constant reduced to the 32-bit immediate offset of an instruction."""
     register, constant = place
     return place if abs(constant) <= MOST_CONSTANT else (builder.add(register, L.I64(constant)), 0)
 
@@ -44,7 +44,7 @@ def cp_async(
     cached: bool = False,
     read: L.Value | None = None,
 ) -> None:
-    """Starts a copy of ``size`` (4, 8 or 16) bytes from global into shared memory.
+    """``cp.async``: starts a copy of ``size`` (4, 8 or 16) bytes from global into shared memory.
 
     Args: target, source: addresses as (register, bytes to add). live: a condition under which it reads; else it writes
         zeros. where: a condition under which it happens. cached: by the L1 cache, whatever its size. read: bytes that
@@ -66,7 +66,7 @@ def cp_async(
 
 
 def load_words(builder: GpuBuilder, source: tuple[L.Value, int], count: int, live: L.Value | None) -> list[L.Value]:
-    """1, 2 or 4 neighbouring words of global memory; zeros, and nothing is read, where ``live`` does not hold."""
+    """``ld.global``: 1, 2 or 4 neighbouring words; zeros, without access, where ``live`` does not hold."""
     source, names = with_immediate_offset(builder, source), [f"${k}" for k in range(count)]
     target = f"{{{', '.join(names)}}}" if count > 1 else names[0]
     where = f"[${count}+{source[1]}]" if source[1] else f"[${count}]"
@@ -85,12 +85,12 @@ def load_words(builder: GpuBuilder, source: tuple[L.Value, int], count: int, liv
 
 
 def prefetch_l2(builder: GpuBuilder, source: tuple[L.Value, int], live: L.Value | None) -> None:
-    """Asks for a place of global memory, to lie in the L2 cache. ``live``: a condition."""
+    """``prefetch.global.L2`` of an address. ``live``: predicate."""
     _early(builder, "prefetch.global.L2 ", source, live)
 
 
 def prefetch_l1(builder: GpuBuilder, source: tuple[L.Value, int], live: L.Value | None) -> None:
-    """Reads a word of global memory that nobody writes, for it to lie in the L1 cache. ``live``: a condition."""
+    """Prefetch into L1: loads a word of read-only global memory and drops it. ``live``: predicate."""
     _early(builder, "ld.global.nc.b32 r, ", source, live)
 
 
@@ -105,33 +105,35 @@ def _early(builder: GpuBuilder, text: str, source: tuple[L.Value, int], live: L.
 
 
 def cp_async_commit(builder: GpuBuilder) -> None:
-    """Ends a group of copies."""
+    """``cp.async.commit_group``: ends a group of copies."""
     asm(builder, "cp.async.commit_group;", VOID, effects=True)
 
 
 def cp_async_wait(builder: GpuBuilder, groups: int) -> None:
-    """Waits until at most so many of the thread's newest groups of copies are under way."""
+    """``cp.async.wait_group``: waits until at most so many of the thread's newest groups are pending."""
     asm(builder, f"cp.async.wait_group {groups};", VOID, effects=True)
 
 
 def barrier(builder: GpuBuilder) -> None:
-    """Waits for all threads of the block."""
+    """``bar.sync``: waits for all threads of the block."""
     asm(builder, "bar.sync 0;", VOID, effects=True)
 
 
 def cluster_barrier(builder: GpuBuilder) -> None:
-    """Waits for all threads of the cluster; what they wrote into shared memory before is seen after it."""
+    """``barrier.cluster``: waits for all threads of the cluster; earlier shared-memory writes are visible after it."""
     asm(builder, "barrier.cluster.arrive.release.aligned;", VOID, effects=True)
     asm(builder, "barrier.cluster.wait.acquire.aligned;", VOID, effects=True)
 
 
 def mapa(builder: GpuBuilder, place: L.Value, rank: int) -> L.Value:
-    """The address that a place of one's own shared memory has in another block of the cluster."""
+    """``mapa``: the address of an own shared-memory location in another block of the cluster."""
     return asm(builder, f"mapa.shared::cluster.u32 $0, $1, {rank};", L.I32, [place])
 
 
 def ldmatrix_x4(builder: GpuBuilder, place: L.Value, offset: int, *, transposed: bool = False) -> list[L.Value]:
-    """Four 8x8 matrices of 16-bit elements; lane k gives the address of row ``k % 8`` of matrix ``k / 8``."""
+    """``ldmatrix.x4``: four 8x8 matrices of 16-bit elements; lane k gives the address of row ``k % 8`` of matrix ``k /
+    8``.
+    """
     trans = ".trans" if transposed else ""
     where = f"[$4+{offset}]" if offset else "[$4]"
     text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, {where};"
@@ -140,29 +142,29 @@ def ldmatrix_x4(builder: GpuBuilder, place: L.Value, offset: int, *, transposed:
 
 
 def ld_shared_b32(builder: GpuBuilder, place: L.Value, offset: int) -> L.Value:
-    """One word of shared memory."""
+    """``ld.shared``: one 32-bit word."""
     where = f"[$1+{offset}]" if offset else "[$1]"
     return asm(builder, f"ld.shared.b32 $0, {where};", L.I32, [place], effects=True)
 
 
 def ld_shared_b16(builder: GpuBuilder, place: L.Value, offset: int) -> L.Value:
-    """16 bits of shared memory."""
+    """``ld.shared``: 16 bits."""
     where = f"[$1+{offset}]" if offset else "[$1]"
     return asm(builder, f"ld.shared.b16 $0, {where};", ir.IntType(16), [place], effects=True)
 
 
 def pack_b16x2(builder: GpuBuilder, low: L.Value, high: L.Value) -> L.Value:
-    """A word of two halves of 16 bits."""
+    """Packs two 16-bit halves into a word."""
     return builder.or_(builder.zext(low, L.I32), builder.shl(builder.zext(high, L.I32), L.I32(16)))
 
 
 def read_pair(builder: GpuBuilder, place: L.Value, offset: int) -> list[L.Value]:
-    """Two neighbouring words of shared memory."""
+    """``ld.shared.v2``: two neighbouring words."""
     return read_words(builder, place, offset, 2)
 
 
 def read_words(builder: GpuBuilder, place: L.Value, offset: int, count: int) -> list[L.Value]:
-    """Two or four neighbouring words of shared memory, at a multiple of as many."""
+    """``ld.shared.v2`` or ``.v4``: two or four neighbouring words, naturally aligned."""
     where = f"[${count}+{offset}]" if offset else f"[${count}]"
     text = f"ld.shared.v{count}.b32 {{{', '.join(f'${k}' for k in range(count))}}}, {where};"
     found = asm(builder, text, ir.LiteralStructType([L.I32] * count), [place], effects=True)
@@ -170,7 +172,7 @@ def read_words(builder: GpuBuilder, place: L.Value, offset: int, count: int) -> 
 
 
 def to_tf32(builder: GpuBuilder, word: L.Value) -> L.Value:
-    """float32 bits rounded to TF32, to nearest; the unit would cut bits off.
+    """``cvt.rna.tf32.f32``: rounds float32 bits to nearest; the tensor core would truncate.
 
     Ties go to even where that is one instruction (from capability 9.0 on), else away from zero.
     """
@@ -181,7 +183,7 @@ def to_tf32(builder: GpuBuilder, word: L.Value) -> L.Value:
 def mma_sync(
     builder: GpuBuilder, kind: str, left: Sequence[L.Value], right: Sequence[L.Value], total: Sequence[L.Value]
 ) -> list[L.Value]:
-    """``total + left * right`` of one 16x8 tile.
+    """``mma.sync``: ``total + left * right`` of one 16x8 tile.
 
     Args: kind: ``tf32``, ``bf16`` or ``f16``; left: 4 registers; right: 2; total: 4 floats.
     """
@@ -197,7 +199,7 @@ def mma_sync(
 def mma_f64(
     builder: GpuBuilder, left: Sequence[L.Value], right: Sequence[L.Value], total: Sequence[L.Value]
 ) -> list[L.Value]:
-    """The same in float64, of eight terms: ``mma.m16n8k8``, or, below capability 9.0, the four ``m8n8k4`` that it has.
+    """float64 ``mma`` with eight k: ``mma.m16n8k8``, or, below capability 9.0, the four ``m8n8k4`` that it consists of.
 
     Args: left: 4 values, of rows ``lane / 4`` and eight more at term ``lane % 4``, then both four terms later; right:
         2, of column ``lane / 4`` at the same terms; total: 4 values.
@@ -218,7 +220,7 @@ def mma_f64(
 
 
 def read_doubles(builder: GpuBuilder, place: L.Value, offset: int, *, cluster: bool = False) -> list[L.Value]:
-    """Two neighbouring float64 of shared memory. ``cluster``: of that of any block of the cluster, see `mapa`."""
+    """Loads two neighbouring float64 of shared memory. ``cluster``: of any block of the cluster, see `mapa`."""
     space = "shared::cluster" if cluster else "shared"
     where = f"[$2+{offset}]" if offset else "[$2]"
     text = f"ld.{space}.v2.f64 {{$0, $1}}, {where};"
@@ -227,20 +229,20 @@ def read_doubles(builder: GpuBuilder, place: L.Value, offset: int, *, cluster: b
 
 
 def write_doubles(builder: GpuBuilder, place: L.Value, offset: int, values: Sequence[L.Value]) -> None:
-    """Puts two float64 into shared memory."""
+    """Stores two float64 in shared memory."""
     where = f"[$0+{offset}]" if offset else "[$0]"
     asm(builder, f"st.shared.v2.f64 {where}, {{$1, $2}};", VOID, [place, *values], effects=True)
 
 
 def st_shared_v4_f32(builder: GpuBuilder, place: L.Value, offset: int, values: Sequence[L.Value]) -> None:
-    """Puts four floats into shared memory."""
+    """``st.shared.v4``: stores four floats."""
     write_words(builder, place, offset, [builder.bitcast(v, L.I32) for v in values])
 
 
 def write_words(
     builder: GpuBuilder, place: L.Value, offset: int, words: Sequence[L.Value], where: L.Value | None = None
 ) -> None:
-    """Puts 1, 2 or 4 words into shared memory, in threads for which ``where`` holds."""
+    """``st.shared``: stores 1, 2 or 4 words, predicated by ``where``."""
     names = [f"${k + 1}" for k in range(len(words))]
     source = f"{{{', '.join(names)}}}" if len(words) > 1 else names[0]
     vector = f".v{len(words)}" if len(words) > 1 else ""
@@ -252,7 +254,7 @@ def write_words(
 
 
 def ld_shared_v4_f32(builder: GpuBuilder, place: L.Value, offset: int, *, cluster: bool = False) -> list[L.Value]:
-    """Takes four floats from shared memory. ``cluster``: from that of any block of the cluster, see `mapa`."""
+    """``ld.shared.v4``: loads four floats. ``cluster``: from any block of the cluster, see `mapa`."""
     space = "shared::cluster" if cluster else "shared"
     where = f"[$4+{offset}]" if offset else "[$4]"
     text = f"ld.{space}.v4.b32 {{$0, $1, $2, $3}}, {where};"

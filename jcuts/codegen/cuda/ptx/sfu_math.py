@@ -173,7 +173,7 @@ _HALF: dict[str, Callable[[Num], Num]] = {
 
 
 def supported(op: str, dtype: str) -> bool:
-    """Is there a function of the units for this operation on a storage type?"""
+    """Whether the SFU has a function for this operation on a storage type."""
     return op in (_HALF if dtype in HALVES else _FLOAT32 if dtype == "float32" else {})
 
 

@@ -13,7 +13,7 @@ WARP = 32
 
 
 def allocate_static(builder: GpuBuilder, name: str, size: int) -> L.Value:
-    """Address (i32) of a new piece of shared memory of so many bytes."""
+    """Address (i32) of a new static shared-memory allocation."""
     kind = ir.ArrayType(ir.IntType(8), size)
     found: Any = ir.GlobalVariable(builder.module, kind, name, addrspace=3)
     found.linkage, found.align = "internal", 16
@@ -24,7 +24,7 @@ def allocate_static(builder: GpuBuilder, name: str, size: int) -> L.Value:
 def write_word(
     builder: GpuBuilder, place: L.Value, offset: int, value: L.Value, size: int, where: L.Value | None = None
 ) -> None:
-    """Puts a value into ``size`` (4 or 8) bytes of shared memory, in threads for which ``where`` holds."""
+    """``st.shared``: stores a value of ``size`` (4 or 8) bytes, predicated by ``where``."""
     word = _wide(builder, value, size)
     text = f"st.shared.b{8 * size} [$0{f'+{offset}' if offset else ''}], $1;"
     if where is None:
@@ -35,14 +35,14 @@ def write_word(
 
 
 def read_word(builder: GpuBuilder, place: L.Value, offset: int, kind: L.Type, size: int) -> L.Value:
-    """The value of a type that `write_word` has put there."""
+    """``ld.shared``: the value that `write_word` has stored."""
     text = f"ld.shared.b{8 * size} $0, [$1{f'+{offset}' if offset else ''}];"
     found = asm(builder, text, ir.IntType(8 * size), [place], effects=True)
     return _unword(builder, found if L.bit_width(kind) > 32 or size == 4 else builder.trunc(found, L.I32), kind)
 
 
 def shuffle(builder: GpuBuilder, value: L.Value, distance: int) -> L.Value:
-    """The value of the thread whose number in the warp differs in one bit."""
+    """``shfl.sync.bfly``: the value of the lane whose number differs in one bit."""
     word = _word(builder, value)
     text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
     if word.type.width == 32:
@@ -53,7 +53,9 @@ def shuffle(builder: GpuBuilder, value: L.Value, distance: int) -> L.Value:
 
 
 def shuffle_up(builder: GpuBuilder, value: L.Value, distance: int, *, from_last: bool = False) -> L.Value:
-    """The value of the thread so many places before in the warp, or its own; ``from_last``: of the warp's last one."""
+    """``shfl.sync.up``: the value of the lane so many before, or the own one; ``from_last``: of the warp's last
+    lane.
+    """
     word = _word(builder, value)
     how = f"idx.b32 $0, $1, {WARP - 1}, 31" if from_last else f"up.b32 $0, $1, {distance}, 0"
     text = f"shfl.sync.{how}, 0xffffffff;"

@@ -26,7 +26,7 @@ _SWIZZLED = 1 << 62
 
 
 def descriptor(builder: GpuBuilder, place: L.Value, leading: int, stride: int) -> L.Value:
-    """Descriptor (i64) of the tile that begins at an address (i32) of shared memory.
+    """Matrix descriptor (i64) of the tile that begins at an address (i32) of shared memory.
 
     Args: leading: bytes from 64 rows of a term to the next 64 (unused where lines hold terms); stride: bytes from eight
         lines to the next eight.
@@ -36,7 +36,7 @@ def descriptor(builder: GpuBuilder, place: L.Value, leading: int, stride: int) -
 
 
 def advance_descriptor(builder: GpuBuilder, found: L.Value, distance: int) -> L.Value:
-    """The descriptor of a tile so many bytes further."""
+    """The matrix descriptor of a tile so many bytes further on."""
     return builder.add(found, L.I64(distance >> 4)) if distance else found
 
 
@@ -47,7 +47,7 @@ def wgmma_async(
     turned: tuple[bool, bool],
     totals: list[list[list[L.Value]]],
 ) -> list[list[list[L.Value]]]:
-    """Starts ``totals + left * right``, one group of instructions; the sums are there after `wgmma_wait_all`.
+    """Issues ``wgmma.mma_async``: ``totals + left * right`` as one commit group; sums are valid after `wgmma_wait_all`.
 
     Args:
         kind: ``tf32``, ``bf16`` or ``f16``.
@@ -81,18 +81,18 @@ def wgmma_async(
 
 
 def wgmma_wait_group(builder: GpuBuilder, groups: int) -> None:
-    """Waits until at most so many of the newest groups of instructions are under way."""
+    """``wgmma.wait_group``: waits until at most so many of the newest commit groups are pending."""
     asm(builder, f"wgmma.wait_group.sync.aligned {groups};", VOID, effects=True)
 
 
 def wgmma_wait_all(builder: GpuBuilder, totals: list[list[list[L.Value]]]) -> list[list[list[L.Value]]]:
-    """Waits for all instructions: the sums that they were to make."""
+    """``wgmma.wait_group 0``: waits for all instructions, after which their accumulators are valid."""
     flat = [value for rows in totals for tile in rows for value in tile]
     return _shaped(_asm_inout(builder, "wgmma.wait_group.sync.aligned 0;", flat, []), totals)
 
 
 def proxy_fence(builder: GpuBuilder) -> None:
-    """What this thread has written into shared memory is seen by the units, after a barrier."""
+    """``fence.proxy.async``: makes this thread's shared-memory writes visible to ``wgmma``, after a barrier."""
     asm(builder, "fence.proxy.async.shared::cta;", VOID, effects=True)
 
 

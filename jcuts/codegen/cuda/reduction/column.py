@@ -38,7 +38,7 @@ SHARED = 24 << 10  # bytes of shared memory that the rows of threads meet in
 
 @dataclass(frozen=True)
 class ColumnShape:
-    """How a block is laid over outputs and reduced points.
+    """Mapping of a thread block onto outputs and reduced points.
 
     Attributes:
         across: threads along the last axis.
@@ -60,7 +60,7 @@ class ColumnShape:
 
 
 def shape_of(program: Program) -> ColumnShape:
-    """The shape that a program's schedule asks for. Raises CompileRejected where it does not fit the program."""
+    """The block shape of a program's schedule. Raises CompileRejected where it does not fit the program."""
     params = dict(program.params)
     threads, across, flight = (int(str(params[k])) for k in ("threads", "across", "flight"))
     phase = program.phases[0]

@@ -35,7 +35,7 @@ Merge = Callable[[int, tuple[L.Value, ...], tuple[L.Value, ...]], tuple[L.Value,
 
 @dataclass(frozen=True)
 class ColumnRowsShape:
-    """How a block is laid over columns and their points.
+    """Mapping of a thread block onto columns and their points.
 
     Attributes:
         across: threads along the last axis.
@@ -68,7 +68,7 @@ def outer_axes(program: Program) -> tuple[Axis, ...]:
 
 
 def column_rows_shape(program: Program) -> ColumnRowsShape:
-    """The shape that a schedule asks for. Raises CompileRejected where it does not fit the program."""
+    """The block shape of a schedule. Raises CompileRejected where it does not fit the program."""
     params = {k: int(str(v)) for k, v in program.params if k != "cuda"}
     shape = ColumnRowsShape(params["across"], params["threads"] // params["across"], params["vector"], params["chunks"])
     lane = outer_axes(program)[-1]

@@ -37,7 +37,7 @@ K = "k"
 
 @dataclass(frozen=True)
 class RowReductionTile:
-    """How threads share rows.
+    """Mapping of cooperating threads onto rows.
 
     Attributes:
         team: threads per row, a power of two; more than a warp means one row per block.

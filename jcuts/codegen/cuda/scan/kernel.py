@@ -33,7 +33,7 @@ from jcuts.ops.window import identity
 
 @dataclass(frozen=True)
 class ScanShape:
-    """How threads share a scan.
+    """Mapping of threads onto a scan.
 
     Attributes:
         rows: whether several threads share a row; else a thread scans ``vector`` columns, ``unroll`` steps at a time.
@@ -51,7 +51,7 @@ class ScanShape:
 
 
 def scan_shape(program: Program) -> ScanShape:
-    """The shape that a schedule asks for. Raises CompileRejected where it does not fit the program."""
+    """The block shape of a schedule. Raises CompileRejected where it does not fit the program."""
     params = {k: v for k, v in program.params if k != "cuda"}
     number = {k: int(str(v)) for k, v in params.items()}
     rows = dict(program.params)["cuda"] == "scan_rows"
@@ -67,12 +67,12 @@ def scan_shape(program: Program) -> ScanShape:
 
 
 def scan_axis(program: Program) -> Axis:
-    """The axis that is walked along."""
+    """The scanned axis."""
     return next(a for a in program.phases[0].axes if a.name in (TIME, STEP))
 
 
 def scans_of_grid(program: Program, shape: ScanShape) -> dict[str, int]:
-    """What the grid counts: rows, or groups of columns that a thread has; axis -> number."""
+    """Grid dimensions: rows, or groups of columns per thread; axis -> extent."""
     axes = program.phases[0].axes
     time = scan_axis(program)
     found = {a.name: a.extent for a in axes if a is not time}
@@ -82,7 +82,7 @@ def scans_of_grid(program: Program, shape: ScanShape) -> dict[str, int]:
 
 
 class ScanEmitter:
-    """What both forms share: copies of the two phases' graphs at one step."""
+    """Common base of row and column scans: copies of the two phases' graphs at one step."""
 
     def __init__(
         self,

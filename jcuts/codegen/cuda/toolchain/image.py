@@ -20,7 +20,9 @@ Dim = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes, as its cubin says: registers and stack bytes per thread, static shared bytes per block."""
+    """Resource usage of one kernel, from its cubin: registers and stack bytes per thread, static shared bytes per
+    block.
+    """
 
     registers: int
     stack: int
@@ -51,7 +53,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Image:
-    """Everything that a call runs. ``arch`` is the architecture of the cubin, e.g. ``sm_90``."""
+    """Cubin and launch records of one call.  ``arch`` is the architecture of the cubin, e.g. ``sm_90``."""
 
     arch: str
     region: str

@@ -61,7 +61,7 @@ _ENDS = re.compile(r"\s*(?:@|\$|bra|brx|ret|exit|call|[{}])")
 
 
 def insert_grid_dependency_wait(lines: Sequence[str], place: int) -> list[str]:
-    """The lines of a PTX kernel with `WAIT` in them.
+    """The lines of a PTX kernel with ``griddepcontrol.wait`` inserted (`WAIT`).
 
     What the first block of instructions computes from parameters comes before it, in its order.
 

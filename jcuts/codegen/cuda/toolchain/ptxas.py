@@ -40,7 +40,7 @@ _NEGATED = re.compile(r"^(\s*)(?:neg|sub)\.s(16|32)(\s+)(%\w+), (?:0, )?(%\w+);"
 
 
 def merge_modules(sources: list[tuple[str, str]], arch: str = "", *, early: bool = False, ready: bool = True) -> str:
-    """One PTX module of several: [(PTX of one kernel, the name that it gets)].
+    """Merges PTX modules into one: [(PTX of one kernel, the name that it gets)].
 
     Args: arch: what the module asks for where that is more than the compiler wrote, e.g. ``sm_90a``; early: kernels
         wait for the grid in front of them (`insert_grid_dependency_wait`); ready: behind what they can compute before.
@@ -74,7 +74,7 @@ def _without_negations(text: str) -> str:
 
 
 def supports_pdl(arch: str) -> bool:
-    """Whether kernels of an architecture wait for the grid in front of them (PTX ISA, ``griddepcontrol``)."""
+    """Whether an architecture has programmatic dependent launch (PTX ISA, ``griddepcontrol``)."""
     found = re.match(r"sm_(\d+)", arch)
     return found is not None and int(found[1]) >= _DEPENDENT
 
@@ -105,7 +105,7 @@ def assembler() -> str:
 
 @functools.cache
 def toolkit() -> tuple[int, int] | None:
-    """CUDA version of the assembler, None where it does not say."""
+    """CUDA version of the assembler; None where it does not report one."""
     path = assembler()
     if not path:
         try:
@@ -142,7 +142,9 @@ class Grid(NamedTuple):
     shared: int
 
     def blocks_per_sm(self, registers: int, shared: int) -> int:
-        """Blocks with so many registers per thread that a multiprocessor has at once, of those that it gets at all."""
+        """Resident blocks per multiprocessor with so many registers per thread (occupancy), at most the blocks that it
+        gets at all.
+        """
         warps = -(-self.threads // _WARP)
         by_shared = _SHARED // max(1, self.shared + shared)
         by_registers = _REGISTERS // (warps * max(1, -(-registers // 8)) * 8 * _WARP)
@@ -152,7 +154,7 @@ class Grid(NamedTuple):
 def assemble_best(
     sources: list[tuple[str, str]], arch: str, grids: Sequence[Grid], *, overlapped: bool = False
 ) -> tuple[bytes, dict[str, Resources], bool]:
-    """The cubin of all kernels, what each of them takes, and whether they wait for the grid in front of them.
+    """The cubin of all kernels, their resources, and whether they use programmatic dependent launch.
 
     What is computed before the wait stays in registers over it.  Where they do not suffice, or a multiprocessor would
     have fewer blocks at once, the wait comes first; and where ptxas keeps small arrays in memory only because there is

@@ -41,7 +41,7 @@ WHOLE = wgmma.LINE // ptx_mma.STEP
 
 
 class WarpSpecializedKernel(WgmmaKernel):
-    """Emits one thread of the warp-specialised kernel: its role is decided by its warp."""
+    """Emits one thread of the warp-specialised kernel: the warp's number decides its role."""
 
     shape: WarpSpecializedTile  # type: ignore[assignment]
     rows: RegisterOperandA | HaloFragments  # type: ignore[assignment]
@@ -51,7 +51,7 @@ class WarpSpecializedKernel(WgmmaKernel):
         self.block: L.Value = args[5]["block"]
 
     def emit(self) -> None:
-        """All tiles of the block, by both kinds of warps."""
+        """All output tiles of the block, branching by role."""
         builder, shape = self.builder, self.shape
         self.ring = MbarrierRing(builder, builder.add(self.shared, L.I32(shape.barriers)), shape.stages, self.lane)
         self.ring.init(self.thread, WARP * shape.carriers, shape.warps[0])
@@ -83,7 +83,7 @@ class WarpSpecializedKernel(WgmmaKernel):
                         self._tiles([L.I32(0), L.I32(0)], self.fence_warp)
 
     def setmaxnreg(self, number: int) -> None:
-        """Takes or gives registers: groups that multiply (0) need more of them than warps that copy (1)."""
+        """``setmaxnreg``: consumer warpgroups (0) take registers that producer warps (1) give up."""
         found = self.shape.registers
         if found is not None:
             text = f"setmaxnreg.{('inc', 'dec')[number]}.sync.aligned.u32 {found[number]};"
@@ -113,7 +113,7 @@ class WarpSpecializedKernel(WgmmaKernel):
 
     # -- copies -------------------------------------------------------------------------------------------------
     def producer(self) -> None:
-        """What a warp that copies does; state: the stage that is filled next, its parity, the place of the run."""
+        """Code of a producer warp; state: the next stage to fill, its parity, offset of the run."""
         builder, shape, found = self.builder, self.shape, self.shape.window
         threads = WARP * shape.carriers
         mine = builder.sub(self.thread, L.I32(shape.consumer_threads))
@@ -165,7 +165,7 @@ class WarpSpecializedKernel(WgmmaKernel):
         self._tiles([L.I32(0), L.I32(1), L.I32(0)], tile)
 
     def produce_residual(self, thread: L.Value, state: list[L.Value]) -> list[L.Value]:
-        """Fills the stages of what the epilogue adds. Args: thread: of those that copy; state: as of `producer`."""
+        """Fills the residual's stages. Args: thread: number among the producers; state: as of `producer`."""
         builder, shape = self.builder, self.shape
         if shape.beside is None:
             return state
@@ -180,7 +180,7 @@ class WarpSpecializedKernel(WgmmaKernel):
         return [stage, parity, run]
 
     def fence_warp(self, state: list[L.Value]) -> list[L.Value]:
-        """Lets the units see the stages of a tile of outputs. Args: state: the first stage, its parity."""
+        """Issues the async-proxy fences of an output tile's stages. Args: state: the first stage, its parity."""
 
         def step(number: L.Value, state: list[L.Value]) -> list[L.Value]:
             stage, parity = state
@@ -226,7 +226,7 @@ class WarpSpecializedKernel(WgmmaKernel):
 
     # -- products -----------------------------------------------------------------------------------------------
     def consumer(self) -> None:
-        """What a warp that multiplies does."""
+        """Code of a consumer warp."""
         builder, shape = self.builder, self.shape
         self.before = None if prologue(self.program) is None else self._prologue()
         self.weights = self._descriptor(shape.right, self.column_warp)
@@ -276,7 +276,9 @@ class WarpSpecializedKernel(WgmmaKernel):
         return numbers[1:]
 
     def acquire_residual(self, stage: L.Value, parity: L.Value) -> tuple[L.Value, L.Value, L.Value]:
-        """Waits for what the exit adds, and leaves the other groups' stages to them: the own one; stage and parity."""
+        """Waits for the own warpgroup's residual stage and releases those of the others: returns the own stage; next
+        stage and parity.
+        """
         builder, shape, mine = self.builder, self.shape, stage
         if shape.beside is None:
             return mine, stage, parity
@@ -331,7 +333,7 @@ class WarpSpecializedKernel(WgmmaKernel):
         return builder.select(first, L.I32(self.shape.stages - 1), builder.sub(stage, L.I32(1)))
 
     def consumer_epilogue(self, totals: Totals) -> None:
-        """The exit graph."""
+        """Runs the epilogue."""
         kept = self.lane
         if self.shape.rounds > 1:  # what depends on it is not kept over the loop
             self.lane = asm(self.builder, "mov.b32 $0, $1;", L.I32, [kept], effects=True)

@@ -55,7 +55,7 @@ class ResidualLoader:
         self.source = self._source(0)
 
     def start(self, group: int, stage: L.Value) -> None:
-        """Starts the copies of a group's rows. Args: stage: bytes from the first stage."""
+        """Starts the copies of a warpgroup's rows. Args: stage: byte offset from the first stage."""
         builder, rows, step = self.builder, self.tiles[0], self.kept.index.stride(ROWS)
         into = builder.add(self.into, stage)
         for first in range(0, rows.warp, self.abreast):

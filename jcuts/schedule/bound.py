@@ -1,4 +1,4 @@
-"""Roofline bound of a scheduled program on whatever device it is scheduled for: the dispatch over CPU and GPU."""
+"""Roofline bound of a scheduled program: the dispatch over CPU and GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jcuts.schedule.gpu.bound import GpuBound, memory_bound
 
 
 def roofline_bound(program: Program, arch: CpuArch | None = None) -> BoundReport | GpuBound:
-    """Lower bound on the kernel's time [s]: no run of it can be shorter."""
+    """Roofline lower bound on the kernel's time [s]."""
     if "cuda" in dict(program.params):
         return memory_bound(program)
     arch = arch or host_arch()

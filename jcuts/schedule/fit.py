@@ -97,7 +97,7 @@ def record(family: str, table: str, kind: type[Record]) -> Record:
 
 
 def file_of(family: str) -> Path:
-    """The data file of a family: for the GPU, or the instruction set, that it was fitted on."""
+    """The data file of a family for a GPU or an instruction set."""
     return ROOT / family / ("fit_h200.toml" if family.startswith("gpu") else "fit_x86.toml")
 
 

@@ -1,4 +1,4 @@
-"""Work and time bound of a scheduled program on a CPU, for `estimate.cpu`."""
+"""Roofline inputs of a scheduled program on a CPU: its compulsory work and traffic, for `estimate.cpu`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 
 @functools.cache
 def host_arch() -> CpuArch:
-    """This CPU as files describe it; nothing is measured, so that a bound does not depend on the day."""
+    """This CPU from data files, without measuring, so that a bound is reproducible."""
     return describe_cpu()
 
 
 def machine_of(arch: CpuArch, vector_bytes: int, registers: int, threads: int) -> Machine:
-    """The CPU as the enumeration of schedules sees it, with the registers that the code generator uses."""
+    """The CPU's machine description for schedule enumeration, with the registers that the code generator uses."""
     return Machine(
         vector_bytes, registers, threads, arch.l1d, arch.l2, arch.fma_ports, arch.load_ports, arch.store_ports
     )
 
 
 def work_of(program: Program, arch: CpuArch) -> CpuWork:
-    """What the kernel must do whatever its code: accumulations, results, operands that it reads.
+    """Compulsory work of a kernel, whatever its code: accumulations, results, operands read.
 
     Counted are only operations that no compiler can remove: one multiply-add (2 FLOP) or one operation per accumulated
     term. Element operations of exit graphs are left out (invariant ones are hoisted), so the bound stays a bound.

@@ -1,4 +1,4 @@
-"""Bytes that a loop nest moves between cache levels: the reuse that its order leaves, counted from the addresses.
+"""Cache-reuse analysis of a loop nest: bytes moved between cache levels, from working sets and loop order.
 
 For each level of the nest the lines that all accesses touch inside it are its working set.  The outermost level whose
 set fits a cache is loaded once per run of it; an access that the next loops outwards do not move stays where it is.
@@ -80,7 +80,8 @@ class _Access:
 
 
 def traffic_cycles(program: Program, phase: Phase, lanes: int, machine: Machine, busy: float) -> float:
-    """Cycles of all tiles of a phase of which the core computes ``busy``, with the lines that come in meanwhile.
+    """Cycles of all tiles of a phase: ``busy`` compute cycles overlapped with the cache lines that are loaded
+    meanwhile.
 
     Of computing and of each level's transfers the longest counts, and a share of the others that it does not hide.
     """

@@ -1,4 +1,6 @@
-"""All candidate kernels of an unscheduled program: every form's schedules in one ranked list."""
+"""Enumerates the CPU schedules of a program over all templates (loop nest, packing, Winograd, row reduction, scan),
+ranked.
+"""
 
 from __future__ import annotations
 

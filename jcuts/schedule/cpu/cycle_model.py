@@ -1,4 +1,5 @@
-"""Estimated cycles of a scheduled program on one core: what ranks candidates (the CPU's counterpart of PUL's factors).
+"""Cycle model of a scheduled program on one core (port pressure, latency, spills, cache misses): the CPU's ranking
+score.
 
 Everything is counted from the program alone, tile by tile: what a loop body issues to the arithmetic, load and store
 ports, how long its accumulators wait for themselves, what the register file cannot hold, what a tile costs besides its

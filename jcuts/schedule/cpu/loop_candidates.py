@@ -1,8 +1,8 @@
-"""Candidate schedules of a program for a CPU, best estimate first.
+"""Enumerates loop-nest schedules for a CPU: lane axis, register tile, unrolling, loop order, best estimate first.
 
-Here is what is tried: lane axes along which memory runs, register tiles of rows and vectors whose accumulators fit the
-register file, short reductions unrolled, and the loop orders that keep one operand or the other in cache.  What each
-is worth is counted by `schedule.cpu.cycle_model`.
+Tried are lane axes along which memory is contiguous, register tiles of rows and vectors whose accumulators fit the
+register file, unrolled short reductions, and the loop orders that keep one operand or the other in cache.
+`schedule.cpu.cycle_model` ranks them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Schedules an unscheduled program: merges axes, picks the lane axis, register tile and task blocks.
+"""Applies a loop-nest schedule: collapses axes, sets the lane axis, the register tile and the task blocks.
 
 A `Schedule` is plain data (what the tuner varies); `apply` makes the scheduled program.
 """

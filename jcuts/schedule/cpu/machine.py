@@ -1,4 +1,4 @@
-"""What the enumeration of schedules and their ranking need to know of a CPU."""
+"""Machine description of a CPU core for schedule enumeration and ranking: SIMD width, registers, ports, caches."""
 
 from __future__ import annotations
 

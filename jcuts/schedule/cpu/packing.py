@@ -1,8 +1,8 @@
-"""Packing: a fetch phase copies the lane operand's panel into cache before the compute phase uses it.
+"""Operand packing (as in BLIS GEMM): a fetch phase copies the lane operand's panel into cache before the compute phase.
 
-This is the thesis' looped operation with a fetch and a compute phase (3.2.1), the panel taking the place of shared
-memory.  It pays where the operand is not contiguous along the lanes (a transposed matrix), or where its rows lie a
-power of two apart and evict each other from the cache.
+This is the thesis' looped operation with a fetch and a compute phase (3.2.1), where the panel replaces shared memory.
+It pays where the operand is not contiguous along the lanes (a transposed matrix), or where its rows lie a power of two
+apart and evict each other from the cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TILES = ((12, 2), (14, 2), (10, 2), (8, 3), (6, 4), (9, 3), (8, 2), (7, 3), (4, 
 
 @dataclass(frozen=True)
 class Packing:
-    """Which load of a program is packed, and how the compute tile looks."""
+    """One packing: the load that is packed, and the compute tile."""
 
     load: int
     lane: str

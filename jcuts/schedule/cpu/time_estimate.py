@@ -1,4 +1,4 @@
-"""Estimated seconds of an unscheduled program: what the partition search compares before anything was measured."""
+"""Time estimate of an unscheduled program on a CPU, for the partition search before anything is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Winograd's minimal filtering: a convolution of stride 1 with fewer multiplications, as one kernel.
+"""Winograd convolution (minimal filtering) on a CPU: stride-1 convolutions with fewer multiplications, as one fused
+kernel.
 
 Recognised is any sum of products ``sum_{t, c} data[d + t, c] * weight[t, c, k]`` of an unscheduled program, whatever
 made it: one or two output axes ``d`` on which the data factor depends only through ``d + t``.  Padding of any kind,

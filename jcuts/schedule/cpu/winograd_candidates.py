@@ -1,4 +1,4 @@
-"""Which Winograd kernels of a convolution are worth measuring: plans ranked by estimated time.
+"""Enumerates Winograd kernels of a convolution, ranked by estimated time over the direct form's.
 
 Everything is counted in vector multiply-adds of one core.  The product runs at the rate of its register tile; the
 transforms are dominated by stores and cache misses, so that their costs are constants per transformed vector, fitted to

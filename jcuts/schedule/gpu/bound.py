@@ -1,4 +1,4 @@
-"""Lower bound on a GPU kernel's time from its memory traffic, before caches: the memory roof of the roofline model."""
+"""Memory roof of the roofline model: lower bound on a GPU kernel's time from its compulsory traffic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class GpuBound:
 
 
 def memory_bound(program: Program) -> GpuBound:
-    """Compulsory traffic (all results, and every operand that is surely read whole) over the fastest GPU's bandwidth.
+    """Time of the compulsory traffic (all results, and every operand that is certainly read whole) at the fastest GPU's
+    bandwidth.
 
     It holds where operands and results are not in the L2 cache already.
     """

@@ -1,7 +1,8 @@
-"""Coalescing statistics of cooperative loads: rows by teams, columns, transposes through shared memory.
+"""Coalescing statistics of cooperative loads: row reductions, column reductions, shared-memory transposes.
 
-What `launch_stats` counts from addresses for threads on their own, these forms say by their shape: how many 128-byte
-lines their accesses touch per line of data, how much a thread has in flight, and how often they read their operands.
+`launch_stats` counts from addresses for threads on their own; for these kernel families the statistics follow from the
+schedule's shape: how many 128-byte lines their accesses touch per line of data, bytes in flight per thread, and how
+often operands are read.
 """
 
 from __future__ import annotations

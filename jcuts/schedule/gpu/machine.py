@@ -29,7 +29,7 @@ Candidate = tuple[Program, float]
 
 @dataclass(frozen=True)
 class GpuMachine:
-    """A GPU as the enumeration needs it.
+    """Machine description of a GPU for schedule enumeration.
 
     Attributes:
         sms: multiprocessors.
@@ -43,12 +43,12 @@ class GpuMachine:
 
     @property
     def threads(self) -> int:
-        """Threads that the GPU holds at once."""
+        """Resident threads of the whole GPU."""
         return self.sms * self.threads_per_sm
 
     @property
     def multiplies(self) -> bool:
-        """Whether products have schedules for matrix units: these copy asynchronously, and float32 becomes TF32."""
+        """Whether GEMMs have tensor-core schedules: `cp.async` exists, and float32 may be rounded to TF32."""
         return self.capability >= (8, 0)
 
 
@@ -85,13 +85,15 @@ def loads_of(phase: Phase) -> list[Node]:
 
 
 def narrowest(program: Program) -> int:
-    """Bytes of an element of the largest operand or result: what fills an access."""
+    """Bytes of an element of the largest operand or result, which decides the vector width."""
     largest = max((b for b in program.buffers if b.role != "local"), key=lambda b: (b.bytes, b.name))
     return ITEM_SIZE[largest.dtype]
 
 
 def vectors(extent: int, size: int) -> list[int]:
-    """Neighbours per thread: those whose accesses stay aligned, widest first; 1 and an unaligned 4 where none do."""
+    """Vector widths (elements per thread) with aligned accesses, widest first; 1 and an unaligned 4 where there are
+    none.
+    """
     widest = max(1, ACCESS // size)
     found = [v for v in (2 * widest, widest, widest // 2) if v >= 1 and extent % v == 0]
     found += [v for v in (widest // 4,) if v > 1 and extent % v == 0 and not found]
@@ -99,7 +101,7 @@ def vectors(extent: int, size: int) -> list[int]:
 
 
 def transposed_axis(phase: Phase, lane: str) -> Axis | None:
-    """The axis along which an operand is contiguous that is not contiguous along the lanes: a transpose."""
+    """The axis along which an operand is contiguous but not along the lanes: a transpose."""
     for node in loads_of(phase):
         assert node.index is not None
         if node.index.stride(lane) in (0, 1, None):
@@ -111,7 +113,7 @@ def transposed_axis(phase: Phase, lane: str) -> Axis | None:
 
 
 def unroll_period(phase: Phase, axis: str) -> int:
-    """After how many points along an axis all remainders in addresses and guards come back: stride or dilation."""
+    """Period of all remainders in addresses and guards along an axis: stride or dilation."""
     period = 1
 
     def visit(index: Index) -> None:
@@ -132,12 +134,12 @@ def unroll_period(phase: Phase, axis: str) -> int:
 
 
 def window_values(phase: Phase, unroll: dict[str, int]) -> int:
-    """Values that a tile of a window loads."""
+    """Values that a window's register tile loads."""
     return distinct_loads(phase, {**unroll, **{r.name: r.extent for r in phase.reds}})
 
 
 def distinct_loads(phase: Phase, counts: dict[str, int]) -> int:
-    """Values that so many points along each axis load (equal addresses once)."""
+    """Distinct addresses that a register tile of so many points per axis loads."""
     total = 0
     for node in loads_of(phase):
         assert node.index is not None
@@ -174,7 +176,7 @@ def _number(index: Index, where: dict[str, int]) -> int:
 
 
 def diverse_best(found: Iterable[Candidate], most: int = 32) -> list[Candidate]:
-    """The best schedules, best first, of which no more than two have the same register tile and equally early loads."""
+    """The best schedules, best first, at most two per register tile and prefetch distance."""
     seen: Counter[object] = Counter()
     kept = []
     for program, score in sorted(found, key=lambda item: (-item[1], item[0].params)):
@@ -187,7 +189,8 @@ def diverse_best(found: Iterable[Candidate], most: int = 32) -> list[Candidate]:
 
 
 def rescale_to(found: Sequence[Candidate], others: Sequence[Candidate]) -> list[Candidate]:
-    """The schedules, scored as if their best were as good as the best of the others: neither push the others out.
+    """The schedules, rescaled so that their best score equals the best of the others: neither family crowds the other
+    out.
 
     Measured on an H200, walks win in some operations and lose in some, by up to a tenth.
     """
@@ -198,7 +201,7 @@ def rescale_to(found: Sequence[Candidate], others: Sequence[Candidate]) -> list[
 
 
 def lane_counts(vectors: int) -> list[int]:
-    """Threads of a block along the outputs: whole lines, or a divisor that leaves no thread idle."""
+    """Block sizes along the outputs: whole lines, or a divisor that leaves no thread idle."""
     if vectors <= 8:
         return [vectors]
     found = [n for n in (8, 16, 32, 64) if n <= vectors]
@@ -208,6 +211,6 @@ def lane_counts(vectors: int) -> list[int]:
 
 
 def block_threads(across: int, wanted: Sequence[int]) -> list[int]:
-    """Threads of a block near those wanted: whole rows of threads in whole warps, so that none is idle."""
+    """Block size near a wanted one: whole rows of threads in whole warps, so that none is idle."""
     unit = math.lcm(across, WARP)
     return list(dict.fromkeys(min(1024 // unit, max(1, round(n / unit))) * unit for n in wanted if unit <= 1024))

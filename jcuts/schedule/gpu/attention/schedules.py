@@ -58,7 +58,7 @@ QUARTERS = 4
 
 
 def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterator[Candidate]:
-    """Schedules of an attention, at most so many, the best of every kind of tile; none for other programs."""
+    """Schedules of an attention program, at most so many, the best of every kind of tile; none for other programs."""
     attention = match(program)
     if isinstance(attention, Refusal):
         return
@@ -87,7 +87,7 @@ def apply_tile(program: Program, shape: FlashTile) -> Program:
 
 
 def shapes(attention: Attention, machine: GpuMachine) -> Iterator[FlashTile]:
-    """What a block may do, within registers and shared memory."""
+    """All block tiles within registers and shared memory."""
     rounded = (False, True) if attention.kind == "tf32" else (False,)
     most = FEW_SHARED if machine.capability >= (9, 0) else MOST_SHARED
     for high, wide, along, parts in itertools.product(HIGH, WIDE, WARPS, PARTS):
@@ -109,7 +109,7 @@ def shapes(attention: Attention, machine: GpuMachine) -> Iterator[FlashTile]:
 
 
 def registers(shape: FlashTile) -> float:
-    """Of a thread: fragments of queries, sums of values, scores."""
+    """Registers of a thread: query fragments, output accumulators, scores."""
     high, wide = shape.warp
     kept = shape.steps + shape.padded_head_dim // EIGHT + wide // EIGHT
     bands = high // SIXTEEN
@@ -118,12 +118,12 @@ def registers(shape: FlashTile) -> float:
 
 
 def register_budget(shape: FlashTile) -> float:
-    """Registers that a thread of one block can have."""
+    """Register limit of a thread with one resident block."""
     return REGISTERS / shape.threads
 
 
 def bound(attention: Attention, program: Program, machine: GpuMachine) -> float:
-    """Cycles below which no schedule is: units, memory."""
+    """Lower bound on any schedule's cycles: tensor cores, memory."""
     work = attention.batches * attention.rows * attention.keys * (attention.key.length + attention.value.length)
     moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
     return max(work / (machine.sms * 2 * UNIT[attention.key.item]), moved / MEMORY, LATENCY)

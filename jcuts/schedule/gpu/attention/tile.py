@@ -51,7 +51,7 @@ class FlashTile:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return WARP * self.warps[0] * self.warps[1]
 
     @property
@@ -61,23 +61,23 @@ class FlashTile:
 
     @property
     def fits(self) -> bool:
-        """Whether warps have whole fragments."""
+        """Whether warps divide the tile into whole fragments."""
         high, wide = self.warp
         whole = self.rows == high * self.warps[0] and self.keys == wide * self.warps[1] and high > 0 and wide > 0
         return whole and high % SIXTEEN == wide % SIXTEEN == 0 and self.stages >= 1
 
     @property
     def steps(self) -> int:
-        """Instructions along the depth of the scores."""
+        """k-steps of QK^T (instructions along the head dimension)."""
         return -(-self.attention.key.length * self.attention.key.item // STEP)
 
     @property
     def padded_head_dim(self) -> int:
-        """Features of a block's results, with those that pad them to whole pairs of tiles."""
+        """Features of the output, padded to whole pairs of fragments."""
         return -(-self.attention.value.length // SIXTEEN) * SIXTEEN
 
     def line(self, operand: Operand) -> int:
-        """Elements of a line of keys or values in shared memory that are copied or zero."""
+        """Elements of a line of keys or values in shared memory, zero padding included."""
         if operand is self.attention.value:
             return self.padded_head_dim
         return self.steps * STEP // operand.item
@@ -88,12 +88,12 @@ class FlashTile:
 
     @property
     def stage(self) -> int:
-        """Bytes of a tile of keys and one of values."""
+        """Bytes of one stage: a tile of keys and one of values."""
         return self.keys * (self.pitch(self.attention.key) + self.pitch(self.attention.value))
 
     @property
     def exchange_bytes(self) -> int:
-        """Bytes in which one warp hands over what it has."""
+        """Bytes through which one warp hands over its softmax state."""
         high = self.warp[0]
         return 4 * high * self.padded_head_dim + 4 * WARP * STATE * high // EIGHT
 
@@ -104,17 +104,17 @@ class FlashTile:
 
     @property
     def tiles(self) -> int:
-        """Tiles of keys."""
+        """Number of key tiles."""
         return -(-self.attention.keys // self.keys)
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """Heads, and blocks of a head."""
+        """Grid: heads, and blocks of a head."""
         return self.attention.batches, -(-self.attention.rows // self.rows)
 
 
 def shape_of(program: Program) -> FlashTile | Refusal:
-    """The shape that a schedule asks for."""
+    """The block tile of a schedule."""
     params: Any = dict(program.params)
     found = match(program)
     if isinstance(found, Refusal):

@@ -53,7 +53,9 @@ MOST_STEPS = 1400
 
 
 def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterator[Candidate]:
-    """Schedules of a convolution that `patches.as_patches` takes, at most so many; none for other programs."""
+    """Schedules of a few-channel convolution (`lower.patterns.few_channel_conv`), at most so many; none for other
+    programs.
+    """
     made = as_few_channel_conv(program)
     if made is None:
         return
@@ -111,7 +113,7 @@ def _warps(rows: int, pixels: int, columns: int) -> Iterator[tuple[int, int, int
 
 
 def cycle_bound(program: Program, machine: GpuMachine) -> float:
-    """Cycles that no schedule can be below: memory, and the units' rate."""
+    """Lower bound on any schedule's cycles: memory, tensor cores."""
     found = conv_geometry(program)
     outputs = found.images * found.rows * found.outputs
     multiplied = float(outputs * found.columns * len(found.terms))

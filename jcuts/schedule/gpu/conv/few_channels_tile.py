@@ -63,7 +63,7 @@ class FewChannelTile:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return WARP * math.prod(self.warps)
 
     @property
@@ -74,7 +74,7 @@ class FewChannelTile:
 
     @property
     def fits(self) -> bool:
-        """Whether warps have whole fragments."""
+        """Whether warps divide the tile into whole fragments."""
         whole = all(t % w == 0 for t, w in zip((self.rows, self.pixels, self.columns), self.warps, strict=True))
         whole = whole and self.width > 0 and self.warp[1] % TILE == 0 and self.warp[2] % TILE == 0
         return whole and self.stages in (1, 2) and (self.rows == 1 or self.patches.vertical is not None)
@@ -82,33 +82,33 @@ class FewChannelTile:
     # -- tiles --------------------------------------------------------------------------------------------------
     @property
     def counts(self) -> tuple[int, int]:
-        """Tiles of an image: down and across."""
+        """Output tiles of an image: down and across."""
         return -(-self.patches.rows // self.rows), -(-self.patches.outputs // self.pixels)
 
     @property
     def tiles(self) -> int:
-        """Tiles of all images."""
+        """Output tiles of all images."""
         return self.patches.images * math.prod(self.counts)
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """Blocks along the filters, and those that share the tiles."""
+        """Grid: blocks along the filters, and blocks along the output tiles."""
         return -(-self.patches.columns // self.columns), -(-self.tiles // self.share)
 
     # -- the patch ----------------------------------------------------------------------------------------------
     @property
     def half_word_lines(self) -> bool:
-        """Whether every second line begins in the middle of a word (no zeros to the left of an image then)."""
+        """Whether every second line begins in the middle of a word (only without padding to the left of an image)."""
         return self.patches.item < WORD and self.patches.length % 2 == 1 and self.patches.start[1] >= 0
 
     @property
     def early(self) -> int:
-        """Elements before the first one that a line of the patch needs."""
+        """Elements that a line of the patch begins early, for alignment."""
         return self.patches.start[1] % self.width
 
     @cached_property
     def width(self) -> int:
-        """Elements of one copy; 0 where lines are not even words."""
+        """Elements of one copy; 0 where lines are not even word-aligned."""
         found = self.patches
         if self.half_word_lines:
             return WORD // found.item
@@ -119,7 +119,7 @@ class FewChannelTile:
 
     @property
     def lines(self) -> int:
-        """Of a patch."""
+        """Lines of a patch."""
         return (self.rows - 1) * self.patches.step[0] + self.patches.reach[0]
 
     @property
@@ -135,12 +135,12 @@ class FewChannelTile:
         return min((2**k for k in range(2, 6)), key=lambda count: (self.copies(count), abs(count - pieces)))
 
     def copies(self, beside: int) -> int:
-        """Copies of a thread."""
+        """Copies per thread."""
         return -(-self.lines // (self.threads // beside)) * -(-self.length // self.width // beside)
 
     @property
     def pitch(self) -> int:
-        """Elements from one line to the next: the first length with fewest reads that wait for a bank."""
+        """Elements from one line to the next: the shortest length with fewest bank conflicts."""
         return self._layout[0]
 
     @cached_property
@@ -161,31 +161,31 @@ class FewChannelTile:
     # -- terms --------------------------------------------------------------------------------------------------
     @property
     def steps(self) -> int:
-        """Instructions along the terms."""
+        """k-steps (instructions along K)."""
         return -(-len(self.patches.terms) * self.patches.item // DEPTH)
 
     @cached_property
     def k_offsets(self) -> list[list[int]]:
-        """Elements of the patch from a pixel's first one to its terms, in fours; the last stands for those beyond.
+        """Offsets in the patch from a pixel's first element to its k, in fours; the last one stands for those beyond K.
 
         Of 16-bit floats a four of even terms comes before that of the odd ones beside them.
         """
         return _fours(self.patches.terms, self.pitch, self.patches.item)
 
     def real(self, four: int) -> int:
-        """How many terms of a four there are."""
+        """How many k of a four exist (the rest is padding)."""
         many = WORD // self.patches.item
         first = four // many * many * FOUR + four % many
         return max(0, min(FOUR, -((first - len(self.patches.terms)) // many)))
 
     @property
     def bank_conflict_cycles(self) -> int:
-        """Cycles of all reads of a fragment's fours: one each where all banks are different."""
+        """Cycles of all reads of a fragment's fours; one each without bank conflicts."""
         return self._layout[1]
 
     @cached_property
     def fragment_row_stride(self) -> int:
-        """From one pixel to the next of a fragment's upper half: 1, or 2 with the lower half between them."""
+        """Pixel stride within a fragment's upper half: 1, or 2 with the lower half interleaved."""
 
         def cost(apart: int) -> int:
             many = WORD // self.patches.item
@@ -203,7 +203,7 @@ class FewChannelTile:
 
     @property
     def filters(self) -> int:
-        """Bytes of the filters, with zeros for terms that there are not."""
+        """Bytes of the filters, zero padding of k included."""
         return self.steps * LINES * self.filters_pitch * WORD
 
     @property
@@ -241,7 +241,7 @@ def _conflicts(words: list[int]) -> int:
 
 
 def shape_of(program: Program) -> FewChannelTile:
-    """The work that a schedule (`conv.few_channels`) gives to a block."""
+    """The block tile of a schedule of `conv.few_channels`."""
     params: Any = dict(program.params)
     rows, pixels, columns = params["tile"]
     high, wide, across = params["warps"]

@@ -1,10 +1,10 @@
 """Schedules of implicit-GEMM convolutions with halo reuse (``wgmma``), ranked by a cycle model.
 
-Counted per step of one tap and one channel chunk, which copies the weights, unless they stay in shared memory, and ``1
-/ taps`` of a run of pixels: the longest of what the units, the port of shared memory and the L2 cache take, and behind
-it what warps take to fetch and round fragments, which the products of other warpgroups hide where there are several
-blocks alone.  The constants are fitted to 126 schedules of 13 convolutions on an H200: 10 % off in the mean square; the
-schedule with the least cycles was the fastest of eight, one of the first three within 10 % of it in the others but one.
+Counted per step of one tap and one channel chunk, which copies the weights (unless resident) and ``1 / taps`` of a run
+of pixels: the longest of tensor cores, shared-memory port and L2 cache, plus the warps' time to fetch and round
+fragments, which other warpgroups' ``wgmma`` hide only where several blocks are resident.  The constants are fitted to
+126 schedules of 13 convolutions on an H200: 10 % off in the mean square; the schedule with the least cycles was the
+fastest of eight, one of the first three within 10 % of it in the others but one.
 """
 
 from __future__ import annotations

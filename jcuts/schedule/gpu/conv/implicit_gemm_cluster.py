@@ -1,9 +1,10 @@
-"""Schedules of implicit-GEMM convolutions with few outputs: the blocks of a cluster split the channels (DSMEM).
+"""Schedules of split-K implicit-GEMM convolutions for small outputs: the blocks of a cluster split the channels
+(DSMEM).
 
 float32 with TF32-pre-rounded weights alone: 16-bit floats were faster without in 10 of 11 layers.
 
-At batch 1 a layer has one output tile for every tenth multiprocessor, and what it takes is bringing operands there.  A
-block of a cluster has a few channel chunks of its tile (`implicit_gemm`), of all taps: their pixels are copied once,
+At batch 1 a layer has one output tile for every tenth multiprocessor, and its time is that of loading operands.  A
+block of a cluster takes a few channel chunks of its tile (`implicit_gemm`), for all taps: their pixels are copied once,
 not once per tap as by the split-K clusters of `gemm.wgmma`, with which these schedules compete.
 
 Cycles are counted with the constants of both: L2 rate, resident blocks and DSMEM stores of `gemm.cost`, the steps of

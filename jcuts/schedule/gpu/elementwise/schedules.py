@@ -117,7 +117,7 @@ def _concat_switch(program: Program, machine: GpuMachine) -> Iterator[Candidate]
 
 
 def smem_staged_loads(phase: Phase, crossed: str) -> list[Node]:
-    """Loads that the transposed form takes through shared memory: contiguous along ``crossed``, not along the lanes."""
+    """Loads that the transposing kernel stages in shared memory: contiguous along ``crossed``, not along the lanes."""
     lane = phase.axes[-1].name
     found = (
         n

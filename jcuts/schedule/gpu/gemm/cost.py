@@ -1,6 +1,6 @@
 """Cycle model of ``mma.sync`` and ``wgmma`` GEMMs, fitted per family.
 
-A block is counted on its multiprocessor, together with the blocks that are resident beside it there:
+A block is counted together with the other resident blocks of its multiprocessor:
 
     cycles = waves * (begin + k-tiles * longest(units, shared memory, issue, L2 cache, loads in flight) + epilogue)
              and what moves by the memory's rate: the longer of both, and a fraction of the shorter

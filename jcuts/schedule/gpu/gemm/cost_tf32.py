@@ -1,11 +1,11 @@
 """Cycle model of ``wgmma`` GEMMs with TF32-pre-rounded float32 weights on large grids (several waves).
 
-Small grids are counted by `gemm.cost`.  As there, per k-tile the longest of what works at the same time, and a fraction
-of the rest:
+Small grids are counted by `gemm.cost`.  As there, a k-tile takes the longest of the resources that work concurrently,
+and a fraction of the others:
 
     the units, the port of shared memory, the L2 cache, a load's latency over the tiles in flight
 
-and what nobody hides where a multiprocessor has one block alone: a gap per ``wgmma`` commit group.
+plus, where a multiprocessor has one resident block, an unhidden gap per ``wgmma`` commit group.
 """
 
 from __future__ import annotations

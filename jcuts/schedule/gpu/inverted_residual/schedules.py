@@ -4,8 +4,8 @@
                             LATENCY + pieces * (products + windows + WAIT) + EXIT),
              at least bytes / (memory bytes per cycle)
 
-with the constants of `gemm.mma`; *pieces* are the channel chunks, *products* both GEMMs, *windows* the depthwise
-convolution.
+with the constants of `gemm.mma`; *pieces* are the channel chunks, *products* the two GEMMs, *windows* the depthwise
+convolution, *units* the tensor cores.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ MANY = 4
 
 
 def products(program: Program, machine: GpuMachine, most: int = LISTED) -> Iterator[Candidate]:
-    """Schedules of a block, at most so many; none for other programs."""
+    """Schedules of a fused inverted residual, at most so many; none for other programs."""
     found = match_inverted_residual(program)
     if isinstance(found, Refusal):
         return
@@ -153,7 +153,7 @@ def of(program: Program, shape: InvertedResidualTile) -> Program:
 
 
 def shapes(found: InvertedResidual, machine: GpuMachine) -> Iterator[InvertedResidualTile]:
-    """All schedules that fit, of every way to divide work among warps the one with least waste."""
+    """All schedules that fit; of the ways to divide work among warps, the one with least padding."""
     room = ROOM.get(machine.capability, LEAST_ROOM)
     outputs, (count, *_) = found.window.outputs, found.window.image
     rows, columns = ([e for e in EDGES if e == EDGES[0] or e < 2 * extent] for extent in outputs)
@@ -276,7 +276,7 @@ def _registers(shape: InvertedResidualTile) -> int:
 
 
 def least(found: InvertedResidual, machine: GpuMachine) -> float:
-    """Cycles that no schedule can be below: memory, and the units' rate."""
+    """Lower bound on any schedule's cycles: memory, tensor cores."""
     images, rows, columns, channels = found.window.image
     outputs = images * math.prod(found.window.outputs)
     multiplied = float(channels) * (images * rows * columns * found.in_channels + outputs * found.out_channels)

@@ -76,27 +76,27 @@ class InvertedResidualTile:
 
     @property
     def item(self) -> int:
-        """Bytes of an operand of products and windows."""
+        """Bytes of an operand element."""
         return self.block.item
 
     @property
     def step(self) -> int:
-        """Terms of an instruction."""
+        """k of an instruction."""
         return STEP // self.item
 
     @property
     def lanes(self) -> int:
-        """Channels whose windows one thread sums: a word of them."""
+        """Channels per thread in the depthwise stage: one 32-bit word of them."""
         return WORD // self.item
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return WARP * math.prod(self.expand)
 
     @property
     def fits(self) -> bool:
-        """Whether the numbers belong together."""
+        """Whether the parameters are consistent."""
         whole = self.rows >= self.block.window.outputs[0] and self.columns >= self.block.window.outputs[1]
         found = math.prod(self.expand) == math.prod(self.project) and self.threads <= 1024
         found = found and self.chunk % (COLUMN_TILE * self.expand[1]) == 0 and self.threads % self.words == 0
@@ -112,18 +112,18 @@ class InvertedResidualTile:
 
     @property
     def tiles(self) -> int:
-        """Thread blocks."""
+        """Thread blocks of the grid."""
         return math.prod(self.counts)
 
     @cached_property
     def patch(self) -> Place:
-        """Rows and columns that a tile's windows cover."""
+        """Rows and columns of the patch (output tile plus halo)."""
         step, reach = self.block.window.step, self.block.window.receptive_field
         return (self.rows - 1) * step[0] + reach[0], (self.columns - 1) * step[1] + reach[1]
 
     @cached_property
     def span(self) -> Place:
-        """Rows and columns of the image that are expanded for a tile: the most that one needs."""
+        """Rows and columns of the image that are expanded for a tile (maximum over tiles)."""
         down, across = (
             max(max(1, min(extent, begin + reach) - max(0, begin)) for begin in starts)
             for starts, reach, extent in zip(self.starts, self.patch, self.block.window.image[1:3], strict=True)
@@ -132,7 +132,7 @@ class InvertedResidualTile:
 
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """First row and column of the windows of all tiles."""
+        """First row and column of every tile's windows."""
         window = self.block.window
         down, across = (
             tuple(number * size * step + start for number in range(count))
@@ -144,7 +144,7 @@ class InvertedResidualTile:
 
     @cached_property
     def shifts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Where in the patch the expanded rows and columns begin, for all tiles."""
+        """Offset of the expanded rows and columns in the patch, for all tiles."""
         down, across = (
             tuple(max(0, min(begin, extent - span)) - begin for begin in starts)
             for starts, span, extent in zip(self.starts, self.span, self.block.window.image[1:3], strict=True)
@@ -162,7 +162,7 @@ class InvertedResidualTile:
 
     @property
     def is_linear(self) -> bool:
-        """Whether neighbouring expanded pixels have neighbouring places in the patch, beyond the ends of rows too."""
+        """Whether neighbouring expanded pixels are neighbours in the patch, across ends of rows too."""
         return self.span[1] == self.patch[1] and (self.images == 1 or self.span[0] == self.patch[0])
 
     @property
@@ -178,27 +178,27 @@ class InvertedResidualTile:
     # -- fragments ----------------------------------------------------------------------------------------------
     @property
     def m_fragments_in(self) -> int:
-        """Fragments of 16 input pixels of a warp."""
+        """Fragments of 16 input pixels per warp."""
         return -(-self.pixels // (ROW_TILE * self.expand[0]))
 
     @property
     def m_fragments_out(self) -> int:
-        """Fragments of 16 output pixels of a warp."""
+        """Fragments of 16 output pixels per warp."""
         return -(-self.outputs // (ROW_TILE * self.project[0]))
 
     @property
     def n_per_warp(self) -> int:
-        """Channels of the result of a warp."""
+        """Output channels per warp."""
         return -(-self.block.out_channels // (COLUMN_TILE * self.project[1])) * COLUMN_TILE
 
     @property
     def padded_in_channels(self) -> int:
-        """Channels of the input, with those that are zeros."""
+        """Input channels, zero padding included."""
         return -(-self.block.in_channels // self.step) * self.step
 
     @property
     def channel_chunks(self) -> int:
-        """How many pieces of channels there are."""
+        """Number of channel chunks."""
         return -(-self.block.expanded_channels // self.chunk)
 
     @property
@@ -208,21 +208,21 @@ class InvertedResidualTile:
 
     @property
     def words(self) -> int:
-        """Words of a piece of channels."""
+        """32-bit words of a channel chunk."""
         return self.chunk * self.item // WORD
 
     @property
     def strips(self) -> int:
-        """Strips of a tile and a channel."""
+        """Strips of outputs per tile and channel."""
         return self.outputs // math.prod(self.strip)
 
     @property
     def groups(self) -> int:
-        """Groups of threads that have all words of a piece; each does a strip at a time."""
+        """Groups of threads that cover all words of a chunk; each does a strip at a time."""
         return self.threads // self.words
 
     def strips_per_pass(self, first: int) -> list[int]:
-        """The strips that groups do at once, counted from number ``first``.
+        """Strips that the groups compute at once, from number ``first`` on.
 
         Threads of a warp that belong to several groups are to meet few banks twice: each group takes the strip that
         costs least beside those before it.
@@ -262,12 +262,12 @@ class InvertedResidualTile:
     # -- shared memory --------------------------------------------------------------------------------------------
     @property
     def input_pitch(self) -> int:
-        """Elements of an input pixel: 16 bytes more."""
+        """Elements from one input pixel to the next: 16 bytes of padding."""
         return self.padded_in_channels + 16 // self.item
 
     @property
     def patch_pitch(self) -> int:
-        """Elements of a pixel of the patch: stores of fragments meet no bank twice."""
+        """Elements from one patch pixel to the next: fragment stores have no bank conflicts."""
         if self.item < WORD:
             return self.projected_pitch
         first = self.block.weights[0]
@@ -276,12 +276,12 @@ class InvertedResidualTile:
 
     @property
     def projected_pitch(self) -> int:
-        """Elements of a pixel of the windows' results: 16 bytes more."""
+        """Elements from one pixel of depthwise results to the next: 16 bytes of padding."""
         return self.chunk + 16 // self.item
 
     @cached_property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        """Bytes: input, a piece of either product's weights, patch, the windows' results."""
+        """Bytes of input, a chunk of either GEMM's weights, patch, depthwise results."""
         first, second = self.block.weights
         elements = (
             0 if first is None else self.m_fragments_in * self.expand[0] * ROW_TILE * self.input_pitch,
@@ -295,12 +295,12 @@ class InvertedResidualTile:
 
     @property
     def patches(self) -> int:
-        """How many there are: where the next one is copied meanwhile, two."""
+        """Number of patches: two where the next one is copied meanwhile."""
         return self.weight_stages if self.block.expand is None else 1
 
     @property
     def weight_stages(self) -> int:
-        """Places that pieces of channels take in turn."""
+        """Pipeline stages of weight chunks."""
         return min(2, self.channel_chunks)
 
     @property
@@ -312,7 +312,7 @@ class InvertedResidualTile:
 
     @property
     def weights(self) -> int:
-        """Bytes of both products' weights, two pieces of them where there are two."""
+        """Bytes of both GEMMs' weights in shared memory, all stages."""
         return self.weight_stages * sum(self.sizes[1:3])
 
 
@@ -325,7 +325,7 @@ def _weights(side: GemmOperand, size: int, terms: int) -> int:
 
 
 def shape_of(program: Program) -> InvertedResidualTile | None:
-    """The work that a schedule (`gpu_blocks`) gives to a thread block; None for programs that are no block."""
+    """The block tile of a schedule of `inverted_residual.schedules`; None for other programs."""
     params: Any = dict(program.params)
     found = match_inverted_residual(program)
     if isinstance(found, Refusal):

@@ -1,4 +1,4 @@
-"""Column schedules: column reductions, softmax and norms along columns, Welford statistics, scans."""
+"""Schedules of column reductions, softmax and norms along columns, Welford statistics, scans."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ SOFTMAX_THREADS = {
 
 
 def columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
-    """Neighbouring outputs in neighbouring threads; rows of threads, and blocks, share the terms."""
+    """Column-reduction schedules: neighbouring outputs in neighbouring threads; rows of threads, and blocks, split the
+    reduction.
+    """
     phase = program.phases[0]
     # Terms that lie far apart change slowest: what neighbouring terms share is still in the cache.
     phase = replace(phase, reds=tuple(sorted(phase.reds, key=lambda r: innermost(phase, r.name))))
@@ -141,7 +143,7 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
 
 
 def column_softmax(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
-    """Programs of several phases along columns: a block has all points of its columns."""
+    """Schedules of multi-phase programs along columns: a block has all points of its columns."""
     phase = next(p for p in program.phases if p.reds)
     lane = phase.axes[-1]
     size = narrowest(program)
@@ -181,7 +183,9 @@ def column_softmax(program: Program, machine: GpuMachine) -> Iterator[Candidate]
 
 
 def welford(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
-    """Statistics in one pass, split over the grid: results, and what is mapped, in kernels of their own."""
+    """Schedules of one-pass (Welford) statistics, split over the grid, with results and dependent maps in further
+    launches.
+    """
     phase = program.phases[0]
     lane = phase.axes[-1]
     size = narrowest(program)
@@ -214,7 +218,9 @@ def welford(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
 
 
 def scans(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
-    """Cumulative operations: teams along rows, threads along columns (split into groups where they are few)."""
+    """Scan schedules: cooperating threads along rows, single threads along columns (split into groups where columns are
+    few).
+    """
     phase = program.phases[0]
     time = next(a for a in phase.axes if a.name == TIME)
     size = narrowest(program)

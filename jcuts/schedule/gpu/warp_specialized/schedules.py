@@ -1,10 +1,10 @@
-"""Schedules of the warp-specialised kernel (producer warps, consumer warpgroups; TF32-pre-rounded weights), with cycle
+"""Schedules of the warp-specialised GEMM and implicit GEMM (producer warps, consumer warpgroups), ranked by a cycle
 model.
 
-One block fills a multiprocessor, and blocks are persistent.  Counted per k-tile: the longest of what the units, the
-port of shared memory and the L2 cache take; fetching and rounding of a warpgroup hide behind the others' products, but
-for some hundred cycles.  Results leave while the next tile's copies are in flight, but take the warpgroups' time.  The
-constants are those of 45 schedules of 14 GEMMs and convolutions on an H200, roughly.
+For TF32-pre-rounded weights.  One block fills a multiprocessor, and blocks are persistent.  Counted per k-tile: the
+longest of tensor cores, shared-memory port and L2 cache; fetching and rounding of a warpgroup hide behind the others'
+``wgmma``, but for some hundred cycles.  Results are stored while the next tile's copies are in flight, but take the
+warpgroups' time.  The constants are roughly those of 45 schedules of 14 GEMMs and convolutions on an H200.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class WarpSpecializedTile:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return GROUP * self.groups + WARP * OTHERS[self.carriers]
 
     def of(self, program: Program) -> Program:
@@ -133,7 +133,7 @@ class WarpSpecializedTile:
 
 
 def staged_residual(program: Program, rows: int, columns: int, groups: int, carriers: int) -> StagedMatrix | None:
-    """A matrix that the exit adds and that may come by the stages of such blocks: each holds the rows of one group."""
+    """The residual matrix that can go through the pipeline stages: each stage holds the rows of one warpgroup."""
     kept = (k for k in staged_epilogue(program, rows, columns, LOADED, 0).loaded if k.item == 4)
     found = next((replace(k, pitch=columns * k.item) for k in kept), None)
     whole = columns % (LINE // 4) == 0 and WARP * carriers % columns == 0  # a row each of the swizzle
@@ -142,7 +142,7 @@ def staged_residual(program: Program, rows: int, columns: int, groups: int, carr
 
 
 def candidates(counter: WgmmaProblem, program: Program, most: int = MOST) -> list[Candidate]:
-    """The best schedules, with scores: a bound over counted cycles."""
+    """The best schedules, scored as a cycle bound over estimated cycles."""
     found = sorted(tile_candidates(counter, program), key=lambda pair: pair[0])
     most += not any(node.op == "load" for node in program.phases[0].exit.nodes)  # the best one may spill
     chosen: list[tuple[float, WarpSpecializedTile]] = []
@@ -165,7 +165,7 @@ def candidates(counter: WgmmaProblem, program: Program, most: int = MOST) -> lis
 
 
 def tile_candidates(counter: WgmmaProblem, program: Program) -> Iterator[tuple[float, WarpSpecializedTile]]:
-    """(cycles, schedule) of all that fit the product and the multiprocessor."""
+    """(cycles, schedule) of all that fit the GEMM and the multiprocessor."""
     products = counter.rows * counter.columns * counter.terms
     if counter.machine.capability != GROUPED or not counter.rounded:
         return

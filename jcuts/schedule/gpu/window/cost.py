@@ -1,7 +1,7 @@
 """Cost model of window kernels, with and without a sliding window: bytes, lines, instructions, loads in flight.
 
     seconds = (bytes / memory + lines / L1 + instructions / issue + what is read again / L2)
-              * what nobody hides of loads * what the last wave leaves idle
+              * unhidden latency of loads * idle part of the last wave
 
 Narrow accesses are as good as wide ones where the threads of a warp read whole lines; they need fewer registers, and
 the window of a thread may be larger.  The constants are fitted to 1,109 schedules of five operations on an H200; of
@@ -26,7 +26,7 @@ LINE = SM_90.cache_line_bytes
 
 @dataclass(frozen=True)
 class WindowCost:
-    """One schedule, in the numbers that decide its time.
+    """One window schedule, in the counts that decide its time.
 
     Attributes:
         tile: outputs of a thread's register tile.
@@ -59,7 +59,7 @@ class WindowCost:
 
     @property
     def registers(self) -> float:
-        """Of a thread, roughly."""
+        """Registers of a thread, estimated."""
         if self.steps > 1:
             kept = self.values + (self.ahead if self.ahead > 0 else _REGISTERS.sliding_no_prefetch_factor) * self.fresh
             found = _REGISTERS.sliding_factor * (_REGISTERS.sliding_base + self.tile + kept * self.size / 4)

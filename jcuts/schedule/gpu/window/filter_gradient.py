@@ -1,4 +1,4 @@
-"""Schedules of depthwise filter gradients: column reductions whose threads slide down the rows of an image."""
+"""Schedules of depthwise filter gradients: column reductions with a sliding window down the rows of an image."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ _FIT = fit.coefficients("gpu/window", "filter_gradient")
 
 
 def sliding_gradients(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
-    """Threads that take a few columns of an image, walk down its rows, and keep what the next rows need."""
+    """Schedules whose threads take a few columns of an image, slide down its rows, and keep shared rows in
+    registers.
+    """
     phase = program.phases[0]
     taps = taps_of(phase)
     if not taps or math.prod(taps.values()) > TAPS or any(acc.index_dtype for acc in phase.accs):
@@ -127,7 +129,7 @@ def _shapes(program: Program, machine: GpuMachine, tile: _Tile, walk: tuple[str,
 
 
 def inner_reduction(phase: Phase, taps: dict[str, int]) -> tuple[Red, list[Red]]:
-    """The reduction whose points lie closest, and the others that taps move along with."""
+    """The innermost reduction (densest points), and the others that taps move along with."""
     last = phase.reds[-1] if len(phase.reds) == 1 else max(phase.reds, key=lambda r: innermost(phase, r.name))
     return last, [r for r in phase.reds if r is not last and any(shares_operand(phase, a, r.name) for a in taps)]
 
@@ -144,7 +146,7 @@ def taps_of(phase: Phase) -> dict[str, int]:
 
 
 def shares_operand(phase: Phase, axis: str, red: str) -> bool:
-    """Does some operand depend on an axis and a reduction through their sum?"""
+    """Whether some operand depends on an axis and a reduction through their sum."""
     return any(
         n.index is not None and n.index.stride(axis) not in (0, None) and n.index.stride(red) not in (0, None)
         for n in loads_of(phase)
@@ -152,6 +154,6 @@ def shares_operand(phase: Phase, axis: str, red: str) -> bool:
 
 
 def innermost(phase: Phase, name: str) -> float:
-    """How close together the points of a reduction lie."""
+    """Stride of a reduction's points, as a sort key."""
     strides = [abs(s) for n in loads_of(phase) if n.index is not None and (s := n.index.stride(name))]
     return -max(strides, default=math.inf)

@@ -1,4 +1,4 @@
-"""Schedules of windows: pooling, depthwise convolution, their gradients; register tiles and sliding windows.
+"""Schedules of windows (pooling, depthwise convolution, their gradients): register tiles and sliding windows.
 
 A thread computes a register tile of output points whose taps share loads; it may also slide along the first axis that
 the window moves along (`codegen.cuda.window.sliding_window`), and read every row once.
@@ -45,7 +45,7 @@ WALKERS = (128, 64, 96)
 
 
 def windows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
-    """Tiles of single threads, and walks."""
+    """Window schedules: register tiles, with and without a sliding window."""
     program = fully_unrolled(program)
     if not program.phases[0].axes:
         yield scheduled(program, "point", 32), 0.5
@@ -72,7 +72,7 @@ def _diverse(found: Sequence[Candidate]) -> Iterator[Candidate]:
 
 
 def fully_unrolled(program: Program) -> Program:
-    """The program with all terms of a window in straight-line code."""
+    """The program with all taps of a window unrolled."""
     phase = program.phases[0]
     reds = tuple(replace(r, unroll=r.extent, chains=1) for r in phase.reds)
     return replace(program, phases=(replace(phase, reds=reds),))
@@ -169,7 +169,7 @@ def _reuse_axes(phase: Phase, lane: str) -> list[Axis]:
 
 
 def sliding_windows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
-    """Threads that walk along the first of the axes that the window slides along."""
+    """Schedules whose threads slide along the first axis that the window moves along."""
     phase = program.phases[0]
     lane, size = phase.axes[-1], narrowest(program)
     slid = _reuse_axes(phase, lane.name)

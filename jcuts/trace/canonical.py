@@ -1,4 +1,4 @@
-"""A closed jaxpr as text that is equal for equal programs: the basis of every cache key.
+"""Canonical serialisation of a closed jaxpr: equal programs give equal text, the basis of every cache key.
 
 No object ids, no variable names of JAX's printer, no source lines, no function names; constants by shape and dtype
 (``consts="shape"``) or by content (``consts="digest"``).

@@ -1,4 +1,4 @@
-"""A user's function and example arguments -> closed jaxpr, structures, and which arguments are data.
+"""Traces a user's function on example arguments to a closed jaxpr, with pytree structures and the data arguments.
 
 Static arguments (those that the user named in ``static_argnums``/``static_argnames``) stay Python values and are
 closed over; the leaves of the others are the jaxpr's arguments, in tree order.
@@ -18,7 +18,7 @@ from jcuts.trace import jaxapi
 
 @dataclass(frozen=True)
 class Capture:
-    """One function at one signature.
+    """A function traced at one signature.
 
     Attributes:
         closed: the jaxpr over flat dynamic leaves; closed-over values of an outer trace are its ``consts``.

@@ -1,4 +1,4 @@
-"""Flatten calls inside a jaxpr.  Only for programs that will not be differentiated any more.
+"""Inlining: flattens the calls inside a jaxpr, only for programs that will not be differentiated any more.
 
 Inlining a ``custom_jvp_call`` drops its rule, so this runs at lowering (JAX has differentiated by then) and nowhere
 else.  Variables are renamed, the user's source lines and named scopes are kept.
@@ -32,7 +32,7 @@ BODIES = ("scan", "while", "cond", "shard_map", *_REMAT)
 
 
 def inline(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """The same function with its calls flattened, here and inside the bodies of control flow.
+    """The same function with its calls inlined, here and inside the bodies of control flow.
 
     A rematerialised body (``checkpoint`` after differentiation) stays one equation: its barrier is what makes XLA
     compute it again, and without it peak memory grows.  A ``jit`` with shardings or layouts of its own stays, too.
@@ -48,7 +48,7 @@ def inline(closed: jaxapi.Closed) -> jaxapi.Closed:
 
 
 def callee(eqn: jaxapi.Eqn) -> jaxapi.Closed | None:
-    """The function of a call that may be flattened, or None if the equation must stay."""
+    """The function of a call that may be inlined, or None if the equation must stay."""
     parameter = CALLS.get(jaxapi.primitive_name(eqn))
     if parameter is None or parameter not in eqn.params:
         return None

@@ -1,8 +1,8 @@
-"""Which dimensions of an equation may be split over devices without any communication.
+"""Sharding rules per primitive: which dimensions of an equation can be split over devices without communication.
 
-A rule answers for one equation: which operand dimensions *are* a result dimension (tied: splitting one splits the
-other and each device needs its own part only), which must be whole, and what its parameters are at local shapes.
-Primitives without a rule are not split.
+A rule states for one equation which operand dimensions correspond to a result dimension (tied: splitting one splits the
+other, and a device needs its own shard only), which must be replicated, and the parameters at local shapes. Primitives
+without a rule are not split.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ WINDOWS = frozenset(["reduce_window_sum", "reduce_window_max", "reduce_window_mi
 
 
 class ShardRule(NamedTuple):
-    """The rule's answer.  ``localise(shapes of the results on one device)`` gives the parameters there."""
+    """The sharding rule of one equation.  ``localise(shapes of the results on one device)`` gives its
+    parameters there.
+    """
 
     tied: list[tuple[Dim, Dim]]
     whole: list[Dim]
@@ -121,7 +123,7 @@ class ShardRule(NamedTuple):
 
 
 def shard_rule(eqn: jaxapi.Eqn) -> ShardRule | None:
-    """The rule for an equation, or None if it may not be split."""
+    """The sharding rule of an equation, or None if it may not be split."""
     name = jaxapi.primitive_name(eqn)
     if eqn.effects:
         return None

@@ -1,4 +1,4 @@
-"""A jaxpr as readable source, each line with the user's own line beside it."""
+"""Pretty-printer of jaxprs: Python-like source, each line annotated with the user's source line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The only file of jcuts that touches the inside of JAX.
+"""Compatibility layer over JAX internals: the only package of jcuts that imports from ``jax._src``.
 
 Everything here works on jax 0.10 and 0.11.  The two differ mainly in that ``ClosedJaxpr`` and ``Jaxpr`` are two
 classes in 0.10 and one class in 0.11, and in what linearisation returns.  ``Closed`` below always means "a jaxpr

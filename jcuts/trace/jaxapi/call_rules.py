@@ -62,7 +62,7 @@ def linearize_of(closed: Closed, nonzero: Sequence[bool], is_vjp: bool) -> Linea
 
 
 class Kept(NamedTuple):
-    """Which outputs of a call remain after forwarding, and how to restore the others.
+    """Which outputs of a call remain after output forwarding, and how to restore the others.
 
     Attributes: ``from_input[i]`` is the argument that output i equals, or None; ``from_output[j]``, over what is
     left, is the earlier remaining output that it equals, or None.
@@ -81,7 +81,7 @@ class Kept(NamedTuple):
 
 
 def without_forwarded_outputs(closed: Closed) -> tuple[Closed, Kept]:
-    """Remove outputs that are arguments, or repeat an earlier output: no copies of residuals are materialised."""
+    """Removes outputs that are arguments, or repeat an earlier output (output forwarding): residuals are not copied."""
     jaxpr = closed.jaxpr
     position = {id(v): i for i, v in enumerate(jaxpr.invars)}
     from_input = [None if is_literal(v) else position.get(id(v)) for v in jaxpr.outvars]
@@ -106,7 +106,7 @@ def instantiate(tangent: Any) -> Any:
 
 
 def linearization(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Bring ``(outs, nonzeros, residuals, structured, tangent_fn)`` to what this JAX expects of the rule."""
+    """Adapts ``(outs, nonzeros, residuals, structured, tangent_fn)`` to what this JAX version expects of the rule."""
     if _LINEARIZE_HAS_STRUCTURED:
         return result
     outs, nonzeros, residuals, _, tangent = result
@@ -156,7 +156,8 @@ def batch_of(closed: Closed, axis_data: Any, dims: Sequence[Any]) -> tuple[Close
 
 def checkify_rule(bind: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
     """The ``checkify`` rule of a call-like primitive: one call, by ``bind(*args, jaxpr=checked, **params)``, of the
-    original with its errors as values (which come first, among its arguments and its results)."""
+    jaxpr with its errors functionalised (they come first, among its arguments and its results).
+    """
 
     def rule(*args: Any, jaxpr: Closed, **params: Any) -> tuple[Any, list[Any]]:
         # 0.11 counts the codes of errors in a context, which it passes before the error.

@@ -33,7 +33,7 @@ def new_var(aval: Any) -> Var:
 
 
 def constant(values: Any, dtype: Any = None) -> Any:
-    """The values as an array of JAX's own; unlike by ``jnp.asarray``, no copy is compiled for their shape."""
+    """The values as a JAX array; unlike by ``jnp.asarray``, no copy is compiled for their shape."""
     if isinstance(values, jax.Array):
         return values if values.dtype == (dtype or values.dtype) else jax.numpy.asarray(values, dtype)
     return jax.device_put(np.array(values, dtype))  # a device may use the memory of a NumPy array, which may change
@@ -152,14 +152,14 @@ def _like_kind(old: Any, new: Closed) -> Any:
 
 
 def scan_constants(eqn: Eqn) -> int:
-    """How many operands of a ``scan``, its first, every step reads."""
+    """Number of loop-invariant operands of a ``scan`` (its first ones)."""
     if "ft_in" in eqn.params:  # jax 0.11
         return len(eqn.params["ft_in"].unpack()[0])
     return eqn.params["num_consts"]
 
 
 def with_scan_body(eqn: Eqn, operands: Sequence[Any], constants: int, body: Closed) -> Eqn:
-    """A ``scan`` with another body and other operands, of which every step reads the first ``constants``.
+    """A ``scan`` with another body and other operands, of which the first ``constants`` are loop-invariant.
 
     Carried values, what is scanned and results stay as they are.
     """
@@ -179,18 +179,18 @@ def primitive_name(eqn: Eqn) -> str:
 
 
 def call_target(eqn: Eqn) -> str:
-    """Which handler an equation calls through the FFI, '' where it calls none."""
+    """FFI target of an equation's custom call, '' where it is none."""
     return str(eqn.params.get("target_name", "")) if primitive_name(eqn) == "ffi_call" else ""
 
 
 def nbytes(value: Any) -> int:
-    """Bytes of a variable's or literal's value; 0 for what is no array."""
+    """Bytes of a variable's or literal's value; 0 for what is not an array."""
     shape, dtype = getattr(value.aval, "shape", ()), getattr(value.aval, "dtype", None)
     return math.prod(shape) * getattr(dtype, "itemsize", 0)
 
 
 def has_effects(closed: Closed) -> bool:
-    """Whether running the function twice could be observed (prints, callbacks, mutable references)."""
+    """Whether the function has side effects (prints, callbacks, mutable references)."""
     return bool(closed.jaxpr.effects)
 
 

@@ -12,7 +12,7 @@ from jcuts.trace.jaxapi.types import Closed
 
 
 class LoweringSite(NamedTuple):
-    """What a lowering rule knows of the program around it.
+    """What a lowering rule knows of its module: platform, axis environment, mesh.
 
     Attributes:
         platforms: names such as ``cpu`` or ``cuda``; more than one only when exporting.
@@ -47,5 +47,5 @@ def lowering_site(ctx: Any) -> LoweringSite:
 
 
 def lower_closed(ctx: Any, args: Sequence[Any], closed: Closed, name: str) -> Sequence[Any]:
-    """Emit a closed jaxpr at a lowering rule's place, effect tokens included."""
+    """Emits a closed jaxpr inline at a lowering rule's position, effect tokens included."""
     return _mlir.core_call_lowering(ctx, *args, name=name, call_jaxpr=closed)

@@ -1,4 +1,4 @@
-"""Where in the user's source an equation was made: source lines and ``jax.named_scope`` paths."""
+"""Debug info of equations: the user's source lines and ``jax.named_scope`` paths."""
 
 from __future__ import annotations
 

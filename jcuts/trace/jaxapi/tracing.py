@@ -57,7 +57,7 @@ def new_closed_jaxpr(fn_flat: Callable[..., Sequence[Any]], in_avals: Sequence[A
 
 
 def without_mesh() -> Any:
-    """A context in which traced equations remember no mesh: such a jaxpr may run inside any ``shard_map``."""
+    """A context in which traced equations record no mesh: such a jaxpr may run inside any ``shard_map``."""
     return _mesh.use_abstract_mesh(_mesh.empty_abstract_mesh)
 
 
@@ -107,7 +107,7 @@ def closed_jaxpr_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Closed
 
 
 def call_eqn(fn: Callable[..., Any], operands: Sequence[Any], results: Sequence[Any]) -> Eqn:
-    """The equation that calls a function of its own: ``fn`` takes the operands' values and gives those of results."""
+    """An equation that calls ``fn`` (a closed call) on the operands' values."""
     shapes = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in operands]
     (eqn,) = closed_jaxpr_of(jax.jit(fn), *shapes).jaxpr.eqns
     return eqn.replace(invars=list(operands), outvars=list(results))

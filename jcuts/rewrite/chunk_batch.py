@@ -52,7 +52,7 @@ class Batch:
     after: list[jaxapi.Eqn]
 
     def crossing(self, place: int) -> list[Any]:
-        """Values along the batch that are made before ``eqns[place]`` and used at or after it."""
+        """Values along the batch that are live across ``eqns[place]`` (defined before, used at or after it)."""
         return [v for eqn in self.eqns[:place] for v in eqn.outvars if v in self.dims and self._last_use(v) >= place]
 
     def _last_use(self, var: Any) -> int:
@@ -101,7 +101,7 @@ class Batch:
         return shape if d is None else (*shape[:d], size, *shape[d + 1 :])
 
     def looped(self, segments: Sequence[Segment]) -> jaxapi.Closed:
-        """The program with every segment as a loop over pieces; one of the whole batch's size stays as it is.
+        """The program with every segment as a loop over chunks; a segment at the whole batch's size stays as it is.
 
         Args: segments: covering `eqns` in order; every size divides the extent.
         """
@@ -142,7 +142,7 @@ class Batch:
 
 
 def find_batch_dimension(closed: jaxapi.Closed) -> Batch | str:
-    """The batch dimension that the most bytes of a flat jaxpr's leading equations run along, or why there is none."""
+    """The batch dimension along which a flat jaxpr's leading equations have the most bytes, or why there is none."""
     jaxpr = closed.jaxpr
     if jaxapi.has_effects(closed) or jaxapi.has_references(closed):
         return "the function has effects"

@@ -1,12 +1,12 @@
-"""Commutes sum pooling with a 1x1 convolution or matmul, where that is less work.
+"""Algebraic commutation of sum pooling with a 1x1 convolution or matmul, applied where it reduces work.
 
     dot(pool(x) / n, w)   ->  pool(dot(x, w)) / n      fewer channels to pool (an inception block's pooled branch)
     pool(dot(x, w))       ->  dot(pool(x), w)          fewer points to multiply at (a dense net's transition)
 
 ``pool`` sums over windows of space, ``dot`` (or a convolution of one point) over channels: each is linear and leaves
 the other's dimensions alone, so padding, strides and dilations of the window do not matter.  They are exchanged where
-the product then has no more points and fewer values lie between the two.  In the first form the product reads what its
-neighbours in the block read, and `horizontal_matmul` can join them.
+the matmul then has no more output points and the intermediate is smaller.  In the first form the matmul reads the same
+input as its siblings in the block, and `horizontal_matmul` can join them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POOL, DIVIDE = "reduce_window_sum", "div"
 
 
 def commute_pool_matmul(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
-    """The program with its pools and products exchanged where that is less work, and how many were."""
+    """The program with pools and matmuls exchanged where that is less work, and the number of exchanges."""
     program = Program(closed)
     replaced: dict[int, list[Any]] = {}
     count = 0

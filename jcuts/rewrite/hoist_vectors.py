@@ -2,10 +2,10 @@
 
     y * (g * rsqrt(v + e)) + (b - m * (g * rsqrt(v + e)))  ->  s, t = vectors(g, v, b, m),  y * s + t
 
-A batch norm whose parameters are arguments is two vectors in every call.  Kernels that apply it would compute them
-again for every few of their results; like this they read two vectors.  All layers' vectors are results of one call (or
-of a few, if a kernel has no parameters for so many), behind one barrier, so that XLA, too, finds them together.
-Nothing but element-wise operations on vectors moves, so values stay the same.
+A batch norm whose parameters are arguments is two vectors in every call.  A kernel that applies the norm would
+recompute them for every few results; after this rewrite it reads two vectors.  All layers' vectors are results of one
+call (or of a few, as a kernel has 4 KiB of parameters), behind one optimisation barrier, so that XLA too keeps them
+together. Nothing but element-wise operations on vectors moves, so values stay the same.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ LONGEST = 1 << 16
 
 
 def hoist_vectors(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
-    """Moves what is made of vector arguments alone into one call; gives the program and how many results it has."""
+    """Hoists values computed from vector arguments alone into one call; returns the program and the number of its
+    results.
+    """
     jaxpr = closed.jaxpr
     known = {v for v in (*jaxpr.invars, *jaxpr.constvars) if _is_vector(v)}
     made: dict[Any, Any] = {}
@@ -79,7 +81,7 @@ def hoist_vectors(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
 
 
 def body(call: Any) -> jaxapi.Closed | None:
-    """What a call of this rewrite computes, without the barrier; None for any other equation."""
+    """The jaxpr of a call that this rewrite made, without the barrier; None for any other equation."""
     bodies = jaxapi.inner_jaxprs(call) if jaxapi.primitive_name(call) in CALLS else []
     if len(bodies) != 1 or bodies[0][2].consts or not bodies[0][2].jaxpr.eqns:
         return None

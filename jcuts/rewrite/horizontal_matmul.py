@@ -4,16 +4,17 @@
 
 The q, k and v of attention and the branches of an inception block are such siblings.  One product reads x once, fills
 more of a GPU than each of its parts, and is one launch.  Weights must be constants: arguments would be joined again in
-every call (`horizontal_matmul_args` does that).  What follows all siblings alike, with constants per channel (biases,
-an activation), is done once, before the result is sliced: XLA can make it part of the library's call, which a slice in
-between would prevent.  What follows most of them (a bias, a ReLU) is done to all: siblings that another operation
-follows get the constant that changes nothing.
+every call (`horizontal_matmul_args` does that).  An epilogue that all siblings share, with constants per channel
+(biases, an activation), is applied once, before the result is sliced: XLA can fuse it into the library's call, which a
+slice in between would prevent.  One that most of them share (a bias, a ReLU) is applied to all: the other siblings get
+the neutral constant.
 
         max(a + u, 0), max(b + v, 0), pool(c)   ->   y = max(x . [wa wb wc] + [u v 0], [0 0 -inf])
 
-So is what most of them compute in a wider type (a norm in float32 behind a product in bfloat16), if they all come back.
+The same holds of an epilogue in a wider type (a norm in float32 behind a matmul in bfloat16), if all siblings convert
+back.
 
-A sibling that goes into a concatenation is the last one, so that the product's array can be the concatenation's
+A sibling that feeds a concatenation is put last, so that the matmul's result can be the concatenation's buffer
 (`rewrite/inplace_concat.py`).
 
 XLA:GPU joins matrix products itself where one of them moves less than 32 MB (``xla_gpu_dot_merger_threshold_mb``), but
@@ -72,7 +73,7 @@ class _Sibling:
 
 
 def horizontal_matmul(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
-    """The program with its siblings joined, and how many products took the place of several."""
+    """The program with sibling matmuls fused, and the number of fused matmuls."""
     program = Program(closed)
     groups: dict[Any, list[list[_Sibling]]] = {}
     taken: set[int] = set()
@@ -199,7 +200,7 @@ def _wide(shape: Sequence[int], place: int, width: int) -> tuple[int, ...]:
 
 
 def slices(whole: Any, parts: Sequence[Any], place: int, widths: Sequence[int], like: Any) -> list[Any]:
-    """Equations that cut a joined result into its parts."""
+    """Equations that slice a fused result into its parts."""
     made, start = [], 0
     for part, width in zip(parts, widths, strict=True):
         starts, limits = [0] * whole.aval.ndim, list(whole.aval.shape)

@@ -21,7 +21,9 @@ from jcuts.trace import jaxapi
 
 
 def horizontal_matmul_args(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
-    """Joins products of one operand; gives the program and how many products went into joined ones."""
+    """Fuses matmuls of one operand with argument weights; returns the program and the number of matmuls that were
+    fused.
+    """
     given = moved_arguments(closed)
     groups: dict[Any, list[Any]] = {}
     for eqn in closed.jaxpr.eqns:

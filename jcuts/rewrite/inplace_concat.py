@@ -5,11 +5,11 @@
     y = x . [wt w1]; t, p1 = parts of y; c = concatenate(p1, p2(t))
                                      ->      b1 = update(0, y);  b2 = update(b1, p2(part of b1));  c = part of b2
 
-The branches of an inception block are such parts: each is what a product, a convolution or a window makes, with
-element-wise operations behind it.  Where the first part is the last of a wider product's columns
-(`rewrite/horizontal_matmul.py`), the array begins with all of them.  Whatever reads columns that are there already
-reads the newest state of the array before its branch updates it, so that every update is in place; zeros are there for
-whoever has no kernel: they are never read (`jcuts.pipeline.inplace_update`).  Values are the same.
+The branches of an inception block are such producers: a matmul, a convolution or a window with its epilogue.  Where the
+first operand is the last slice of a wider matmul's columns (`rewrite/horizontal_matmul.py`), the array begins with all
+of them.  A reader of columns that are already written reads the newest state of the array before its branch updates it,
+so that every update is in place.  The initial zeros matter only where XLA makes the first update; nobody reads them
+(`jcuts.pipeline.inplace_update`).  Values are the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MADE = (CONVOLUTION, DOT, "reduce_window", "reduce_window_max", "reduce_window_s
 
 
 def eliminate_concat(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
-    """The program with such concatenations as updates, and how many were replaced."""
+    """The program with such concatenations as in-place updates, and the number of eliminated ones."""
     count = 0
     while (new := _next(closed)) is not None:
         closed, count = new, count + 1
@@ -99,7 +99,7 @@ def _is_made(atom: Any, program: Program) -> bool:
 def in_place(
     closed: jaxapi.Closed, program: Program, eqn: Any, operands: Sequence[Any], gone: Sequence[Any]
 ) -> jaxapi.Closed:
-    """The program in which a concatenation is updates of one array.
+    """The program in which a concatenation is a sequence of updates of one array.
 
     Args: operands: the parts. gone: this and other concatenations that disappear; a result of one of them that is read
         elsewhere holds the first of the parts.
@@ -213,7 +213,7 @@ def _literal(value: int) -> Any:
 
 
 def undo_eliminated_concat(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """The program in which every reader of a part of such an array has a slice of its own, which is an index to it."""
+    """The program in which every reader of a part of such an array has a slice of its own (an index to it)."""
     program = Program(closed)
     shared = {}
     for eqn in closed.jaxpr.eqns:

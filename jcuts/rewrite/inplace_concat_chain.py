@@ -1,11 +1,11 @@
-"""Growing chains of concatenations (DenseNet) in one pre-sized buffer: nothing that is there already is copied again.
+"""Eliminates the copies of growing concatenations (DenseNet): one preallocated buffer, updated in place by every layer.
 
     c1 = concatenate(x, y1); c2 = concatenate(c1, y2); ...     ->
     b0 = update(0, x); b1 = update(b0, y1); ...                x is b0[:, :n], c1 is b1[:, :n1], ...
 
-A dense block copies all of its channels for every layer otherwise: of n layers of equal width, n / 2 times what it
-makes.  Whatever reads ``ci`` comes before what makes ``y(i+1)``, so that XLA updates ``b`` in place, and a slice is an
-index to jcuts' kernels and to XLA's fusions.  Values are the same.
+Otherwise a dense block copies all of its channels in every layer: with n layers of equal width, n / 2 times the bytes
+that it produces.  Readers of ``ci`` are ordered before the producer of ``y(i+1)``, so that XLA updates ``b`` in place,
+and a slice is an index to jcuts' kernels and to XLA's fusions.  Values are the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ LEAST = 3
 
 
 def inplace_concat_chain(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
-    """The program with chains of concatenations, and those of what kernels make, in place; how many were replaced."""
+    """The program with growing chains of concatenations, and concatenations of kernels' results, in place; the number
+    of them.
+    """
     count = 0
     while chains := _chains(closed, program := Program(closed)):
         chain = chains[0]

@@ -1,4 +1,4 @@
-"""Def-use and constant helpers that the matmul rewrites share."""
+"""Def-use queries and constant evaluation on flat jaxprs, shared by the matmul rewrites."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def new_value(shape: Sequence[int], like: Any) -> Any:
 
 
 class Program:
-    """A program being rewritten: def-use chains and constants.
+    """A flat jaxpr being rewritten: its def-use chains and constants.
 
     Attributes:
         consts: constant -> value.
@@ -38,13 +38,15 @@ class Program:
         self.uses.update(v for v in jaxpr.outvars if not jaxapi.is_literal(v))
 
     def maker(self, atom: Any, name: str = "") -> Any:
-        """The equation whose only user uses it here; None for other values, and for other primitives than ``name``."""
+        """The equation that defines a value with a single use; None otherwise, and for other primitives than
+        ``name``.
+        """
         eqn = None if jaxapi.is_literal(atom) else self.made.get(atom)
         alone = eqn is not None and self.uses[atom] == 1 and (not name or jaxapi.primitive_name(eqn) == name)
         return eqn if alone else None
 
     def product(self, atom: Any) -> Any:
-        """The convolution or matrix product, used here alone, that makes a value."""
+        """The convolution or matmul that defines a value with a single use."""
         eqn = self.maker(atom)
         return eqn if eqn is not None and jaxapi.primitive_name(eqn) in (CONVOLUTION, DOT) else None
 
@@ -56,7 +58,8 @@ class Program:
         return made
 
     def operand(self, values: np.ndarray, product: Any, like: Any, eqn: Any) -> tuple[Any, list[Any]]:
-        """Values per channel as an operand in place of ``like``, and the equation that broadcasts them if it needs one.
+        """Per-channel values as an operand in place of ``like``, and the equation that broadcasts them if one is
+        needed.
 
         Args: eqn: where it is used.
         """
@@ -67,7 +70,7 @@ class Program:
         return self.broadcast(values.reshape(narrow), result, list(like.aval.shape) != narrow, eqn)
 
     def broadcast(self, values: np.ndarray, result: Any, wide: bool, eqn: Any) -> tuple[Any, list[Any]]:
-        """Values of a result's rank, with dimensions of 1, as an operand, and the equation that makes them its size.
+        """Values with a result's rank and dimensions of 1, as an operand, and the equation that broadcasts them.
 
         Args: wide: whether the operand must be as large as the result. eqn: where it is used.
         """
@@ -80,7 +83,7 @@ class Program:
         return made, [jaxapi.new_eqn([constant], [made], jax.lax.broadcast_in_dim_p, params, like=eqn)]
 
     def with_eqns(self, replaced: dict[int, list[Any]]) -> jaxapi.Closed:
-        """The program in which equations, by their id, are replaced by others, without constants that nothing uses."""
+        """The program with equations, by their id, replaced, and unused constants removed."""
         jaxpr = self.closed.jaxpr
         eqns = [new for e in jaxpr.eqns for new in replaced.get(id(e), [e])]
         used = {a for e in eqns for a in e.invars if not jaxapi.is_literal(a)}
@@ -104,7 +107,7 @@ def channel_of(product: Any) -> tuple[int, int] | None:
 
 
 def is_point_by_point(convolution: Any) -> bool:
-    """Whether a convolution is one matrix product over features at every point: one tap, no stride, padding, groups."""
+    """Whether a convolution is a 1x1 matmul over features at every point: one tap, no stride, padding, groups."""
     p, weights = convolution.params, convolution.invars[1].aval
     taps = [weights.shape[d] for d in p["dimension_numbers"].rhs_spec[2:]]
     ones = (*taps, *p["window_strides"], *p["lhs_dilation"], p["feature_group_count"], p["batch_group_count"])

@@ -1,4 +1,4 @@
-"""Registry and driver of the optional rewrites: they keep a program's meaning but may change roundings.
+"""Registry and driver of the optional graph rewrites: they preserve a program's meaning but may change roundings.
 
     scales   y = conv(x, w) * s   ->  conv(x, w * s)          w, s constants, s one factor per output channel
     dots     conv(x, w), 1x1      ->  dot(x, w)               no padding, stride, dilation or groups
@@ -8,7 +8,7 @@
     joins    x . w1, x . w2, ...  ->  the same as siblings, concatenated in every call    (`horizontal_matmul_args`)
     turns    x . w                ->  x . v^T, v = round(w^T) in every call: w is an argument (`tf32_weight_args`)
     vectors  gain * rsqrt(variance) of arguments  ->  one call before everything else        (`hoist_vectors`)
-    slots    concatenations that grow, or of what kernels make  ->  updates of one array, in place
+    slots    concatenations that grow, or whose operands kernels produce  ->  in-place updates of one array
                                                                  (`inplace_concat_chain`, `inplace_concat`)
 
 Which of them are applied together is decided in `jit.variant_space`, by measurement.  `scales` (scale folding) turns an
@@ -48,7 +48,7 @@ FLOATS = ("float32", "float64")
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A program after rewriting.
+    """Result of rewriting: the program and what was applied.
 
     Attributes:
         closed: the program.
@@ -68,7 +68,7 @@ Rule = Callable[[jaxapi.Closed], tuple[jaxapi.Closed, int]]
 
 
 def rewritten(closed: jaxapi.Closed, rules: Sequence[str]) -> Rewritten:
-    """Applies rules, in the order of `RULES`, to a program that `simplify` has seen, and to its loop bodies.
+    """Applies rules, in the order of `RULES`, to a program after `simplify`, and to its loop bodies.
 
     Raises: KeyError for a rule that there is not.
     """

@@ -1,6 +1,4 @@
-"""Clean-up of a flat jaxpr: split as slices, dead code, CSE, constant folding, broadcasts copied to users; no value
-changes.
-"""
+"""Clean-up of a flat jaxpr: DCE, CSE, constant folding, split to slices, broadcasts sunk to users; no value changes."""
 
 from __future__ import annotations
 
@@ -22,7 +20,8 @@ SMALL = 1 << 16  # elements up to which a constant may grow by folding
 
 
 def simplify(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """Splits as slices, dead code, equal equations, constants, shared broadcasts; bodies of control flow as well.
+    """Applies all clean-ups (split to slices, DCE, CSE, constant folding, broadcasts sunk), in bodies of control flow
+    as well.
 
     Closed-over weights are constants, so what depends on them alone is computed once (a folded batch norm, a transposed
     matrix); arguments never are.  A broadcast that several subsets use is copied to each of them, where it becomes an

@@ -2,8 +2,8 @@
 
     x + [0 0 0]  ->  x + 0
 
-XLA knows such arrays as broadcast numbers, and writes them to memory in every call for kernels that take arrays: seven
-launches of ResNet50's in bfloat16 at batch 1.  No value changes.
+XLA keeps such arrays as broadcasts, and materialises them in every call for kernels that take arrays: seven launches of
+ResNet50 in bfloat16 at batch 1.  No value changes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ NUMBERS = (0, 1)
 
 
 def splat_constants(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """Puts numbers in the place of constants that hold one each, where an operation takes numbers; the same program
-    otherwise."""
+    """Replaces splat constants by scalars where the operation accepts scalars; the same program otherwise."""
     program = Program(closed)
     found: dict[Any, Any] = {}
 
@@ -57,7 +56,7 @@ def _with_numbers(eqn: Any, number: Any) -> Any:
 
 
 def numbers_of(closed: jaxapi.Closed) -> str:
-    """Which constants of a program hold one number, and which; '' where none does."""
+    """The scalar of every splat constant of a program, as text; '' where there is none."""
     pairs = zip(closed.jaxpr.constvars, closed.consts, strict=True)
     found = {place: _number(value, var.aval) for place, (var, value) in enumerate(pairs)}
     return ", ".join(f"{place}: {literal.val}" for place, literal in found.items() if literal is not None)

@@ -3,11 +3,11 @@
     v1, v2, ... = weights(w1, w2, ...)         vk = wk K-major, rounded to TF32 (as `tf32_weights` has constants)
     x . wk  ->  x . vk^T
 
-Whoever passes parameters has to have them rounded again in every call: a pass over the weights, and kernels for the
-products that take them as they are (`rounds`).  That pays where a product's operand and result are far larger than its
-weights, or these are few, so nothing else is transposed.  Weights are arguments, possibly moved on the way: reshaped,
-one layer's out of those of all, several concatenated (`horizontal_matmul_args`).  The equations are calls of a function
-of their own at the beginning of the program, which no kernel takes apart.
+Weights that are arguments must be rounded in every call: one pass over them, after which the matmuls use the kernels
+for pre-rounded weights (`rounds`).  That pays where a matmul's operand and result are far larger than its weights, or
+the weights are small; nothing else is transposed.  Weights are arguments, possibly moved on the way: reshaped, one
+layer's out of those of all, several concatenated (`horizontal_matmul_args`).  The equations are calls of a function of
+their own at the beginning of the program, which no region may cut.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ MOST = 120
 
 
 def tf32_weight_args(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
-    """Rounds and turns the arguments that are weights of large products; gives the program and how many products."""
+    """Rounds and transposes the arguments that are weights of large matmuls; returns the program and the number of
+    matmuls.
+    """
     program, given = Program(closed), moved_arguments(closed)
     made: dict[tuple[Any, Order], Any] = {}
     replaced: dict[int, list[Any]] = {}
@@ -54,7 +56,7 @@ def tf32_weight_args(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
 
 
 def moved_arguments(closed: jaxapi.Closed) -> frozenset[Any]:
-    """Arguments, and what is only parts or rearrangements of them."""
+    """Arguments, and values that are only slices or rearrangements of them."""
     found = set(closed.jaxpr.invars)
     for eqn in closed.jaxpr.eqns:
         if jaxapi.primitive_name(eqn) in MOVES and all(not jaxapi.is_literal(a) and a in found for a in eqn.invars):
@@ -63,7 +65,7 @@ def moved_arguments(closed: jaxapi.Closed) -> frozenset[Any]:
 
 
 def order_of_argument(eqn: Any, given: frozenset[Any]) -> Order | None:
-    """The order of a product's weights along terms, where rounding them in every call pays.
+    """The K-major dimension order of a matmul's weights, where rounding them in every call pays.
 
     Args: given: what `moved_arguments` found.
     """
@@ -74,7 +76,7 @@ def order_of_argument(eqn: Any, given: frozenset[Any]) -> Order | None:
 
 
 def rounded_operands(closed: jaxapi.Closed) -> frozenset[Any]:
-    """The values that are weights of large products, lie along terms, and hold TF32 numbers only.
+    """The values that are K-major weights of large matmuls and hold TF32 numbers only.
 
     Constants of which that is known, and what a call rounds before it gives it back.
     """
@@ -93,7 +95,7 @@ def rounded_operands(closed: jaxapi.Closed) -> frozenset[Any]:
 
 
 def turned_shapes(call: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | None:
-    """Shapes of operands and results, where a call does nothing but turn and round all its operands; else None.
+    """Shapes of operands and results of a call that only transposes and rounds all its operands; else None.
 
     An operand's columns lie side by side, and are the result's first dimension.
     """

@@ -3,10 +3,10 @@
     x . w  ->  x . v^T,    v = round(w^T)       conv(x, w)  ->  conv(x, v),  v = round(w) as (O, H, W, I)
 
 At the default precision XLA's libraries round both operands to TF32 (10 bits after the point, to nearest) in every
-call; constants can be rounded once, which changes nothing in what such a product computes.  Kernels for warpgroups
-(`codegen.cuda.gemm.wgmma_mainloop`) then take weights as they are: `rounded_constants` says which ones.  Nothing else
-is rounded: not arguments, not other types, not products of a higher precision, and not small ones or those of a few
-rows, which libraries may compute without matrix units.
+call; constants can be rounded once, which changes nothing in what such a product computes.  ``wgmma`` kernels
+(`codegen.cuda.gemm.wgmma_mainloop`) then read weights without rounding: `rounded_constants` says which ones.  Nothing
+else is rounded: not arguments, not other types, not products of a higher precision, and not small ones or those of a
+few rows, which libraries may compute without tensor cores.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Order = tuple[int, ...]
 
 
 def tf32_weights(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
-    """Rounds and turns the constant weights of large products; gives the program and how many were."""
+    """Rounds and transposes the constant weights of large matmuls; returns the program and their number."""
     program = Program(closed)
     replaced: dict[int, list[Any]] = {}
     for eqn in closed.jaxpr.eqns:
@@ -53,7 +53,7 @@ def tf32_weights(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
 
 
 def rounded_constants(closed: jaxapi.Closed) -> frozenset[Any]:
-    """The constants that are weights of large products, lie along terms, and hold TF32 numbers only."""
+    """The constants that are K-major weights of large matmuls and hold TF32 numbers only."""
     consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     found = set()
     for eqn in closed.jaxpr.eqns:
@@ -67,7 +67,7 @@ def rounded_constants(closed: jaxapi.Closed) -> frozenset[Any]:
 
 
 def round_tf32(values: np.ndarray) -> np.ndarray:
-    """float32 to the nearest TF32 number, ties to even; values that are not finite stay.
+    """Rounds float32 to the nearest TF32 number, ties to even; non-finite values stay.
 
     >>> round_tf32(np.float32([1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-12])).tolist()
     [1.0, 1.001953125, 1.0]
@@ -79,7 +79,7 @@ def round_tf32(values: np.ndarray) -> np.ndarray:
 
 # -- which, and how -------------------------------------------------------------------------------------------------
 def order_of(eqn: Any) -> Order | None:
-    """The dimensions of the right operand in the order that makes them (columns, terms); None for other equations.
+    """The dimension order that makes the right operand K-major (columns, k); None for other equations.
 
     Also None for products of few outputs and terms, for which no kernel takes rounded weights.
     """
@@ -128,7 +128,7 @@ def _is_default(precision: Any) -> bool:
 
 
 def turned(eqn: Any, weights: Any, order: Order) -> Any:
-    """The product with weights in this order."""
+    """The matmul with weights in this dimension order."""
     params = dict(eqn.params)
     if jaxapi.primitive_name(eqn) == DOT:
         (mine, _), batch = params["dimension_numbers"]
@@ -145,7 +145,7 @@ _known: dict[tuple[int, Order], tuple[weakref.ref[Any], Any]] = {}
 
 
 def is_rounded(values: Any) -> bool:
-    """Whether TF32 has all values of a float32 array (a NaN or an infinity is none of them)."""
+    """Whether all values of a float32 array are TF32 numbers (NaN and infinities are not)."""
 
     def found() -> bool:
         array = np.asarray(values)

@@ -30,7 +30,7 @@ _callback: Any = None  # the launcher holds the pointer: the object must live as
 
 
 def add_kernel(kernel: CompiledKernel, *, persist: bool = True) -> int:
-    """Links a kernel and registers its digest; a digest that is known already is left as it is.
+    """Links a kernel and registers its digest; a known digest is left as it is.
 
     Args:
         kernel: from ``codegen.cpu.compile``, or ``objects.fetch``.

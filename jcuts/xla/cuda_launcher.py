@@ -1,8 +1,8 @@
-"""CUDA custom calls: the native launcher (``launch_cuda.cc``), its registration with XLA (typed FFI), the traceable
+"""CUDA custom calls: the native launcher (``launch_cuda.cc``), its registration as typed FFI handler, the traceable
 call.
 
-The counterpart of `native_library`, `cpu_launcher` and `ffi_call` for XLA's CUDA platform.  A kernel's object code
-is an `Image`; HLO names it by digest, and the launcher loads it on a device when an executable first runs there.
+The CUDA counterpart of `cpu_launcher` and `ffi_call`.  A kernel's object code is an `Image`; HLO names it by digest,
+and the launcher loads it on a device when an executable first runs there.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _declare(lib: ctypes.CDLL) -> None:
 
 
 def available() -> str:
-    """'' if kernels can be launched on this machine's GPUs, else the reason."""
+    """'' if this machine's GPUs can run kernels, else the reason."""
     try:
         lib = load()
     except NativeError as error:
@@ -111,7 +111,7 @@ def driver_version(library: str = DRIVER) -> tuple[int, int] | None:
 
 
 def too_old(driver: tuple[int, int] | None, toolkit: tuple[int, int] | None) -> str:
-    """'' if a driver loads what an assembler makes, else the reason; versions that are not known are believed.
+    """'' if a driver can load an assembler's output, else the reason; unknown versions count as compatible.
 
     Machine code of one CUDA toolkit runs on drivers of the same major version and of newer ones (CUDA Compatibility,
     "Minor version compatibility").
@@ -125,7 +125,7 @@ def too_old(driver: tuple[int, int] | None, toolkit: tuple[int, int] | None) -> 
 
 
 def add_kernel(kernel: CompiledKernel, *, persist: bool = True) -> None:
-    """Names a kernel to the launcher; a digest that is known already is left as it is.
+    """Registers a kernel with the launcher; a known digest is left as it is.
 
     Args: persist: also write it to the object cache.
     Raises: NativeError: no launcher, or the kernel holds no CUDA image.
@@ -236,7 +236,7 @@ def _register(name: str, platform: str) -> None:
 
 
 def begin(x: jax.Array) -> jax.Array:
-    """The same array; on a GPU the hook is told of mark 0 before anything that depends on the result is executed.
+    """Identity with a timing mark: on a GPU the hook gets mark 0 before anything that depends on the result runs.
 
     Raises: NativeError: no launcher, or XLA refuses the call.
     """
@@ -248,7 +248,7 @@ def begin(x: jax.Array) -> jax.Array:
 
 
 def keep(arrays: Sequence[jax.Array]) -> jax.Array:
-    """A number that XLA can have only after it has computed every element of the arrays (its value means nothing).
+    """A number that depends on every element of the arrays, so that XLA must compute them (its value means nothing).
 
     On a GPU the hook is told of mark 1 when they have been launched.
 
@@ -263,12 +263,12 @@ def keep(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def set_hook(hook: Any) -> None:
-    """Who is told of marks, a `HOOK`, or None. The caller keeps it alive."""
+    """Sets the callback for timing marks, a `HOOK`, or None. The caller keeps it alive."""
     load().jcuts_cuda_set_hook(hook or HOOK(0))
 
 
 def call_kernel(kernel: CompiledKernel, *operands: Any, place: Place | None = None) -> tuple[jax.Array, ...]:
-    """Calls a CUDA kernel as one XLA custom call (what `call.call_kernel` does for kernels with an image).
+    """Calls a CUDA kernel as one XLA custom call (for images; `ffi_call.call_kernel` dispatches here).
 
     Scratch memory is an extra result (`scratch`): a handler that XLA captures into a graph must not allocate.
 
@@ -307,7 +307,7 @@ def call_chain(
     scratch_bytes: int,
     aliases: dict[int, int],
 ) -> tuple[jax.Array, ...]:
-    """Calls kernels, one after the other, as one XLA custom call (`chains`); each was called alone before.
+    """Calls kernels in sequence as one XLA custom call (`xla.chains`).
 
     Args:
         digests: of the kernels.

@@ -1,4 +1,4 @@
-"""GPU properties of this process as JAX's CUDA backend reports them, for the code generator and the scheduler."""
+"""Device query: GPU properties of this process as JAX's CUDA backend reports them, for code generator and scheduler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DEFAULT_SMS = 108
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU.
+    """One GPU model with its properties.
 
     Attributes:
         name: as the driver reports it.
@@ -35,7 +35,7 @@ class Gpu:
     sms: int
 
     def identity(self) -> str:
-        """Text that measured times belong to."""
+        """Cache-key text of a GPU: what measured times are valid for."""
         return f"cuda {self.name} {self.capability[0]}.{self.capability[1]} x{self.sms}"
 
 
@@ -64,12 +64,12 @@ def target() -> CudaTarget:
 
 
 def machine() -> GpuMachine:
-    """The GPU as the candidate enumeration sees it."""
+    """The GPU's machine description for schedule enumeration."""
     return GpuMachine(this().sms, capability=this().capability)
 
 
 def unusable() -> str:
-    """'' if kernels can be made for and run on this machine's GPUs, else the reason."""
+    """'' if jcuts can generate and run kernels on this machine's GPUs, else the reason."""
     try:
         gpu = this()
         target()

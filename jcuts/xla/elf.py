@@ -1,4 +1,4 @@
-"""ELF reader: which symbols a relocatable object file needs and which it defines.
+"""Minimal ELF reader: undefined and defined symbols of a relocatable object file.
 
 The JIT linker aborts the whole process on a symbol that it cannot resolve, so object code is checked before linking.
 """

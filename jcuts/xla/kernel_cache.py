@@ -1,4 +1,6 @@
-"""Kernel cache: scheduled program -> callable kernel from memory, the object cache on disk, or the compiler."""
+"""Two-level kernel cache: scheduled program -> callable kernel from memory, from the object cache on disk, or by
+compiling.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _lock = threading.RLock()
 
 
 def kernel_for(program: Program) -> CompiledKernel:
-    """The compiled kernel of a program; compiled at most once per process, and once per machine while the cache lasts.
+    """The compiled kernel of a program; compiled at most once per process, and once per machine while it stays cached.
 
     Raises: CompileRejected where it does not compile (remembered).
     """
@@ -30,7 +32,7 @@ def kernel_for(program: Program) -> CompiledKernel:
 
 
 def missing(programs: Iterable[Program]) -> list[Program]:
-    """Those whose kernels neither this process nor the object cache holds, each once."""
+    """The programs whose kernels neither this process nor the object cache holds, each once."""
     found: dict[str, Program] = {}
     with _lock:
         for program in programs:
@@ -44,7 +46,7 @@ def missing(programs: Iterable[Program]) -> list[Program]:
 
 
 def refuse(program: Program, error: CompileRejected) -> None:
-    """Remembers that a program does not compile."""
+    """Records that a program does not compile."""
     with _lock:
         _kernels.setdefault(program.digest, error)
 

@@ -1,6 +1,6 @@
-"""Finds and loads the native library (``custom_calls/``), and checks that it fits the running jaxlib.
+"""Loader of the native library (``custom_calls/``, by ctypes), with an ABI check against the running jaxlib.
 
-Everything that can be wrong here is a ``NativeError``: callers ask ``native_available()`` and leave the work to XLA.
+Every fault here is a ``NativeError``; callers test ``native_available()`` and otherwise leave the work to XLA.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _loaded: dict[Path, ctypes.CDLL] = {}
 
 
 def library_path(name: str = LIBRARY) -> Path:
-    """Where a library is: ``JCUTS_NATIVE`` (of others: the file beside it), else beside the installed package.
+    """Path of a library: ``JCUTS_NATIVE`` (others: the file next to it), else in the installed package.
 
     Raises:
         NativeError: it is not there; attribute ``tried``.
@@ -83,7 +83,7 @@ def runtime_ffi_version() -> tuple[int, int] | None:
 
 
 def check_version(built: tuple[int, int], running: tuple[int, int] | None) -> None:
-    """XLA accepts a library of the same major version and of a minor version that is not newer than its own.
+    """FFI compatibility: same major version as XLA's, and a minor version that is not newer.
 
     Raises:
         NativeError: the versions do not fit; attributes ``built`` and ``running``.
@@ -126,7 +126,7 @@ def declare(lib: ctypes.CDLL, signatures: Mapping[str, tuple[Any, list[Any]]]) -
 
 
 def opened(path: Path, what: str, declare: Callable[[ctypes.CDLL], None], version: str) -> ctypes.CDLL:
-    """A library of jcuts, checked.
+    """A library of jcuts, opened and checked.
 
     Args: what: what messages call it; declare: sets its functions' types; version: its function that gives the FFI
         version that it was built for.

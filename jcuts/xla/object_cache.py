@@ -1,11 +1,12 @@
-"""Object-code cache on disk: compiled kernels by digest, so that a new process links instead of compiling.
+"""Content-addressed object-code cache on disk: compiled kernels by digest, so that a new process links instead of
+compiling.
 
 One file per kernel, ``<cache>/objects/<code fingerprint>/<digest>.jco``: a magic line, one line of JSON (everything of
 ``CompiledKernel`` but the code, and the code's SHA-256), then the ELF bytes.  The folder names compilers, emitter
 sources and CPU features, so that two installations share a cache directory without harm.
 
-Files are written whole (temporary file, fsync, rename) into directories that only this user may write, read back only
-if their hash fits, and never unpickled.  A cache that cannot be used is logged and done without.
+Writes are atomic (temporary file, fsync, rename) into directories that only this user may write; files are read back
+only if their hash matches, and never unpickled.  Without a usable cache kernels are compiled anew (logged once).
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _path(folder: Path, digest: str) -> Path:
 
 
 def encode(kernel: CompiledKernel) -> bytes:
-    """The file of a kernel."""
+    """Serialises a kernel to the bytes of its file."""
     header = {
         "digest": kernel.digest,
         "symbol": kernel.symbol,
@@ -105,7 +106,7 @@ def _avals(value: object) -> tuple[Aval, ...]:
 
 
 def decode(data: bytes, digest: str) -> CompiledKernel:
-    """The kernel in a file's bytes.
+    """The kernel in a file's bytes (inverse of `encode`).
 
     Raises:
         CacheError: corrupt, of another format or installation, or another kernel than ``digest``.

@@ -1,4 +1,4 @@
-"""Rewrites a jaxpr with kernel calls in place of the regions that won."""
+"""Rebuilds a jaxpr with custom calls in place of the regions whose kernels were chosen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jcuts.xla.ffi_call import call_kernel
 def subset_closed(
     closed: jaxapi.Closed, members: Sequence[int], inputs: Sequence[Any], outputs: Sequence[Any]
 ) -> jaxapi.Closed:
-    """A subset of a jaxpr's equations as a function of its own: what XLA competes with, and what is exported."""
+    """A region's equations as a function of its own: the XLA candidate, and what is exported."""
     eqns = [closed.jaxpr.eqns[m] for m in sorted(members)]
     return jaxapi.make_closed((), list(inputs), list(outputs), eqns, (), like=closed)
 

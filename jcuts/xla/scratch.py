@@ -1,4 +1,4 @@
-"""Scratch memory of custom calls as an extra result that nobody reads, so that XLA plans it with everything else."""
+"""Scratch memory of custom calls as an extra unused result, so that XLA's buffer assignment plans it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FEW = 16
 
 
 def least_bytes(needed: int, results: int) -> int:
-    """Bytes of scratch memory that a call has: what it needs, and a few at least where it has several results.
+    """Bytes of a call's scratch result: what the kernel needs, and a minimum where the call has several results.
 
     XLA makes a call whose results are a loop's next carry, in order, the root of the loop's body, and then takes the
     root's operands for the next carry (``WhileUtil::GetInvariantGTEsForWhileBody``; jax 0.10 and 0.11): a carry that
@@ -23,5 +23,5 @@ def least_bytes(needed: int, results: int) -> int:
 
 
 def result_of(size: int) -> list[jax.ShapeDtypeStruct]:
-    """The type of the extra result of ``size`` bytes; none for no bytes."""
+    """Type of the extra result of ``size`` bytes; none for zero bytes."""
     return [jax.ShapeDtypeStruct((size,), np.dtype(np.uint8))] if size else []

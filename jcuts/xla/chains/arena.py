@@ -9,7 +9,8 @@ ALIGNMENT = 256  # bytes: what XLA gives its own buffers on a GPU
 
 
 def assign_offsets(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
-    """Offsets such that values which live at the same time do not overlap, the largest placed first, each lowest.
+    """Offsets such that values with overlapping lifetimes do not overlap (greedy by size: largest first, lowest
+    offset).
 
     Args: spans: (first step, last step, bytes) per value; both steps belong to its life.
     Returns: an offset [B] per value, aligned; the size [B] of it all.

@@ -16,7 +16,7 @@ OPERAND, RESULT, SCRATCH = range(3)
 
 
 def merged(chain: Chain, reads: Dataflow) -> list[Any]:
-    """The equations of a chain's call; the call itself where there is one only, and nothing it reads is reshaped."""
+    """The equations of a chain's call; the call itself where there is only one and nothing it reads is reshaped."""
     if len(chain.calls) == 1 and reads.operands(chain.calls[0]) == list(chain.calls[0].invars):
         return chain.calls
     return BufferAssignment(chain, reads).equations()
@@ -57,7 +57,7 @@ class Call(NamedTuple):
 
 
 class BufferAssignment:
-    """Where the buffers of a chain's kernels are.
+    """Buffers of a chain's kernels: operands, results and scratch offsets of its call.
 
     A value that a kernel makes by overwriting another has that one's memory: memories are named by their first value.
     Those that come into the chain or leave it are operands and results of the call; all others lie in its scratch
@@ -87,7 +87,7 @@ class BufferAssignment:
         self._offsets, self._own, self.scratch_bytes = self._inside()
 
     def equations(self) -> list[Any]:
-        """The call, in place of the chain's kernels."""
+        """The equation of the call that replaces the chain's kernels."""
         digests = [call.digest for call in self._calls]
         shapes = [v.aval for v in self.results]
         return traced_eqns(
@@ -100,8 +100,8 @@ class BufferAssignment:
         )
 
     def numbers(self) -> list[int]:
-        """What the launcher reads of each kernel: how many buffers, where its own scratch memory begins, and per buffer
-        the kind of its place, that place's number, and bytes into it.
+        """Launcher data of each kernel: number of buffers, offset of its own scratch memory, and per buffer its kind
+        (operand, result, scratch), number, and byte offset.
         """
         found: list[int] = []
         for call, own in zip(self._calls, self._own, strict=True):

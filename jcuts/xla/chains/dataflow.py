@@ -1,4 +1,6 @@
-"""Dataflow of kernel calls: what each reads, through reshapes (which cost nothing), and which operand it overwrites."""
+"""Data-flow analysis of kernel calls: operands seen through reshapes (no-ops), and the operand that a call overwrites
+(aliasing).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
 
 
 class Dataflow:
-    """Who reads which value of a jaxpr.
+    """Def-use chains of a jaxpr with kernel calls.
 
     Attributes:
         roots: results of reshapes -> the value that was reshaped first.
@@ -25,7 +27,7 @@ class Dataflow:
         self.readers = self._readers(closed, eqns)
 
     def operands(self, eqn: Any) -> list[Any]:
-        """What an equation reads: variables and literals; of kernels, without the reshapes in between."""
+        """Operands of an equation: variables and literals; of kernels, seen through reshapes."""
         if not is_kernel(eqn):
             return list(eqn.invars)
         return [a if jaxapi.is_literal(a) else self.roots.get(a, a) for a in eqn.invars]
@@ -52,7 +54,9 @@ class Dataflow:
 
 
 def is_kernel(eqn: Any) -> bool:
-    """Whether it is a kernel's call; not where it also reads the old value of what it overwrites, which XLA copies."""
+    """Whether an equation is a kernel call; false where it also reads the old value of the operand it overwrites (XLA
+    copies that).
+    """
     return jaxapi.call_target(eqn) == cuda_launcher.TARGET and all(
         sum(a is eqn.invars[k] for a in eqn.invars) == 1 for k in _overwritten(eqn)
     )

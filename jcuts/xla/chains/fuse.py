@@ -1,16 +1,17 @@
-"""Fuses neighbouring CUDA kernel calls into one custom call, a *chain*: one host call, several launches.
+"""Launch fusion: merges neighbouring CUDA kernel calls into one custom call (a *chain*) with programmatic dependent
+launch.
 
-Between two calls XLA waits until the first has ended, inside a CUDA graph too; between kernels of one call the launcher
-need not (`custom_calls/launch_cuda.cc`): the next one is launched while the one in front of it still runs, and waits on
-the device (programmatic dependent launch).  Values that only kernels of a chain read lie in the chain's scratch memory,
-one after the other where their lives do not meet.
+XLA serialises two calls, inside a CUDA graph too; between kernels of one call the launcher need not
+(`custom_calls/launch_cuda.cc`): the next kernel is launched while the previous one still runs, and waits on the device
+(``griddepcontrol.wait``).  Values that only kernels of a chain read lie in the chain's scratch memory, where values
+with disjoint lifetimes share bytes.
 
     dataflow           what kernels read, through reshapes, and overwrite    xla/chains/dataflow.py
     order              the order with the fewest chains                      xla/chains/order.py
-    buffer assignment  a chain's call: operands, results, scratch places     xla/chains/{buffer_assignment,arena}.py
+    buffer assignment  a chain's call: operands, results, scratch offsets     xla/chains/{buffer_assignment,arena}.py
 
-A chain's operands and results are all there as long as it runs.  Where that takes much more memory than single calls in
-the function's own order (`xla/chains/peak_memory.py`), equations move, and kernels join, only within parts of the
+All operands and results of a chain are live while it runs.  Where that takes much more memory than single calls in the
+function's own order (`xla/chains/peak_memory.py`), equations are reordered and kernels merged only within parts of the
 function.
 """
 
@@ -34,7 +35,7 @@ MORE_BYTES, MORE_SHARE = 1 << 30, 1 / 8
 
 
 def fuse_calls(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """The jaxpr with chains in place of kernel calls that can stand next to each other; the same values."""
+    """The jaxpr with neighbouring kernel calls merged into chains; the same values."""
     eqns = list(closed.jaxpr.eqns)
     reads = Dataflow(closed)
     before = peak_memory.bytes_of(closed, VIEWS)
@@ -57,12 +58,12 @@ def calls(closed: jaxapi.Closed) -> int:
 
 
 def joined(closed: jaxapi.Closed) -> float:
-    """Kernels of a program that are in chains of two or more, as often as they run: without end in a while loop."""
+    """Number of kernels in chains of two or more, counted as often as they run (infinite in a while loop)."""
     return sum(length * runs for length, runs in _lengths(closed) if length > 1)
 
 
 def note(closed: jaxapi.Closed) -> str | None:
-    """What `explain` says of the chains of a program and of its bodies; None where there are none."""
+    """The line of `explain` about the chains of a program and its bodies; None where there are none."""
     lengths = sorted((length for length, _ in _lengths(closed)), reverse=True)
     if not lengths:
         return None

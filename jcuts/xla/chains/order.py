@@ -1,6 +1,6 @@
-"""Instruction order with the fewest chains of kernels (list scheduling), and the chains in it.
+"""List scheduling of a jaxpr for the fewest chains of kernel calls, and the chains of that order.
 
-Everything else comes as early as it can, then all kernels that can run without more of it.
+Other equations come as early as possible; then all kernels that are ready.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jcuts.xla.chains.dataflow import Dataflow, is_kernel
 
 @dataclass
 class Chain:
-    """Kernel calls that become one, in order.
+    """Kernel calls that become one call, in order.
 
     Attributes:
         calls: equations.

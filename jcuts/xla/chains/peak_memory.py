@@ -1,4 +1,6 @@
-"""Peak memory of a jaxpr whose equations run in their order, each result in memory of its own."""
+"""Liveness analysis: peak memory of a jaxpr in its equation order; results have their own buffers unless they alias
+operands.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from jcuts.trace import jaxapi
 
 
 def bytes_of(closed: jaxapi.Closed, views: Collection[str]) -> int:
-    """Most bytes that live at the same time, without arguments, constants and what bodies of equations take.
+    """Peak of live bytes, without arguments, constants and the bodies of equations.
 
     Args: views: primitives whose results are their first operand's memory.
     """

@@ -1,1 +1,1 @@
-"""cuDNN convolutions: which kernel of which layer an equation is, the custom call that runs it in micro-batches."""
+"""cuDNN convolutions: matching of equations to cuDNN's layers, and the custom call that runs one in micro-batches."""

@@ -1,8 +1,8 @@
-"""cuDNN convolutions as one XLA custom call: the native library, its registration, the traceable call.
+"""cuDNN convolution as one XLA custom call (typed FFI) that runs all micro-batches of a `Division`; native library and
+registration.
 
-The library (``custom_calls/cudnn_conv.cc``) runs all micro-batches of a `Division` in one call.  It opens the cuDNN
-that JAX uses; ``JCUTS_CUDNN`` names another one.  On XLA's CPU platform it works with a cuDNN that says it computes in
-host memory (the one in the tests), and with no other.
+The library (``custom_calls/cudnn_conv.cc``) opens the cuDNN that JAX uses; ``JCUTS_CUDNN`` names another one.  On XLA's
+CPU platform it accepts only a cuDNN that says it computes in host memory (the one in the tests).
 """
 
 from __future__ import annotations
@@ -70,17 +70,17 @@ _MATHS = {
 
 
 def algorithms(kind: str) -> tuple[str, ...]:
-    """Names in tables of cuDNN's algorithms for a kind of kernel."""
+    """Names of cuDNN's algorithms for a kind of convolution, as in tables."""
     return tuple(PREFIX + name for name in _ALGORITHMS[kind])
 
 
 def transforms(kind: str) -> tuple[str, ...]:
-    """Of `algorithms` those that transform filters into their workspace, for which slices of the outputs pay."""
+    """Those `algorithms` that transform filters into their workspace, for which slicing the outputs pays."""
     return tuple(PREFIX + name for name in _ALGORITHMS[kind] if name in ("FFT", "FFT_TILING", "WINOGRAD_NONFUSED"))
 
 
 def is_cudnn(algorithm: str) -> bool:
-    """Whether a name in a table means an algorithm of cuDNN."""
+    """Whether a name in a table is an algorithm of cuDNN."""
     return algorithm.startswith(PREFIX)
 
 
@@ -182,7 +182,7 @@ def _installed() -> str:
 
 
 def version() -> str:
-    """cuDNN's version, e.g. ``9.19.0``.  Raises: NativeError: it cannot be used; its sentence says why."""
+    """cuDNN's version, e.g. ``9.19.0``. Raises: NativeError with the reason where it cannot be used."""
     text = ctypes.create_string_buffer(_TEXT)
     found = int(load().jcuts_cudnn_version(text, _TEXT))
     if not found:
@@ -201,7 +201,7 @@ def computes_on_host() -> bool:
 
 
 def unusable(platform: str) -> str:
-    """'' if convolutions can be given to cuDNN on a platform, else the reason."""
+    """'' if cuDNN can be used on a platform, else the reason."""
     family = "cuda" if platform in ("cuda", "gpu") else platform
     if family not in TARGETS:
         return f"cuDNN does not compute on platform {platform}"
@@ -264,7 +264,7 @@ def call(
     onto: Any = None,
     graph: bool = False,
 ) -> Any:
-    """One convolution kernel by cuDNN, divided, as one XLA custom call; works under ``jit`` and eagerly.
+    """One convolution by cuDNN, in micro-batches, as one XLA custom call; works under ``jit`` and eagerly.
 
         forward: y = conv(x, w)    backward_data: dx from (dy, w)    backward_filter: dw from (x, dy)
 

@@ -1,4 +1,4 @@
-"""Matches ``conv_general_dilated`` to cuDNN: forward, backward-data or backward-filter of which layer, on which
+"""Pattern matcher ``conv_general_dilated`` -> cuDNN: forward, backward-data or backward-filter, of which layer and
 operands.
 
 Autodiff writes the gradients of a layer y = conv(x, w) as convolutions of their own (`jax._src.lax.convolution`):
@@ -6,8 +6,7 @@ Autodiff writes the gradients of a layer y = conv(x, w) as convolutions of their
     dx = conv(dy, rev(w)), dy dilated by the layer's strides, w with its channel dimensions exchanged
     dw = conv(x, dy), x's and dy's channels in the place of the batch, steps and dilation of the window exchanged
 
-`recognise` finds the layer behind them.  Every match is right for every equation that it fits; which one is
-preferred decides only what is measured.
+`recognise` finds the layer behind them.  Every match is valid; the order of preference decides only what is measured.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Order = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Site:
-    """An equation as a cuDNN kernel.
+    """An equation matched to a cuDNN convolution.
 
     Attributes:
         convolution: the kernel of the layer.
@@ -56,7 +55,7 @@ class Site:
 
 
 def recognise(eqn: Any, maker: Callable[[Any], Any] = lambda _: None) -> Site | Refusal:
-    """The kernel that an equation is, or why cuDNN cannot do it.
+    """The cuDNN convolution that an equation is, or why cuDNN cannot compute it.
 
     Args: maker: gives the equation that makes a variable, or None.
     """
@@ -280,7 +279,7 @@ def call_site(
 
 
 def ungrouped(w: Any, order: Order, convolution: Convolution) -> Any:
-    """A grouped filter as the layer has it, from what autodiff made of it for the gradient of the input.
+    """A layer's grouped filter, recovered from the form that autodiff gives it in the gradient of the input.
 
     K/g x C  ->  K x C/g,    groups outermost in C before, in K after
     """
@@ -298,7 +297,7 @@ def ungrouped(w: Any, order: Order, convolution: Convolution) -> Any:
 
 # -- XLA's own ------------------------------------------------------------------------------------------------------
 def library_maths(dtype: str) -> dict[str, Any]:
-    """The math that XLA's convolutions compute with -> the precision to ask for it."""
+    """Math of XLA's convolutions -> the ``precision`` that selects it."""
     if dtype == "float32":
         return {"float32": jax.lax.Precision.HIGHEST, "tf32": jax.lax.Precision.DEFAULT}
     return {"float64" if dtype == "float64" else "float32+tensor": None}
@@ -307,7 +306,7 @@ def library_maths(dtype: str) -> dict[str, Any]:
 def library_function(
     convolution: Convolution, batch: int, precision: Any = None
 ) -> tuple[Callable[[Any, Any], Any], list[jax.ShapeDtypeStruct]]:
-    """A kernel by XLA: a function of its two operands in the order of `cudnn.call`, and their types.
+    """The convolution by XLA: a function of its two operands in the order of `cudnn.call`, and their types.
 
     Operands are in the layout's own order: N C ..., K C ... or N ... C, K ... C.
     """

@@ -1,4 +1,4 @@
-"""A micro-batched cuDNN convolution outside XLA, on raw device addresses, for measuring (no JAX takes part)."""
+"""Standalone execution of a micro-batched cuDNN convolution on raw device addresses (no JAX), for measuring."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TEXT = 2048
 
 
 class Plan:
-    """What ``custom_calls/cudnn_plan.h`` calls a plan: descriptors of a division on one device.
+    """Descriptors of a divided convolution on one device (a plan of ``custom_calls/cudnn_plan.h``).
 
     Attributes: needed: workspace of the largest part [B], as this cuDNN says; the division's own figures do not count.
     Raises: NativeError: cuDNN refuses it; its sentence names layer, kernel, algorithm and status.

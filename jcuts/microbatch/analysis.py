@@ -1,4 +1,4 @@
-"""Offline analysis: from a benchmark database to divisions of a network's kernels under WR or WD."""
+"""Offline analysis: from a benchmark database to the batch divisions of a network's convolutions under WR or WD."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jcuts.microbatch.workspace_division import NetworkDivision, divide_network
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel of an analysis.
+    """One convolution of an analysis.
 
     Attributes:
         division: its micro-batches.
@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Analysis:
-    """A network's divisions on one device.
+    """Batch divisions of a network's convolutions on one device.
 
     Attributes:
         method: "WR" or "WD".
@@ -65,7 +65,9 @@ class Analysis:
 
     @property
     def undivided(self) -> float | None:
-        """Time of all kernels as single calls under the same limits, None if one of them has no algorithm there."""
+        """Time of all convolutions as single calls under the same limits; None if one of them has no algorithm
+        there.
+        """
         found = [row.undivided.ticks for row in self.rows if row.undivided]
         return sum(found) * TICK if len(found) == len(self.rows) else None
 
@@ -76,7 +78,7 @@ class Analysis:
 
     @property
     def peak(self) -> int:
-        """Most bytes of workspaces that are live at one step."""
+        """Peak of live workspace bytes over the program's steps."""
         return peak([row.division.workspace for row in self.rows], self.network.lives)
 
     @property
@@ -86,7 +88,7 @@ class Analysis:
 
     @property
     def unlimited_total(self) -> int:
-        """Sum of the workspaces of the fastest single calls [B]: what nobody has to pay any more."""
+        """Sum of the workspaces of the fastest single calls without a limit [B]."""
         return sum(row.unlimited.workspace for row in self.rows if row.unlimited)
 
 
@@ -159,7 +161,7 @@ def network_times(
     limit: int | None = None,
     policy: str = "all",
 ) -> DeviceTimes:
-    """A device's time for the network's kernels at every batch size up to ``batch``, each divided its best (WR).
+    """A device's time for the network's convolutions at every batch size up to ``batch``, each optimally divided (WR).
 
     Sizes that some kernel cannot make up are left out.
     Raises: MissingTimesError if no size is left; ForeignDeviceError; CacheError.

@@ -1,4 +1,4 @@
-"""Fills the benchmark database: measures the sizes that a policy asks for, on one device or on several equal ones."""
+"""Fills the benchmark database: measures the micro-batch sizes of a policy, on one device or on several equal ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jcuts.microbatch.timings import MicroConfig, Table, policy_sizes, usable_si
 
 
 class Found(tuple[MicroConfig, ...]):
-    """What a measurer found, with remarks for the database (`Database.record`)."""
+    """A measurer's result, with remarks for the database (`Database.record`)."""
 
     remarks: Mapping[str, str]
 
@@ -35,7 +35,7 @@ class Measurer(Protocol):
 
     @property
     def device(self) -> Device:
-        """What the times are valid for."""
+        """The device identity that the times are valid for."""
         ...
 
     def __call__(self, convolution: Convolution, batch: int) -> Sequence[MicroConfig]: ...
@@ -51,7 +51,7 @@ def benchmark(
     limit: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Table:
-    """Measures the missing micro-batch sizes of a policy and returns everything that is known.
+    """Measures the missing micro-batch sizes of a policy and returns all known times.
 
     The sizes are dealt to the measurers as they come free, the largest first; each is stored as soon as it is measured,
     so an interrupted benchmark goes on where it was.

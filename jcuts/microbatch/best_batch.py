@@ -1,4 +1,4 @@
-"""Load balancing over unequal devices: how many samples of a batch each gets, so that the last one finishes earliest.
+"""Load balancing over heterogeneous devices (makespan minimisation): how many samples of a batch each device gets.
 
     minimise  max over devices g of sum over sizes b of t_{g,b} x_{g,b}
     subject to  sum over g, b of b x_{g,b} = B,   sum over b of x_{g,b} <= 1,   x in {0, 1}          (paper III-E)
@@ -44,7 +44,7 @@ class DeviceTimes:
                 raise UsageError(f"{self.name}: {size} samples in {seconds!r} s cannot be", size=size, seconds=seconds)
 
     def filled(self, sizes: Sequence[int]) -> DeviceTimes:
-        """The same with times of ``sizes`` between measured ones added, on the straight line between their neighbours.
+        """The same with linearly interpolated times of ``sizes`` between measured ones.
 
         Nothing is made up outside the measured range.
         """

@@ -29,7 +29,7 @@ PAIRWISE = 1024
 def solve_clique_knapsack(
     costs: Sequence[Ints], weights: Sequence[Ints], cliques: Sequence[Clique], *, most: int = knapsack.MOST
 ) -> Chosen | None:
-    """Solves one problem; arguments and result as of `knapsack.choose`, with ``cliques`` for the limit.
+    """Solves one problem; arguments and result as of `knapsack.choose`, with ``cliques`` instead of the limit.
 
     Every class's cliques must follow each other in ``cliques``, as those of an interval do (`network.cliques`).
     ``weight`` of the result is the sum over all classes.

@@ -1,4 +1,4 @@
-"""The key of a measurement: one convolution kernel (forward, backward-data, backward-filter) and its precision."""
+"""Cache key of a convolution measurement: kernel kind (forward, backward-data, backward-filter), shape, precision."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ADMITS = {
 
 
 def admitted(dtype: str, precision: str) -> tuple[str, ...]:
-    """Maths that compute at least as exactly as asked, for a storage dtype.
+    """Math modes at least as exact as the requested one, for a storage dtype.
 
     >>> admitted("float16", "float16")
     ('float16', 'float16+tensor', 'float32', 'float32+tensor')
@@ -62,7 +62,7 @@ def admitted(dtype: str, precision: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Convolution:
-    """One convolution kernel without its batch size: times of all batch sizes belong together.
+    """One convolution (kind, shape, dtype, math) without its batch size: times of all batch sizes belong together.
 
     Attributes:
         kind: which of the three kernels of a layer.
@@ -118,18 +118,18 @@ class Convolution:
 
     @property
     def key(self) -> str:
-        """Digest of everything that a time depends on, but device and batch size."""
+        """Digest of all that a time depends on, except device and batch size."""
         return fingerprint.digest("convolution 1", self.to_json())
 
     @property
     def unit(self) -> int:
-        """Least number of samples after which image and result are at multiples of `ALIGNMENT` bytes again."""
+        """Smallest number of samples after which image and result are aligned to `ALIGNMENT` bytes again."""
         image = self.item * math.prod(self.spatial) * self.channels
         return ALIGNMENT // math.gcd(ALIGNMENT, image, self.result_bytes)
 
     @property
     def item(self) -> int:
-        """Bytes of one number in memory."""
+        """Bytes of an element."""
         return {"float64": 8, "float32": 4}.get(self.dtype, 2)
 
     @property
@@ -139,7 +139,7 @@ class Convolution:
 
     @property
     def slices(self) -> tuple[int, ...]:
-        """In how many equal slices the outputs' channels may be computed one after the other, ascending; not 1.
+        """Numbers of equal slices into which the output channels can be divided, ascending; without 1.
 
         Slices are contiguous in the filter and in every sample of the result, and begin at multiples of `ALIGNMENT`.
 

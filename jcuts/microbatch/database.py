@@ -1,16 +1,16 @@
-"""The benchmark database: times of convolution kernels that outlive the process, shared by people and machines.
+"""SQLite store of convolution timings: persistent, shared between processes and mergeable between machines.
 
-One SQLite file (`base/sqlite_file.py`).  Its keys are honest: device name, driver and library versions, everything of
-the convolution (dtype and layout included), batch size, algorithm, math.  All times of one (device, convolution, batch)
-are written in one transaction, so what is there is complete.
+One file (`base/sqlite_file.py`).  Keys hold all that a time depends on: device name, driver and library versions, the
+convolution (dtype and layout included), batch size, algorithm, math.  All times of one (device, convolution, batch) are
+written in one transaction, so an entry is complete.
 
-Remarks beside them say what is not there: ``memory``, the least workspace [B] for which there was no memory (whoever
+Remarks record why times are missing: ``memory``, the least workspace [B] for which there was no memory (a run that
 allows that much measures again), or a library that refused, and why.
 
 The file is named by its user and may be shared: one of another schema version, or of another program, is refused and
-left alone.  A damaged one is moved aside by a writer, and refused by a reader.  What cannot be written (full disk,
-read-only folder) is kept in memory and said once: a benchmark of minutes is not lost to the process that ran it.
-On network file systems give every writer a file of its own, and merge them.
+left alone.  A damaged one is moved aside by a writer, and refused by a reader.  Where the file cannot be written (full
+disk, read-only folder) entries stay in memory and one warning is logged, so that the process that ran a benchmark of
+minutes still has it. On network file systems give every writer a file of its own, and merge them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Database:
         *,
         remarks: Mapping[str, str] | None = None,
     ) -> None:
-        """Stores what was measured of one convolution at one batch size, replacing what was known.
+        """Stores the measurements of one convolution at one batch size, replacing earlier ones.
 
         ``micros`` may be empty: no algorithm runs this convolution, and nobody needs to try again.  Remarks: see above.
         Raises: UsageError if a micro-configuration has another batch size, or occurs twice; CacheError if the file is
@@ -87,7 +87,7 @@ class Database:
                 self._networks[network.name] = network
 
     def merge(self, paths: Iterable[str | os.PathLike[str]]) -> int:
-        """Takes over the entries and networks of other databases, all of them or none; of two the newer stays.
+        """Merges the entries and networks of other databases, all or none; of duplicates the newer stays.
 
         Returns: entries taken over.
         Raises: CacheError if a file is missing, damaged, or not such a database, or if this one cannot be written.
@@ -128,7 +128,7 @@ class Database:
         return tuple(sorted({Device(*row) for row in found} | {key[0] for key in self._memory}))
 
     def device(self, name: str | None = None) -> Device:
-        """The device of this name, or that contains it as text; None: the only one.
+        """The device of this name, or whose name contains it; None: the only one.
 
         Raises: ForeignDeviceError if there is none, or more than one.
         """
@@ -146,7 +146,7 @@ class Database:
     def missing(
         self, device: Device, convolution: Convolution, sizes: Iterable[int], *, limit: int | None = None
     ) -> tuple[int, ...]:
-        """Batch sizes that were not measured yet, in the given order.
+        """Batch sizes without measurements, in the given order.
 
         Where an earlier process had no memory for an algorithm whose workspace is within the limit [B], its times do
         not count.

@@ -23,7 +23,7 @@ The first layer's input needs no gradient, and some sheets have no backward-data
 
 @dataclass(frozen=True)
 class Layer:
-    """One row: a convolution at DeepBench's batch size."""
+    """One row of DeepBench: a convolution at its batch size."""
 
     index: int
     application: str
@@ -32,7 +32,7 @@ class Layer:
 
 
 def layers(kind: str = "forward", dtype: str = "float32", layout: str = "NCHW") -> tuple[Layer, ...]:
-    """The 94 shapes as one of the three kernels."""
+    """The 94 shapes for one of the three kernel kinds."""
     made = []
     for row in read_csv(_shipped("deepbench_conv.csv")):
         n = {name: int(row[name]) for name in row if name != "application"}

@@ -1,4 +1,4 @@
-"""Errors of micro-batching: no division, no split, foreign device, missing times."""
+"""Exceptions of micro-batching: no division within the limit, no split of the batch, foreign device, missing times."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jcuts.base.errors import CacheError, JcutsError
 
 
 class NoDivisionError(JcutsError):
-    """Nothing that was measured adds up to the batch within the limit.
+    """No combination of measured sizes adds up to the batch within the limit.
 
     Attributes:
         limit: [B].

@@ -1,4 +1,4 @@
-"""The HTML page of an analysis: every kernel's division, its Pareto front as a plot, workspaces as bars."""
+"""HTML report of an analysis: every convolution's division, its Pareto front as a plot, workspaces as bars."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ figcaption{font-size:12px;color:#555}svg text{font:10px system-ui,sans-serif;fil
 
 
 def page(analysis: Analysis) -> str:
-    """A whole page, without anything from outside."""
+    """A self-contained HTML page."""
     limit = "no limit" if analysis.limit is None else f"{analysis.limit / MIB:,.1f} MiB"
     what = "per kernel" if analysis.method == "WR" else f"for the network, constraint {analysis.constraint}"
     title = f"{html.escape(analysis.network.name)} on {html.escape(str(analysis.device))}"

@@ -1,4 +1,4 @@
-"""The multiple-choice knapsack: one item of every class, least cost under one weight limit, solved exactly.
+"""Exact multiple-choice knapsack: one item of every class, least cost under one weight limit.
 
     minimise  sum_k C[k, j_k]   subject to  sum_k W[k, j_k] <= limit
 
@@ -39,7 +39,7 @@ MOST = 2**22
 
 @dataclass(frozen=True)
 class Chosen:
-    """A solution: the item of every class, exact totals, and how much work it was.
+    """A solution: the item of every class, exact totals, and search statistics.
 
     ``bound`` is the linear relaxation's value (a lower bound of the cost), ``states`` the dynamic program's states.
     ``proven``: it is an optimum.  False only where the search would have outgrown memory (artificial instances, whose
@@ -88,7 +88,7 @@ def choose(costs: Sequence[Ints], weights: Sequence[Ints], limit: int, *, most: 
 
 @dataclass(frozen=True)
 class Core:
-    """Items that no other item of their class dominates, as one row per class: heavier to the right, and cheaper.
+    """The undominated items as one row per class: ascending weight, descending cost.
 
     Short rows are filled with copies of their last item, which nobody chooses instead of the item itself: every
     search takes the first of equals.  ``names``: the items' numbers in the caller's lists.

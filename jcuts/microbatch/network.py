@@ -1,4 +1,4 @@
-"""A network's convolution kernels in program order, and the live ranges of their workspaces."""
+"""Liveness of convolution workspaces: a network's convolutions in program order, each workspace's live range."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jcuts.microbatch.timings import check_batch
 
 @dataclass(frozen=True)
 class Use:
-    """One kernel of a network.
+    """One use of a convolution in a network.
 
     Attributes:
         name: unique in the network, e.g. ``conv2 forward``.
@@ -37,7 +37,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Network:
-    """Kernels in program order.
+    """Convolutions of a network in program order.
 
     Attributes:
         uses: each with its life; uses without one run alone, at the step of their position.
@@ -67,11 +67,11 @@ class Network:
 
     @property
     def lives(self) -> tuple[tuple[int, int], ...]:
-        """(first, last) step of every use's workspace."""
+        """Live range (first, last step) of every use's workspace."""
         return tuple((use.begin or 0, use.end or 0) for use in self.uses)
 
     def at_batch(self, batch: int) -> Network:
-        """The same network with another batch size; what it holds scales with it only if it is measured again."""
+        """The same network with another batch size; its other live bytes scale only if measured again."""
         return replace(self, uses=tuple(replace(use, batch=batch) for use in self.uses), held=())
 
     def to_json(self) -> dict[str, Any]:
@@ -101,14 +101,14 @@ class Network:
 
 @dataclass(frozen=True)
 class Clique:
-    """Uses whose workspaces are live together, and the bytes that they may take together."""
+    """Uses whose workspaces are live together (a clique of the interference graph), and their joint limit in bytes."""
 
     members: tuple[int, ...]
     room: int
 
 
 def cliques(lives: Iterable[tuple[int, int]], held: tuple[int, ...], total: int) -> list[Clique]:
-    """The limits that liveness puts on workspaces, in program order; those that others imply are left out.
+    """The workspace limits that liveness implies, in program order, without redundant ones.
 
         at every step:  sum of workspaces live there <= total - held(step)
 
@@ -132,7 +132,7 @@ def cliques(lives: Iterable[tuple[int, int]], held: tuple[int, ...], total: int)
 
 
 def peak(workspaces: Iterable[int], lives: Iterable[tuple[int, int]], held: tuple[int, ...] = ()) -> int:
-    """Most bytes of workspaces, and of what is held, that are live at one step."""
+    """Peak of live bytes, workspaces and others."""
     workspaces, lives = tuple(workspaces), tuple(lives)
     steps = {begin for begin, _ in lives} | set(range(len(held)))
     return max(

@@ -1,4 +1,4 @@
-"""Desirable sets: the Pareto front of a batch's divisions in time and workspace.
+"""Pareto front of a batch's divisions in time and workspace (the paper's *desirable sets*).
 
 The paper (III-C) prunes sets of configurations, smallest batch first:
 
@@ -53,7 +53,7 @@ def desirable(
 
 
 def desirable_or_none(table: Table, batch: int, limit: int | None = None, **options: str) -> tuple[Division, ...]:
-    """As `desirable`, but an empty tuple where nothing fits."""
+    """As `desirable`, but an empty tuple where no division fits."""
     try:
         return desirable(table, batch, limit, **options)
     except NoDivisionError:

@@ -1,8 +1,8 @@
-"""Sampling plan: which micro-batch sizes and channel slices beside a policy's are worth measuring under a limit.
+"""Adaptive sampling of micro-batch sizes and output-channel slices: which ones, beside a policy's, are worth measuring.
 
-Of powers of two, the largest that fits a limit may leave nearly half of it unused.  An algorithm that would beat the
-best division at the next measured size, but for its workspace, may fit at a size in between, or in slices of the
-outputs' channels.
+The largest power of two that fits a limit may leave nearly half of it unused.  An algorithm that at the next measured
+size would beat the best division but exceeds the limit may fit at a size in between, or on slices of the output
+channels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST = 3
 
 
 def sizes_between(table: Table, batch: int, limit: int | None, *, precision: str | None = None) -> tuple[int, ...]:
-    """Sizes worth measuring beside those of a table, the most promising first; none without a limit.
+    """Further sizes worth measuring between those of a table, the most promising first; none without a limit.
 
     For an algorithm that fits at size s and does not at t, the next measured one, workspaces in between are taken to be
     on a line:
@@ -52,7 +52,7 @@ def sizes_between(table: Table, batch: int, limit: int | None, *, precision: str
 
 @dataclass(frozen=True)
 class Slicing:
-    """An algorithm that does not fit a limit at a size, and may do in slices of the outputs' channels.
+    """An algorithm that exceeds a limit at a size, but may fit in slices of the output channels.
 
     Attributes:
         micro: as it was measured, in one call.
@@ -66,14 +66,14 @@ class Slicing:
 
     @property
     def text(self) -> str:
-        """What tells it from others of its size."""
+        """Name that distinguishes it from others of its size."""
         return f"{self.micro.algorithm} {self.micro.math} {self.limit}"
 
 
 def worth_slicing(
     table: Table, batch: int, limit: int | None, *, algorithms: Collection[str], precision: str | None = None
 ) -> tuple[Slicing, ...]:
-    """Measured algorithms that slices make fit a limit, the most promising first; none without a limit.
+    """Measured algorithms that would fit a limit in slices, the most promising first; none without a limit.
 
     Transforms keep their filters' share F of the workspace in every micro-batch, and pay for it in time, however small
     that is.  Of s slices each has 1/s of it; images are transformed again for every slice; a slice of the result is

@@ -39,7 +39,7 @@ CREATE TABLE networks (name TEXT PRIMARY KEY, description TEXT NOT NULL, created
 
 @dataclass(frozen=True, order=True)
 class Device:
-    """What times are valid for.
+    """Device identity that times are valid for.
 
     Attributes:
         name: e.g. "NVIDIA H200".
@@ -57,7 +57,7 @@ class Device:
 
 @dataclass(frozen=True)
 class BenchmarkRecord:
-    """Everything measured of one convolution at one batch size on one device, and when (seconds since 1970)."""
+    """All measurements of one convolution at one batch size on one device, and when (seconds since 1970)."""
 
     device: Device
     convolution: Convolution
@@ -116,7 +116,7 @@ def networks(read: Read) -> list[tuple[Network, float]]:
 
 
 def insert(db: sqlite3.Connection, entry: BenchmarkRecord) -> None:
-    """Writes an entry over what was known, in the caller's transaction."""
+    """Inserts or replaces an entry, in the caller's transaction."""
     device, convolution = entry.device, entry.convolution
     triple = (device.name, device.driver, device.library)
     db.execute("INSERT OR IGNORE INTO devices (name, driver, library) VALUES (?, ?, ?)", triple)
@@ -140,6 +140,6 @@ def insert(db: sqlite3.Connection, entry: BenchmarkRecord) -> None:
 
 
 def insert_network(db: sqlite3.Connection, network: Network, created: float) -> None:
-    """Writes a network over one of its name, in the caller's transaction."""
+    """Inserts or replaces a network of its name, in the caller's transaction."""
     text = json.dumps(network.to_json(), sort_keys=True)
     db.execute("INSERT OR REPLACE INTO networks VALUES (?, ?, ?)", (network.name, text, created))

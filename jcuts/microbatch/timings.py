@@ -1,4 +1,4 @@
-"""Time and workspace tables of one convolution kernel by micro-batch size, algorithm and math; divisions."""
+"""Time and workspace tables of one convolution by micro-batch size, algorithm and math; divisions of a batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SLICES = "/slices="
 
 
 def sliced(algorithm: str, slices: int) -> str:
-    """The name of an algorithm that runs on the outputs' channels in so many slices, one after the other.
+    """Name of an algorithm run on so many slices of the output channels, one after the other.
 
     >>> sliced("FFT", 3), sliced("FFT", 1)
     ('FFT/slices=3', 'FFT')
@@ -26,7 +26,7 @@ def sliced(algorithm: str, slices: int) -> str:
 
 
 def unsliced(name: str) -> tuple[str, int]:
-    """The algorithm of a name, and its number of slices: the inverse of `sliced`.
+    """Algorithm and number of slices of a name: the inverse of `sliced`.
 
     >>> unsliced("FFT/slices=3"), unsliced("FFT")
     (('FFT', 3), ('FFT', 1))
@@ -57,7 +57,7 @@ def policy_sizes(policy: str, batch: int) -> tuple[int, ...]:
 
 
 def usable_sizes(sizes: Iterable[int], batch: int, unit: int) -> tuple[int, ...]:
-    """Of these micro-batch sizes those that a division of ``batch`` may have, and what is left of whole units.
+    """Those micro-batch sizes that a division of ``batch`` may use, and the remainder of whole units.
 
     >>> usable_sizes((1, 2, 4, 8, 16, 20), 20, 8)
     (4, 8, 16, 20)
@@ -81,7 +81,7 @@ def check_bytes(name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class MicroConfig:
-    """A micro-configuration: ``batch`` samples by one algorithm, and what it was measured to take.
+    """A micro-configuration: ``batch`` samples by one algorithm, with its measured time and workspace.
 
     Attributes:
         math: a name of `convolution.MATHS`.
@@ -120,7 +120,7 @@ class Division:
 
     @classmethod
     def of(cls, parts: Iterable[MicroConfig], unit: int = 1) -> Division:
-        """Puts parts into the canonical order: the largest first, but last what is no multiple of ``unit``."""
+        """Orders parts canonically: the largest first, but last one that is no multiple of ``unit``."""
 
         def key(m: MicroConfig) -> tuple[object, ...]:
             return (m.batch % unit != 0, -m.batch, m.algorithm, m.math, m.workspace, m.seconds)
@@ -158,7 +158,7 @@ class Division:
 
     @property
     def runs(self) -> tuple[tuple[int, MicroConfig], ...]:
-        """(how many, part) of equal parts."""
+        """Run-length encoding: (count, part) of equal parts."""
         found: list[tuple[int, MicroConfig]] = []
         for part in self.parts:
             if found and found[-1][1] == part:
@@ -173,7 +173,7 @@ class Division:
 
 @dataclass(frozen=True)
 class Table:
-    """Everything measured of one convolution kernel on one device.
+    """All measurements of one convolution on one device.
 
     Attributes: unit: micro-batches begin at multiples of so many samples (`Convolution.unit`).
     Raises: UsageError for a math that the dtype does not have, or two entries of one (batch, algorithm, math).
@@ -202,7 +202,7 @@ class Table:
     def candidates(
         self, batch: int, *, limit: int | None = None, policy: str = "all", precision: str | None = None
     ) -> list[MicroConfig]:
-        """Micro-configurations for a batch: of the policy's sizes, within the limit, exact enough.
+        """Micro-configurations usable for a batch: sizes of the policy, within the limit, exact enough.
 
         ``undivided`` is one call: it has no slices of the outputs either.
         Args: limit [B], or None; precision: least precision of the arithmetic, by default the dtype's own.

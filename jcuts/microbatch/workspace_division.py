@@ -28,7 +28,7 @@ CONSTRAINTS = ("paper", "liveness")
 
 @dataclass(frozen=True)
 class NetworkDivision:
-    """A network's divisions.
+    """Result of WD: the divisions of a network's convolutions.
 
     Attributes:
         divisions: one per kernel, in program order.
@@ -65,7 +65,7 @@ def divide_network(
     lives: Sequence[tuple[int, int]] | None = None,
     held: tuple[int, ...] = (),
 ) -> NetworkDivision:
-    """The fastest choice of one division per kernel under one limit for the network.
+    """The fastest choice of one division per convolution under one limit for the network.
 
     Args:
         sets: per kernel, in program order, the configurations to choose from: its desirable set (`desirable`).

@@ -3,7 +3,7 @@
     T(0) = 0,   T(b) = min over sizes s <= b of T_mu(s) + T(b - s)
 
 ``T_mu(s)`` is the fastest micro-configuration of s samples within the limit (paper III-B).  Where micro-batches must
-begin at multiples of a table's unit, b - s is such a multiple: only the last micro-batch may have any size.
+start at multiples of a table's unit, b - s is such a multiple: only the last micro-batch is free in size.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def times(
 
 
 def undivided(table: Table, batch: int, limit: int | None = None, *, precision: str | None = None) -> Division | None:
-    """What a library's own choice under the limit is: the fastest single call for the whole batch, or None."""
+    """The fastest single call for the whole batch under the limit (a library's own choice), or None."""
     best = fastest(table.candidates(batch, limit=limit, policy="undivided", precision=precision))
     return Division((best[0],)) if best else None
 
 
 def fastest(micros: list[MicroConfig]) -> list[MicroConfig]:
-    """The fastest of each size, sizes ascending; of equally fast ones the smallest workspace, then the first name."""
+    """The fastest micro-configuration of each size, sizes ascending; ties by smallest workspace, then by name."""
     found: dict[int, MicroConfig] = {}
     for micro in micros:
         known = found.get(micro.batch)
@@ -65,7 +65,7 @@ def fastest(micros: list[MicroConfig]) -> list[MicroConfig]:
 
 
 def no_division(table: Table, batch: int, limit: int | None, policy: str, precision: str | None) -> NoDivisionError:
-    """The error for a batch without a division: says which limit would do, if any does."""
+    """The error for a batch without a division; it names a limit that would do, if any."""
     spaces = sorted({m.workspace for m in table.candidates(batch, policy=policy, precision=precision)})
     low, high = 0, len(spaces)
     while low < high:  # a larger limit never loses a division
@@ -86,7 +86,7 @@ def no_division(table: Table, batch: int, limit: int | None, policy: str, precis
 
 
 def scaled(micro: MicroConfig, batch: int) -> int:
-    """A part's share of a key: keys order by time, then by number of parts.
+    """A part's contribution to a key: keys order by time, then by number of parts.
 
     Raises: UsageError if the times are too long to be added in 64 bits.
     """

@@ -1,7 +1,7 @@
-"""A jaxpr as files that run again without jcuts: StableHLO by ``jax.export``, and a Python script that calls it.
+"""Exports a jaxpr as files that run without jcuts: StableHLO by ``jax.export``, and a Python script that calls it.
 
-Constants are part of the serialised program.  Programs with callbacks, other effects or sharded values are not
-exported: they have no such files.
+Constants are part of the serialised program.  Programs with callbacks, other effects or sharded values cannot be
+exported and get no files.
 """
 
 from __future__ import annotations

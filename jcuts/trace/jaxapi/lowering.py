@@ -12,7 +12,7 @@ from jcuts.trace.jaxapi.types import Closed
 
 
 class LoweringSite(NamedTuple):
-    """What a lowering rule knows of its module: platform, axis environment, mesh.
+    """What a lowering rule knows of its module: platforms, devices, manual axes.
 
     Attributes:
         platforms: names such as ``cpu`` or ``cuda``; more than one only when exporting.

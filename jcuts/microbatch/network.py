@@ -71,7 +71,9 @@ class Network:
         return tuple((use.begin or 0, use.end or 0) for use in self.uses)
 
     def at_batch(self, batch: int) -> Network:
-        """The same network with another batch size; its other live bytes scale only if measured again."""
+        """The same network with another batch size; its other live bytes are dropped, as they are known for the old
+        size only.
+        """
         return replace(self, uses=tuple(replace(use, batch=batch) for use in self.uses), held=())
 
     def to_json(self) -> dict[str, Any]:

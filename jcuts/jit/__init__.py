@@ -1,4 +1,4 @@
-"""The callable that `jcuts.optimize` returns, and its first call: plan variants, tune, benchmark end to end, remember.
+"""Multi-versioned JIT: the callable of `jcuts.optimize`, and its first call (plan variants, tune, benchmark, remember).
 
 `optimized.py` is the callable, `variant_selection.py` the first call.
 """

@@ -1,8 +1,8 @@
-"""What a first call does with the GPU while Python plans: plain XLA's program is compiled, and its algorithms timed.
+"""Background thread of a first call: compiles and autotunes plain XLA's program on the GPU while Python plans.
 
-That needs the GPU for itself and little of the host, as measuring kernels does; planning needs one core of the host and
-no GPU.  What XLA found out is left where the measuring process reads it (`tune.baseline.autotune_cache`): nothing is
-timed twice.
+The two do not compete: XLA's autotuning needs the GPU for itself and little of the host, planning needs one core of the
+host and no GPU.  XLA's autotuning results are left where the measuring process reads them
+(`tune.baseline.autotune_cache`), so nothing is timed twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ log = logging.getLogger("jcuts")
 
 
 class BackgroundWork:
-    """Work on a thread of its own, one piece after the other, until somebody needs the device.
+    """A queue of tasks on one background thread, which stops when the device is needed.
 
     Args:
         pieces: name -> what to do; one that fails fails again where it is needed, and is dealt with there.

@@ -1,4 +1,4 @@
-"""Arguments of one call: which are static or donated, and what a decision about them belongs to."""
+"""Call signature: static, donated and dynamic arguments of a call, and the key under which a decision is stored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEFAULT_MEMORY = (None, "device")
 
 
 class Signature(NamedTuple):
-    """What a decision belongs to: structure, types and places of the dynamic arguments, values of the static ones."""
+    """Key of a decision: structure, types and placements of the dynamic arguments, values of the static ones."""
 
     tree: Any
     leaves: tuple[Any, ...]
@@ -26,7 +26,7 @@ class Signature(NamedTuple):
 
 
 class CallSignature:
-    """What a function's options say of its arguments.
+    """Argument options of a function (static, donated), as given to ``jax.jit``.
 
     Args: fn: the user's function; options: of ``jax.jit``.
     Attributes: donates: whether any argument is donated.

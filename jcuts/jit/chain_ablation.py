@@ -1,7 +1,7 @@
-"""The program that won, with its kernels in chains and as single calls: which of the two runs.
+"""Ablation of launch fusion: the winning program with its kernels in chains against single calls, by measurement.
 
-Kernels of a chain begin before those in front of them have ended, and there is less to launch; but equations are put in
-another order for it, and the blocks that wait take room (`xla.chains`).  Which matters more is measured.
+A kernel of a chain starts before the one in front of it has ended, and there are fewer host calls; but equations are
+reordered for it, and waiting blocks occupy multiprocessors (`xla.chains`).  Which matters more is measured.
 """
 
 from __future__ import annotations

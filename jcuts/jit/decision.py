@@ -1,4 +1,4 @@
-"""What the last guard decided: as data, and where it outlives the process."""
+"""Decision record: which program variant runs for a call signature, and the store in which it outlives the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_TRIES = 4
 
 
 class DecisionStore(Protocol):
-    """Where decisions outlive the process (``jcuts.tune.database.Store`` is one)."""
+    """Interface of a persistent store of decisions (``jcuts.tune.database.Store`` is one)."""
 
     def guard(self, key: str) -> Mapping[str, Any] | None:
         """The decision under ``key``, or None."""
@@ -31,7 +31,7 @@ class DecisionStore(Protocol):
 
 
 class MemoryStore:
-    """Decisions of this process only."""
+    """In-memory store: decisions of this process only."""
 
     def __init__(self) -> None:
         self._kept: dict[str, dict[str, Any]] = {}
@@ -51,10 +51,10 @@ class MemoryStore:
 
 @dataclass(frozen=True)
 class Decision:
-    """Which whole program runs, and why.
+    """Which program variant runs, and why.
 
     Attributes:
-        chosen: ``xla`` or ``jcuts``, with ``/<form>`` and ``:<options name>`` (`forms`).
+        chosen: ``xla`` or ``jcuts``, with ``/<form>`` and ``:<options name>`` (`jit.variant_names`).
         reason: one sentence.
         seconds: time per candidate [s]: the median of plain XLA, for the others that time over ``speed``; empty when
             nothing was timed.

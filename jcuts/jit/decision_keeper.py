@@ -1,4 +1,4 @@
-"""Keys and stores of end-to-end decisions: what was decided for a function, read and written by `variant_selection`."""
+"""Cache of end-to-end decisions of one function: its keys, and reads and writes of the persistent stores."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The last guard: the whole optimised function against plain ``jax.jit``, on the user's own arguments.
+"""End-to-end A/B benchmark: the whole optimised function against plain ``jax.jit``, on the user's own arguments.
 
-Whatever the regions gained one by one, the user never gets a program slower than the one they had.  Candidates are
-whole programs: plain XLA, jcuts, and each of them with compiler options (which JAX accepts at top level only).
+Whatever single regions gained, the user never gets a program slower than plain ``jax.jit``.  Candidates are whole
+programs: plain XLA, jcuts, and each of them with compiler options (which JAX accepts at top level only).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a whole program that was rewritten is still right: a judge that knows the float64 results."""
+"""Accuracy check of rewritten whole programs against a float64 run of the user's function."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_AUTOTUNE: dict[str, Any] = {
 
 
 class Float64Judge:
-    """Judges rewritten programs by a float64 run of the user's own, made when it is first needed.
+    """Judges rewritten programs by a float64 run of the user's program, which is made on first use.
 
     With e(a) = |a - r| / |r| in L2 norm over an output and m(a) = max |a - r| / rms(r), a result c is right where
         e(c) <= tolerance * e(xla) + floor   and   m(c) <= 4 tolerance * m(xla) + floor,

@@ -1,8 +1,9 @@
-"""``Optimized``: what ``jcuts.optimize`` makes of a function.
+"""``Optimized``, the callable that ``jcuts.optimize`` returns: fast dispatch to a jitted variant, slow path for new
+signatures.
 
-A call goes straight to the carrier used last (``carriers``), so its cost is that of ``jax.jit``'s own fast path.  A
-carrier that meets a new signature raises ``Undecided``; the slow path then traces, tunes and decides with the real
-arguments (``deciding``).
+A call goes straight to the variant's jitted function used last (a *carrier*, `jit.variant_compiler`), so its cost is
+that of ``jax.jit``'s own fast path.  A carrier that meets a new signature raises ``NeedsDecision``; the slow path then
+traces, tunes and decides with the real arguments (`jit.variant_selection`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _RETRY_MOST = 960.0
 
 @dataclasses.dataclass
 class _Waiting:
-    """A signature that could not be tuned yet, and when to try again (monotonic seconds)."""
+    """A signature that could not be tuned yet, and when to retry (monotonic seconds)."""
 
     program: Program
     decision: end_to_end_benchmark.Decision
@@ -261,7 +262,7 @@ class Optimized:
 
 
 class BoundOptimized:
-    """An ``Optimized`` method bound to its object, which is the first argument of everything."""
+    """An ``Optimized`` bound as a method to its object, the first argument of every call."""
 
     def __init__(self, optimized: Optimized, instance: Any) -> None:
         self.__func__ = optimized

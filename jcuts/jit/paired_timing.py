@@ -1,4 +1,4 @@
-"""Times of whole programs: on the user's own arguments, in turn, so that what slows one down slows all."""
+"""Interleaved (paired) timing of whole programs on the user's arguments, so that a disturbance slows all alike."""
 
 from __future__ import annotations
 

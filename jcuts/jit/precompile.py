@@ -1,4 +1,4 @@
-"""Whole programs compiled before they race, several at once."""
+"""Parallel compilation of whole programs before they are benchmarked."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tells a person that the first call of a function is tuning: bars in a terminal, a line in the log elsewhere.
+"""Progress display of the first call's tuning: bars in a terminal, a line in the log elsewhere.
 
-Whoever set `tune.session.set_progress` is told instead.  ``JCUTS_PROGRESS=0`` keeps it quiet.
+A callback set by `tune.session.set_progress` replaces it.  ``JCUTS_PROGRESS=0`` turns it off.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who may trace a carrier: the slow path alone, which says so per thread while it calls one."""
+"""Thread-local permission to trace a jitted variant: only the slow path may, while it calls one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from jcuts.trace.capture import Capture
 
 
 class NeedsDecision(Exception):
-    """A carrier met a signature for which no program was chosen.  Never leaves `optimized`."""
+    """A carrier met a signature without a decision.  Never leaves `jit.optimized`."""
 
 
 class TraceToken(threading.local):
-    """The program that the slow path is calling on this thread, if any; what it traced to decide, and for whom."""
+    """Thread-local: the program that the slow path is calling, if any; and what it traced to decide, for which
+    program.
+    """
 
     program: Any = None
     traced: tuple[Any, Capture] | None = None
@@ -36,7 +38,7 @@ def isolated_trace() -> Iterator[None]:
 
 
 class AuthorizedCall:
-    """A jitted carrier and the token that lets the slow path trace and lower it."""
+    """A jitted carrier with the token that lets the slow path trace and lower it."""
 
     def __init__(self, jitted: Any, token: object, placement: Placement) -> None:
         self.jitted = jitted

@@ -1,4 +1,4 @@
-"""A concrete call with its jaxpr: what the steps of variant selection hand on to each other."""
+"""A concrete call with its traced jaxpr: the record that the steps of variant selection share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jcuts.trace import jaxapi
 
 
 class Call(NamedTuple):
-    """One call to decide about: the arguments, and what is known of them."""
+    """One call to decide about: the arguments, and what is derived from them."""
 
     signature: Signature
     args: tuple[Any, ...]
@@ -30,7 +30,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TracedCall:
-    """A call, the jaxpr of its function, and who compiles and checks programs for it.
+    """A call, its function's jaxpr, and the compiler and accuracy check of its programs.
 
     Attributes:
         leaves: the concrete arguments, flat. compiler: the programs of the function.

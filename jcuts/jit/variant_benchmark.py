@@ -1,4 +1,4 @@
-"""Benchmarks the planned variants of a call end to end, as compiled whole programs against plain ``jax.jit``."""
+"""End-to-end benchmark of a call's planned variants, as compiled whole programs against plain ``jax.jit``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Whole programs of a function as jitted carriers.
+"""Program variants of a function as jitted functions (*carriers*), compiled on demand.
 
-Every program (plain XLA, jcuts, each with compiler options) is one ``jax.jit``-wrapped *carrier*.  JAX runs the Python
-body of a carrier only for a signature that it has not seen; one that nobody asked for then raises ``Undecided``.
+Every variant (plain XLA, jcuts, each with compiler options) is one ``jax.jit``-wrapped carrier.  JAX runs the Python
+body of a carrier only for a signature that it has not seen; if the slow path did not request that trace, it raises
+``NeedsDecision``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jcuts.trace.capture import Capture, capture
 
 
 class Program(NamedTuple):
-    """One way to run the function: ``name`` as in ``forms``, and the jitted carrier."""
+    """One variant: its ``name`` (`jit.variant_names`), placement, and jitted carrier."""
 
     name: str
     placement: Placement
@@ -31,7 +32,7 @@ class Program(NamedTuple):
 
 
 class VariantCompiler:
-    """The programs of one function, each made when it is first asked for.
+    """The program variants of one function, each made on first use.
 
     Args: fn: the user's function; settings: the user's options; options: of ``jax.jit``.
     Attributes:

@@ -1,4 +1,4 @@
-"""Names of whole programs, as the database and reports have them (`forms` says which there are)."""
+"""Names of program variants, as the database and reports have them (`jit.variant_space` enumerates them)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Plans the variants of a function for one call: tuning problems of all variants in one session, then each to the end.
+"""Plans the program variants of a function for one call: all tuning problems in one session, then every variant's
+passes.
 
 While this thread plans, `background_tasks` compiles and runs plain XLA's programs on the device.
 """
@@ -37,7 +38,7 @@ FLOAT64_RUN = "float64"
 
 @dataclass(frozen=True)
 class PlanningResult:
-    """What planning a function came to.
+    """Result of planning a function.
 
     Attributes:
         outcomes: of every form that was planned: one that could not be measured may change nothing.

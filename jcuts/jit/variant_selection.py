@@ -1,4 +1,6 @@
-"""Selects the program variant for a call: plan and tune variants, benchmark them end to end, store the decision."""
+"""Selects the program variant for a call signature: plan every variant, tune its kernels, benchmark end to end,
+store.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from jcuts.trace.capture import Capture, function_name
 
 
 class VariantSelector:
-    """Decides about one function.
+    """Selects the program variants of one function.
 
     Args:
         fn: the user's function; settings: the user's options; options: of ``jax.jit``; arguments: what those say of

@@ -1,13 +1,13 @@
-"""Which whole programs compete.
+"""Enumerates the program variants that compete end to end.
 
     xla                            plain jax.jit
     jcuts                          jcuts' kernels, program as it is
     jcuts/scales+dots/anchored     rewritten, kernels only where a reduction, window or convolution is (`settings.Form`)
     ...:graphs                     any of them with compiler options
 
-On a CPU there is one form, which compiler options multiply, and another where kernels lost to XLA by little.  On a GPU
-what a function costs depends on how many kernels a step launches and on what XLA can still fuse, which no subset shows
-by itself: a few whole programs compete.  Their kernels are tuned per subset, and most forms share them.
+On a CPU there is one variant, times compiler options, and another where kernels lost to XLA by little.  On a GPU the
+cost of a function depends on how many kernels a step launches and on what XLA can still fuse, which no region shows by
+itself: a few whole programs compete.  Their kernels are tuned per region, and most variants share them.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""Decides whether, where and in which pieces a program should run along its batch (`rewrite.chunk_batch`).
+"""Plans batch chunking (cache blocking across operations): whether, where and in which chunk sizes
+(`rewrite.chunk_batch`).
 
 A kernel that reads what the one before it wrote finds it in a cache only if the batch's intermediate values fit.  Where
-they do not, running pieces of the batch through several kernels one after another trades kernel calls and repeated
-reading of weights for traffic to memory.  Early layers of a network, with large activations and small weights, want
-small pieces; late ones the whole batch.  So the program is cut into segments, each with a size of its own:
+they do not, running chunks of the batch through several kernels one after another trades kernel calls and repeated
+reading of weights for memory traffic.  Early layers of a network, with large activations and small weights, want small
+chunks; late ones the whole batch.  So the program is cut into segments, each with a size of its own:
 
     time(cuts, sizes) = sum over segments of  (batch / size) * (loop + sum over kernels of seconds at that size)
                         + bytes of the values that cross a cut, copied twice
 
 minimised by dynamic programming over cuts (between fused groups) and sizes (divisors of the batch).  Estimates decide,
-as measuring every size would multiply the time of tuning; the plan must promise `GAIN`, and the last guard compares the
-whole program with XLA's.
+as measuring every size would multiply the time of tuning; the predicted gain must be at least `GAIN`, and the
+end-to-end benchmark compares the whole program with XLA's.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ MOST_CROSSING = 3  # values along the batch that may cross a cut
 
 @dataclass(frozen=True)
 class Plan:
-    """Segments of the program's batch part, and the predicted times with and without them [s]."""
+    """Chunked segments of the program's batch part, and the predicted times with and without them [s]."""
 
     segments: tuple[Segment, ...]
     extent: int
@@ -126,7 +127,7 @@ def _joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 
 
 class _Costs:
-    """Seconds of the batch part at one size, by position; where it may be cut."""
+    """Estimated seconds of the batch part at one chunk size, by position; where it may be cut."""
 
     def __init__(self, batch: Batch, size: int) -> None:
         closed, _, _ = batch.local(0, len(batch.eqns), size)

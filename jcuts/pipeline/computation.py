@@ -1,4 +1,4 @@
-"""One jaxpr on its way through the stages: its tensor graph, its subsets, and the bodies of its loops."""
+"""State of one jaxpr (the function, or a loop body) in the pass pipeline: its def-use graph, regions, nested bodies."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CHOICES = (TOO_LITTLE, TO_FUSE, CONSTANT, NOT_ASKED, OF_LIBRARY, IN_PLACE, BETWE
 
 @dataclass
 class Region:
-    """One subset of equations that could be a kernel.
+    """A region: equations that could be one kernel, with its candidates and choice.
 
     Attributes:
         members: equation numbers. program: unscheduled. inputs, outputs: variables of the level's jaxpr.
@@ -87,7 +87,7 @@ Part = tuple[list[Any], list[Any], Any, str, tuple[int, ...]]
 
 @dataclass
 class Computation:
-    """One jaxpr (the function, or a loop body) on its way through the stages.
+    """One jaxpr (the function, or a loop body) with its state between passes.
 
     ``library`` are subsets that XLA keeps without a measurement, such as the vendor libraries' products on a GPU.
     ``parts`` is what its subsets are: the forms of a function share it, as they share its graph.

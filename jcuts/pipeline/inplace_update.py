@@ -1,13 +1,14 @@
-"""Kernels that write their result where an update in place would copy it: into the array that it becomes part of.
+"""In-place dynamic_update_slice: lets a kernel write its result directly into the larger array that it is copied into.
 
     y = kernel(x); b2 = dynamic_update_slice(b1, y, ...)     ->     b2 = kernel(x, b1)     b1 is b2's memory
     y = kernel(x); b1 = dynamic_update_slice(zeros, y, ...)  ->     b1 = kernel(x)         where nobody reads the zeros
 
-A kernel that begins an array leaves the rest of it as the memory was.  That is done only where all that reads the array
-are slices of what was written by then, and updates whose results are read in the same way, which is followed to the
-last of them.  What no kernel makes of such an array is copied there by kernels, too: XLA's own updates in between are
+A kernel that writes the first slice leaves the rest of the array uninitialised.  That requires a proof, followed
+through all updates, that every reader of the array is a slice of what is written by then, or an update whose result is
+read in the same way.  Slices that no kernel produces are copied there by kernels, too: XLA's own updates in between are
 not in place (it may read slices of older states).  The kernel may read other parts of the array, as a layer of a dense
-block does.  What is chosen, checked and timed is the kernel; where its stores go changes nothing of what it computes.
+block does.  The unmodified kernel is what is chosen, checked and timed; the address of its stores does not change what
+it computes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ UPDATE = "dynamic_update_slice"
 
 @dataclass(frozen=True)
 class InplaceUpdate:
-    """The equation that a kernel takes over.
+    """An update that a kernel takes over.
 
     Attributes: number: of the equation. array: what is updated. zeros: number of the equation that made it, where the
         kernel begins the array.

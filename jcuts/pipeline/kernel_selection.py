@@ -1,7 +1,7 @@
-"""Chooses covers and kernels together: the partition search with measured times (`fusion.partition_space`).
+"""Selects partition and kernels together: the partition search with measured times (`fusion.partition_space`).
 
-The answer is stored as a whole: a later process, or one that may not measure, takes the stored cover and reads the
-choices of its subsets; it explores nothing.
+The result is stored as a whole: a later process, or one that may not measure, takes the stored partition and reads the
+choices of its regions without a search.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MOST_ELEMENTWISE = 12
 
 @dataclass(frozen=True)
 class Summary:
-    """What the search did, for the report.
+    """Statistics of the search, for the report.
 
     Attributes:
         origin: 'greedy' (nothing was searched), 'measured' or 'stored'.

@@ -1,11 +1,13 @@
-"""The stage that gives convolutions to cuDNN, their batch divided under a workspace limit (docs/microbatch.md).
+"""The pass that lowers convolutions to cuDNN with the batch divided into micro-batches under a workspace limit.
 
-Asked for by ``optimize(workspace_limit=...)`` (WR: a limit per convolution) or ``total_workspace=...`` (WD: a limit for
+See docs/microbatch.md.
+
+Enabled by ``optimize(workspace_limit=...)`` (WR: a limit per convolution) or ``total_workspace=...`` (WD: a limit for
 all that is live at once; XLA reuses workspaces of calls that run one after the other).  Times come from the benchmark
-database; what is missing there is measured, where that is allowed.
+database; missing ones are measured, where that is allowed.
 
-In ``mixed`` mode XLA's own convolution is a candidate like any other, with what it was measured to take: it keeps the
-equation unless something faster is within the limit.  In the other modes cuDNN's division is used wherever there is
+In ``mixed`` mode XLA's own convolution is a candidate like any other, with its measured time and workspace: it keeps
+the equation unless something faster is within the limit.  In the other modes cuDNN's division is used wherever there is
 one.  Whole programs that take more than the limit are no candidates while others keep it (`over_limit`).
 """
 
@@ -48,7 +50,7 @@ RACE = "mixed: plain XLA competes as a whole where its convolutions keep to the 
 
 @dataclass
 class _Use:
-    """One convolution equation on its way through the stage."""
+    """State of one convolution equation in this pass."""
 
     layer: str
     eqn: Any
@@ -69,7 +71,7 @@ class _Use:
 
 @dataclass(frozen=True)
 class Divided:
-    """What the stage gives back.
+    """Result of the pass.
 
     Attributes:
         closed: the program with its divided convolutions as calls.  rows: every convolution, for the report.

@@ -1,9 +1,9 @@
-"""What the kernels of a function would be on a GPU that is not here: candidates ranked for an architecture file.
+"""Offline (cross-compiled) ranking: a function's GPU candidates, ranked for an architecture file without that GPU.
 
 Nothing runs.  Every subset's candidates are enumerated for the GPU's size and compute capability, assembled for it, and
 ranked by PUL (`estimate.gpu_kernel`) with what the assembler reports.  For a GPU that today's assembler no longer
-takes, registers and shared memory are those of the oldest one that it takes, and `Ranking.why` is the error that says
-so.
+supports, registers and shared memory are those of the oldest one that it supports, and `Ranking.why` is the error that
+says so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NO_SCHEDULE = "no schedule for a GPU"
 
 @dataclass(frozen=True)
 class Scored:
-    """One candidate.
+    """One ranked candidate.
 
     Attributes:
         schedule: its form and parameters; score: the enumeration's ranking in (0, 1].
@@ -58,7 +58,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Operation:
-    """One distinct subset: its equations by primitive, how often it occurs, its candidates, best first.
+    """One distinct region: its equations by primitive, how often it occurs, its candidates, best first.
 
     ``refused`` says why there are none.
     """
@@ -72,7 +72,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Ranking:
-    """All operations of a function on one GPU.
+    """All regions of a function, ranked for one GPU.
 
     Attributes:
         arch: the GPU's name; target: the architecture that was assembled for, '' where nothing was.

@@ -1,4 +1,4 @@
-"""What planning a function comes to: a program of the same signature, and a report."""
+"""Result record of the pass pipeline: a program of the same signature, and a report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jcuts.trace import jaxapi
 
 @dataclass(frozen=True)
 class Outcome:
-    """What planning gives back: a closed jaxpr of the same signature, and the report.
+    """Result of planning: a closed jaxpr of the same signature, and the report.
 
     Attributes: failed: an error came back instead of a plan: nothing is known about the program, which is as it was.
     """

@@ -1,4 +1,4 @@
-"""Covers that outlive a process: which equations are one subset, as JSON data in the tuning database."""
+"""Persistence of partitions: which equations form one region, as JSON rows in the tuning database."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Winners become equations: kernels are compiled, called in place of their equations, and put into chains on a GPU."""
+"""Code emission passes: compiles the winning kernels, replaces their equations by custom calls, merges calls into
+chains (GPU).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ log = logging.getLogger("jcuts.pipeline.passes")
 
 @dataclass(frozen=True, eq=False)
 class KernelCall:
-    """A compiled kernel, and the equations whose place its call takes.
+    """A compiled kernel, and the equations that its call replaces.
 
     Attributes:
         number: where the call stands among the equations. covers: the numbers of those that go.

@@ -1,4 +1,4 @@
-"""The rows of a function's report: one per distinct region, one per kind of refusal."""
+"""Builds a function's report rows: one per distinct region, one per kind of refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What passes hand on to each other: a frozen record of one function on its way to the rebuilt program."""
+"""Immutable pass state: the record of one function that passes read and extend, from jaxpr to rebuilt program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jcuts.tune.session import RegionProblems, TunedChoices
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """One function between two passes.
+    """State of one function between two passes.
 
     Attributes:
         original: the jaxpr as it was traced. closed: what the passes have made of it.

@@ -1,6 +1,6 @@
-"""What must hold after every pass: well-typed jaxprs, partitions that can run, kernel programs that are well formed.
+"""IR verifier between passes: well-typed jaxprs, executable partitions, well-formed kernel programs.
 
-Run where ``JCUTS_VERIFY=1`` asks for it (the tests do): a wrong program is then found at the pass that made it.
+Enabled by ``JCUTS_VERIFY=1`` (the tests set it): a wrong program is then found at the pass that made it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The calls that prepare arguments (`rewrite.tf32_weight_args`, `rewrite.hoist_vectors`) as one kernel each, not a
-launch per layer.
+"""Fuses the program's argument preparation (weight transposes, hoisted vectors) into one kernel each, not one per
+layer.
 
-Turned weights have no rounding of their own to be judged: each is an operand rounded to TF32, bit by bit what XLA makes
-of it.  Vectors are element operations, whose errors are stated (`docs/vecmath.md`).  Whether a program with these
-kernels is right, and whether it pays, is found out with the program.
+For the calls that `rewrite.tf32_weight_args` and `rewrite.hoist_vectors` make.  Transposed weights need no tolerance:
+each is an operand rounded to TF32, bit by bit what XLA computes.  Vectors are element-wise operations, whose errors are
+stated (`docs/vecmath.md`).  Whether a program with these kernels is accurate and faster is checked with the whole
+program.
 """
 
 from __future__ import annotations

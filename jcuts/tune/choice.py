@@ -1,4 +1,4 @@
-"""What tuning one subset gives back: the winner, every time and every rejection, as plain data."""
+"""Tuning result of one region: the winner, every time and every rejection, as plain data."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why one candidate is out: the error class, its sentence and its numbers (JSON values only)."""
+    """Why one candidate was rejected: the error class, its sentence and its numbers (JSON values only)."""
 
     label: str
     error: str
@@ -80,7 +80,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Choice:
-    """The tuner's answer for one problem.
+    """The tuner's result for one problem.
 
     Attributes:
         problem: digest of the problem.

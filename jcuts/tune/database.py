@@ -1,6 +1,6 @@
-"""The tuning database, one SQLite file that survives what users do to it.
+"""The tuning database: a persistent SQLite store that survives crashes, damage and concurrent processes.
 
-It holds choices with their measurements, the partitions of functions, and guard decisions.
+It holds choices with their measurements, the partitions of functions, and end-to-end decisions.
 
 Rows that this cache wrote are signed (`tune/row_signature.py`); what was imported, edited or written by older versions
 is foreign until it was checked.
@@ -79,7 +79,7 @@ class Row:
 
 
 class Store:
-    """Choices and guard decisions of this machine and these versions.
+    """Store of choices and end-to-end decisions of this machine and these versions.
 
     Args:
         path: the database file, made with its folders on first use; None keeps everything in memory.

@@ -1,4 +1,4 @@
-"""Compiled kernels as files in the private folder of a tuning session: one line of JSON, then the object code."""
+"""File format of compiled kernels in a session's private folder: one line of JSON, then the object code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""How processes that make and drop arrays of megabytes keep their pages from one request to the next (glibc).
+"""glibc malloc tuning (``MALLOC_*`` variables, ``malloc_trim``) for processes that allocate and free arrays of
+megabytes.
 
-Giving pages back and getting new ones took more time than the arithmetic on them.  A heap that is told to keep them
-keeps all that lies below something that is still in use, however much that is: `Heap.settle` gives it back.
+Returning pages to the kernel and faulting in new ones took more time than the arithmetic on them.  A heap that keeps
+them retains everything below a block still in use, however much that is: `Heap.settle` returns it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(MOST), "MALLOC
 
 
 class Heap:
-    """What this process has kept: nothing is done unless it was started with `KEEPING`."""
+    """Pages retained by this process's heap; a no-op unless it was started with `KEEPING`."""
 
     def __init__(self) -> None:
         self.keeps = all(os.environ.get(name) == value for name, value in KEEPING.items())

@@ -1,6 +1,7 @@
-"""A tuning problem: one subset of a function, everything needed to verify and time its candidates in another process.
+"""A tuning problem as plain data (JSON): one region, with everything to verify and time its candidates in another
+process.
 
-Problems are plain data (JSON); the worker gets them through a file and knows nothing else of the user's program.
+The worker reads problems from a file and knows nothing else of the user's program.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _INTEGERS = re.compile(r"integers (-?\d+)\.\.(-?\d+)")
 
 @dataclass(frozen=True)
 class Input:
-    """One operand of the subset and how to make values for it.
+    """One operand of the region, and the recipe for its test values.
 
     Attributes:
         shape: extents.
@@ -63,7 +64,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One result of the subset.
+    """One result of the region.
 
     Attributes:
         shape, dtype: as of the XLA subset.
@@ -84,7 +85,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute the subset.
+    """One implementation of the region: a scheduled kernel program, or XLA's code.
 
     Attributes:
         kind: ``program`` (kernel program as JSON text, compiled by codegen), ``object`` (ready object code, see
@@ -113,7 +114,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Problem:
-    """One subset to be tuned.
+    """One region to be tuned.
 
     Attributes:
         identity: canonical text of what is computed (the subset's jaxpr with its shapes and constants' hashes).

@@ -1,4 +1,6 @@
-"""Recorded tuning sessions: what was measured, in one JSON file, and the selection repeated without a device."""
+"""Record and replay of tuning sessions: the measurements in one JSON file, and the selection repeated without a
+device.
+"""
 
 from __future__ import annotations
 

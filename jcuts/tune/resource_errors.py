@@ -1,4 +1,6 @@
-"""Which errors say that others hold the memory, or the device: the candidate is not to blame."""
+"""Classifies errors of exhausted resources (memory or device held by other processes), which are not the candidate's
+fault.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Signatures of database rows: with a secret that only this cache has, a row says that this cache wrote it.
+"""HMAC signatures of database rows: a row with a valid one was written by this cache.
 
-The secret is a file beside the database (mode 0600), made at random by whoever comes first, and in no export.  A row
-that was imported, edited, or written by a version without signatures has none that fits.  Without a secret (a full
-disk, a folder that cannot be written) nothing is signed, and nothing is lost: such rows count as foreign.
+The secret is a random file next to the database (mode 0600), created by the first process, and in no export.  A row
+that was imported, edited, or written by a version without signatures has no valid one.  Without a secret (full disk,
+read-only folder) nothing is signed, and such rows count as foreign.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = logging.getLogger("jcuts.tune")
 
 
 class Signer:
-    """Signs rows with the secret of a database. Args: path: of the secret's file; None signs nothing."""
+    """Signs rows with the secret of a database. Args: path: of the secret's file; None: nothing is signed."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path

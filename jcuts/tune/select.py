@@ -1,4 +1,4 @@
-"""The deterministic choice between candidates: from measured times, from estimates, or from the database alone."""
+"""Deterministic selection of the winning candidate: from measured times, from estimates, or from the database alone."""
 
 from __future__ import annotations
 

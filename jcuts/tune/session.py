@@ -1,4 +1,6 @@
-"""Choices for all subsets of one function: from the database, by measuring, or by estimate."""
+"""Entry point of the autotuner: choices for all regions of one function, from the database, by measuring, or by
+estimate.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,7 @@ def generation() -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class RegionProblems:
-    """The tuning problems of several regions, made by `collect_problems`: nothing is compiled or timed for them yet.
+    """The tuning problems of several regions, made by `collect_problems`; nothing is compiled or timed yet.
 
     Attributes:
         regions: see `pipeline.computation.Region`; settings: the user's options; device: the GPU, '' for this CPU.
@@ -168,7 +170,7 @@ def collect_problems(
 
 @dataclass(frozen=True)
 class TunedChoices:
-    """A choice for every problem, by its digest, and where stored ones come from (`tune.row_signature`)."""
+    """A choice for every problem, by its digest, and the provenance of stored ones (`tune.row_signature`)."""
 
     choices: Mapping[str, Choice]
     sources: Mapping[str, str]

@@ -1,7 +1,7 @@
-"""Checks stored choices that this cache has not measured: once each, by the rule that tuning accepts kernels by.
+"""Verifies stored choices from other caches (imported or unsigned rows) once each, by the tuner's acceptance rule.
 
-Whatever such a choice may let run is compiled and compared with the float64 reference in the session's processes;
-nothing is timed.  What is right is kept, and signed; a choice with a wrong kernel is dropped.
+All kernels that such a choice may run are compiled and compared with the float64 reference in the session's processes;
+nothing is timed.  A correct choice is kept and signed; one with a wrong kernel is dropped.
 """
 
 from __future__ import annotations

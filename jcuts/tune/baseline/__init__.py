@@ -1,1 +1,1 @@
-"""The XLA baseline of a region: its exported code, XLA's autotuning results, bounds and interpolated times."""
+"""The XLA baseline of a region: its exported code, XLA's autotuning cache, bounds and interpolated times."""

@@ -1,8 +1,8 @@
-"""XLA's own autotuning on GPUs, shared between the process that measures and the user's.
+"""Shares XLA's per-fusion autotune cache between the measuring process and the user's process (GPUs).
 
-XLA times its algorithms for every product and convolution of a program: half a second each.  What the measuring process
-has found, with the GPU to itself, is read by the whole programs that the user's process compares afterwards, from a
-folder that lives as long as that process.
+XLA times its algorithms for every matmul and convolution of a program: half a second each.  The results of the
+measuring process, which has the GPU to itself, are read by the whole programs that the user's process compares
+afterwards, from a folder that lives as long as that process.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Convolutions whose ReLU XLA gives to cuDNN: what they take with both apart bounds what they take together.
+"""Bounds XLA's fused conv+ReLU time from the unfused pair: it lies in [U - P, U].
 
 For a convolution with bias and ReLU cuDNN compiles kernels at run time, seconds for every shape, before XLA can choose
-one; its algorithms for the convolution alone are there, and XLA has timed them for the whole program already.  With
-both apart (`OPTIONS`) XLA's side takes U, of which the passes over the results take at most P.  Together they take at
-most U, and at least U - P: a kernel outside that range wins or loses, and only within it XLA's side is compiled in full
-(`tune.parent.measure_order`).
+one; its algorithms for the plain convolution exist, and XLA has timed them for the whole program already. With cuDNN's
+fusion disabled (`OPTIONS`) XLA takes U, of which the element-wise passes over the result take at most P.  The fused
+time is at most U and at least U - P: a kernel outside that interval wins or loses without further measurement, and only
+within it XLA's side is compiled in full (`tune.parent.measure_order`).
 """
 
 from __future__ import annotations

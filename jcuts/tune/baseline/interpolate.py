@@ -1,9 +1,9 @@
-"""Problems that differ in one size, such as the layers of a block that grows: XLA's side of some stands for the others.
+"""Interpolates XLA's time between problems that differ in one dimension, such as the layers of a growing dense block.
 
-XLA times dozens of its own kernels for every product that it has not met, which takes seconds; the time of the best one
-grows evenly with the size.  Of a family XLA's side is measured at sizes a factor apart, and in between it lies on the
-line through its neighbours' times.  That is enough where a kernel is clearly faster or slower than the line; where it
-is not, XLA's side is measured after all (`tune.parent.measure_order`).
+XLA times dozens of its own kernels for every new matmul, which takes seconds; the time of the best one grows smoothly
+with the size.  Of such a family XLA's time is measured at sizes a factor apart and interpolated linearly in between.
+That suffices where a kernel is clearly faster or slower than the line; elsewhere XLA's time is measured after all
+(`tune.parent.measure_order`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NUMBER = re.compile(r"(?<![\w.])\d+(?![\w.])")
 
 @dataclass(frozen=True)
 class InterpolationPair:
-    """Where a problem lies between two that are measured.
+    """A problem between two measured ones, with its interpolation weight.
 
     Attributes: low, high: their keys; share: of the way from the one to the other, in [0, 1].
     """

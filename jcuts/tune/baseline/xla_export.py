@@ -1,4 +1,4 @@
-"""The library side of a problem: the subset exported for XLA, and its float64 form."""
+"""Exports a region for XLA (`jax.export`): the baseline program, and its float64 form."""
 
 from __future__ import annotations
 

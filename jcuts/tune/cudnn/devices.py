@@ -1,4 +1,4 @@
-"""Devices that convolutions are measured on: memory, numbers, and the time of a chain of calls."""
+"""Device abstraction for measuring convolutions: memory, addresses, and timing of a chain of calls (host or CUDA)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Chain(Protocol):
 
 
 class MeasuringDevice(Protocol):
-    """A device as `tune.cudnn.worker` needs it."""
+    """Interface of a device for `tune.cudnn.worker`."""
 
     number: int
     stream: int
@@ -94,7 +94,7 @@ def _often(work: Callable[[], None], times: int) -> None:
 
 
 class HostBench:
-    """Host memory, for a cuDNN that computes there."""
+    """Host memory, for the test cuDNN that computes there."""
 
     number, stream = HOST, 0
 
@@ -149,7 +149,7 @@ class HostBench:
 
 
 class GpuBench:
-    """The first GPU through the driver."""
+    """The first GPU, through the CUDA driver API."""
 
     def __init__(self) -> None:
         from jcuts.tune.measure import cuda_driver

@@ -1,4 +1,4 @@
-"""Times of convolutions, measured in a child process and kept in the benchmark database.
+"""Measures convolutions in a child process (crash isolation) and stores the times in the benchmark database.
 
 A candidate that crashes or hangs costs the child, not the user's process: it is left out, and the others are measured
 by a new one.
@@ -72,7 +72,7 @@ def _in_graphs(platform: str) -> bool:
 
 
 class Measurer:
-    """One device, through one measuring process; a context manager.
+    """One device, measured through a child process; a context manager.
 
     Args: device: what times are recorded for; platform: 'cpu' (a cuDNN on the host) or 'cuda'; limit: workspaces above
         this [B] are not measured; asked: no larger one [B] is worth freeing memory for; seconds: of measuring per batch

@@ -1,4 +1,4 @@
-"""Tables of a program's convolutions for the stage that divides them: from the database, or measured now.
+"""Time tables of a program's convolutions for the micro-batching pass: from the database, or measured now.
 
 Per convolution: every size of ``powerOfTwo``, sizes in between and slices of the outputs that the limit makes worth it
 (`microbatch.sampling_plan`), and XLA's own convolution where that competes.
@@ -30,7 +30,7 @@ Key = tuple[Convolution, int]
 
 @dataclass(frozen=True)
 class DivisionRequest:
-    """What tables are for.
+    """Parameters of a table request.
 
     Attributes: platform: 'cpu' or 'cuda'; limit: of one convolution's workspace [B]; accuracy: of
     `settings.ACCURACIES`; library: XLA's own convolutions compete.

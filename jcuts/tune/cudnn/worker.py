@@ -1,4 +1,4 @@
-"""What the measuring process does for one convolution at one batch size: every algorithm of cuDNN, checked and timed.
+"""Child process that checks and times every cuDNN algorithm of one convolution at one batch size.
 
 Driver API only; XLA's own convolution is another request (`convolve_xla`), which imports JAX.
 """
@@ -50,11 +50,11 @@ Announce = Callable[[str], None]
 
 
 class WorkspaceTooLarge(ValueError):
-    """A workspace that is larger than a limit."""
+    """An algorithm's workspace exceeds the limit."""
 
 
 class OutOfDeviceMemory(ValueError):
-    """An algorithm for which there is no memory now.  Attributes: needed: bytes of workspace."""
+    """Not enough free device memory for an algorithm. Attributes: needed: bytes of workspace."""
 
     def __init__(self, text: str, needed: int) -> None:
         super().__init__(text)
@@ -130,7 +130,7 @@ def _survives(device: MeasuringDevice, label: str, error: NativeError) -> None:
 
 
 class _Arena:
-    """Operands, results and workspace that all algorithms share."""
+    """Operands, results and workspace buffers, shared by all algorithms."""
 
     def __init__(
         self, device: MeasuringDevice, convolution: Convolution, batch: int, accuracy: str, graphs: bool = False

@@ -1,4 +1,4 @@
-"""Runs kernels straight through their ABI, without JAX: on poisoned, fenced buffers and in any order of tiles.
+"""Runs CPU kernels directly through their C ABI, without JAX: poisoned buffers with guard zones, any order of tiles.
 
 `void symbol(void** buffers, int64 tile_begin, int64 tile_end, void* scratch)` (docs/architecture.md, "Kernel ABI").
 """
@@ -50,7 +50,7 @@ define void @jcuts_set_mxcsr(i32 %value) {{
 
 
 class Fenced:
-    """An aligned array between two fences; ``intact`` tells whether anything was written outside it."""
+    """An aligned array between two guard zones; ``intact`` tells whether anything was written outside it."""
 
     def __init__(self, shape: Sequence[int], dtype: np.dtype, values: np.ndarray | None = None) -> None:
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -76,7 +76,7 @@ class Fenced:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How tiles are run: pieces of ``piece`` tiles, ``threads`` pieces at a time, last first if ``backward``."""
+    """Execution order of tiles: pieces of ``piece`` tiles, ``threads`` pieces at a time, last first if ``backward``."""
 
     piece: int | None = None
     backward: bool = False

@@ -1,4 +1,5 @@
-"""Times kernels and XLA programs of one problem against each other, by one method, in one process.  Imports JAX.
+"""Times kernels and XLA programs of one problem against each other on a CPU, by one method, in one process.  Imports
+JAX.
 
 Short programs (below `LOOP_BELOW`) run n times inside one jitted loop: a jitted call costs microseconds of dispatch,
 which a subset inside a larger program never pays.  Operands and results pass through an optimisation barrier in every

@@ -40,7 +40,7 @@ def total_bytes(device: int = 0, library: str = LIBRARY) -> int:
 
 
 class Driver:
-    """One device of this process, its primary context current on this thread.
+    """One CUDA device with its primary context current on this thread.
 
     Raises: NativeError where there is no driver or no such device.
     """
@@ -186,7 +186,7 @@ class Driver:
 
 
 class Events:
-    """Two events: the device's time from one to the other."""
+    """A pair of CUDA events: the device's time from one to the other."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -221,7 +221,7 @@ class Events:
 
 
 class Graph:
-    """A captured sequence of launches."""
+    """A CUDA graph of captured launches."""
 
     def __init__(self, driver: Driver, handle: ctypes.c_void_p) -> None:
         self.driver, self.handle = driver, handle

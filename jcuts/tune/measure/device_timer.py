@@ -1,7 +1,7 @@
-"""What the device takes for a program of XLA's, from one mark inside it to another, however slow the host is.
+"""Device-side timing of a jitted XLA program between two marks (CUDA events), independent of host launch latency.
 
-A kernel that does nothing for a while goes before the first event: meanwhile the host puts the whole program on the
-stream, and the device then runs it without waiting for the host.  Imports JAX.
+A delay kernel precedes the first event: meanwhile the host enqueues the whole program, which the device then runs
+without waiting for the host.  Imports JAX.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ again:
 
 
 class Stopwatch:
-    """Takes the time of programs made with `cuda.begin` and `cuda.keep`; one at a time.
+    """Times programs between `cuda_launcher.begin` and `cuda_launcher.keep`; one at a time.
 
     Raises: NativeError: no launcher, no driver, or it does not take the waiting kernel.
     """

@@ -1,9 +1,10 @@
-"""Times CUDA kernels and XLA programs of one problem against each other, by one method.  Imports JAX.
+"""Times CUDA kernels and XLA programs of one problem against each other in chains of dependent executions.  Imports
+JAX.
 
 A program is timed as a jitted chain of executions on inputs of their own, together larger than the L2 cache, each
 waiting for the one before, inside CUDA graphs as far as XLA makes them: what a subset costs inside a larger function.
-The time is the device's (`stopwatch`): what the host takes to launch small kernels hides behind a kernel that waits.
-Both kinds of candidate take the same path.
+The time is the device's (`tune.measure.device_timer`): the host's launch time of small kernels hides behind a delay
+kernel. Both kinds of candidate take the same path.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def executions_in_sequence(function: Callable[..., Any], rotated: Sequence[int])
 
 @dataclass(frozen=True)
 class Layout:
-    """Which operands differ between the executions of a chain, and how many executions there are."""
+    """Chain layout: which operands differ between the executions, and the number of executions."""
 
     rotated: tuple[int, ...]
     count: int
@@ -94,7 +95,7 @@ def lowered(function: Callable[..., Any], shape: Layout, operands: Sequence[Any]
 
 
 class ChainBenchmark:
-    """Chains of one problem on the default device, with operands of their own for every execution.
+    """Chains of one problem's executions on the default device, each with operands of its own.
 
     Args: function: any of the problem's (all have its operands and results); inputs: one set of operands; most:
         executions in a chain.

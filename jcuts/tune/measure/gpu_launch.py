@@ -1,4 +1,6 @@
-"""Runs and times CUDA kernels in the measuring process: driver API only, on poisoned and fenced device memory."""
+"""Launches and times CUDA kernels in the measuring process: driver API only, on poisoned device memory with guard
+zones.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ _LOST = ("ILLEGAL", "LAUNCH_TIMEOUT", "LAUNCH_FAILED", "MISALIGNED", "HARDWARE",
 
 
 class Device(Protocol):
-    """What is needed of `driver.Driver`."""
+    """Interface of `cuda_driver.Driver` that launching needs."""
 
     ordinal: int
     stream: int
@@ -49,7 +51,7 @@ class Device(Protocol):
 
 
 class DeviceBuffer:
-    """Device memory between two fences."""
+    """Device memory between two guard zones."""
 
     def __init__(self, device: Device, size: int) -> None:
         self.device, self.size = device, size

@@ -1,7 +1,7 @@
-"""Times one problem on a GPU: kernels by CUDA events, the best few against XLA in chains.  Imports JAX.
+"""Measures one tuning problem on a GPU: all kernels by CUDA events, the best few against XLA in chains.  Imports JAX.
 
-Candidates may run here before anyone has looked whether they are right: a lost context ends the process, and the
-candidate announced last is to blame.
+Candidates may run here before they were verified: a lost context ends the process, and the candidate announced last is
+blamed.
 """
 
 from __future__ import annotations

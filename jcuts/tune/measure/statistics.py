@@ -1,4 +1,4 @@
-"""Timing that can be compared: interleaved samples, medians, and the margin inside which two times are the same."""
+"""Timing statistics: interleaved samples, medians, and the noise margin within which two times count as equal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Kernels that a plan needs besides those that were tuned, such as one that writes into a larger array.
+"""Parallel compilation of kernels that a plan needs besides tuned ones, such as one that writes into a larger array.
 
-A compiler keeps one core busy for about a second: the processes of a session compile them side by side, while others
-are checked.  They leave them in the object cache, where whoever plans finds them.
+A compilation keeps one core busy for about a second: the session's processes compile in parallel, while candidates are
+checked, into the object cache, where planning finds the kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One problem on its way through a session, and the choice that comes of it."""
+"""State of one tuning problem in a session, and the choice that results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("jcuts.tune")
 
 @dataclass
 class TuningJob:
-    """What a session knows of one problem so far.
+    """State of one problem in a session.
 
     Attributes:
         problem, folder, file: with its candidates; where its files are; the problem's own.

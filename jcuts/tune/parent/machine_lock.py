@@ -1,7 +1,8 @@
-"""One measuring process at a time per user and machine: two would disturb each other's times.
+"""Inter-process file lock with a queue (fair): one measuring process at a time per user and machine.
 
-Two files: who measures holds the first, and the next in line holds the second (``.queue``).  Everybody passes the
-queue, so that a process that measures again and again does not starve the others.
+Two would disturb each other's times.  There are two files: the measuring process holds the first, the next in line the
+second (``.queue``).  Everybody passes the queue, so that a process that measures again and again does not starve the
+others.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ IMPATIENT_SECONDS = 1.0
 
 @dataclass
 class _Past:
-    """What this process has lived through."""
+    """Whether this process has given up waiting for the lock before."""
 
     gave_up: bool = False
 
@@ -44,7 +45,7 @@ _past = _Past()
 
 
 class _HeldByThread(threading.local):
-    """Whether this thread holds the lock already (`attempt`)."""
+    """Thread-local: whether this thread holds the lock already (`attempt`)."""
 
     held: bool = False
 

@@ -1,7 +1,7 @@
-"""In which order the problems of a session are timed, and for which of them XLA's own program is compiled.
+"""Measurement scheduling: in which order a session's problems are timed, and for which XLA's own program is compiled.
 
-A kernel that wins or loses against what is known of XLA's side already needs no more: XLA, or cuDNN, compiles dozens of
-kernels for every product and convolution before it has chosen one.
+A kernel that wins or loses against the known bounds of XLA's time needs no more: XLA, or cuDNN, compiles dozens of
+kernels for every matmul and convolution before it has chosen one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _kernels_win_anyway(jobs: Sequence[TuningJob]) -> bool:
 
 
 class BaselineTimes:
-    """What XLA's side of problems takes: the least and the most [s].
+    """Bounds on XLA's time of problems: least and most [s].
 
     Args: stored: XLA's time of a problem that is not of this session.
     """

@@ -1,7 +1,8 @@
-"""Tunes problems: the parent's side.  Compiles and checks in parallel, measures one by one, stores each choice.
+"""Driver of a tuning session in the user's process: compiles and checks in parallel, measures one by one, stores
+choices.
 
-Nothing that a candidate does reaches the user's process: it runs in `tune.worker`.  Whatever goes wrong, every problem
-gets a choice; the least one is "leave it to XLA".
+No candidate can harm the user's process: it runs in `tune.worker`.  Whatever fails, every problem gets a choice, at
+least "leave it to XLA".
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def tune(
 
 @dataclass(frozen=True)
 class _TuneRequest:
-    """What a call of `tune` asks for, as its parts need it."""
+    """Arguments of one call of `tune`, passed to its steps."""
 
     store: Store
     effort: TuningBudget

@@ -1,9 +1,9 @@
-"""The stages of a session as requests to its processes: compile, make references, check, measure.
+"""Work queue of a session: compile, reference, check and measure requests for its worker processes.
 
 On a CPU every candidate is checked before anything is timed.  On a GPU, where making float64 references of large
-results takes longer than timing, all are timed first (``checks_last``): then only those that would win are checked,
-the fastest first, until one is right.  What runs before it was checked runs in the measuring process, whose crashes
-and hangs cost that candidate alone, and its times count for nothing if it is wrong.
+results takes longer than timing, all are timed first (``checks_last``): then only those that would win are checked, the
+fastest first, until one is right.  Unchecked candidates run in the measuring process, whose crashes and hangs cost that
+candidate alone, and the times of a wrong one are discarded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _AHEAD = 16
 
 
 class Progress(Protocol):
-    """Told how far a session is; drawn by whoever has a terminal."""
+    """Callback interface for a session's progress."""
 
     def update(self, stage: str, done: int, total: int, name: str) -> None:
         """``stage`` is 'wait', 'compile', 'check' or 'measure'; ``done`` of ``total`` of that stage; what is next."""
@@ -39,7 +39,7 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class TuningBudget:
-    """How much a session may spend.
+    """Resource limits of a session.
 
     Attributes:
         seconds: sampling time per candidate [s].
@@ -61,7 +61,7 @@ class TuningBudget:
 
 
 class TuningQueue:
-    """Problems on their way through a pool of processes.
+    """The problems of a session in their stages over a pool of processes.
 
     Args:
         mode: which candidates matter where they are checked last.

@@ -1,7 +1,7 @@
-"""Measuring processes as the parent sees them: requests with a deadline, crashes and hangs as errors, no threads.
+"""Process pool of measuring workers: asynchronous requests with deadlines, crashes and hangs as errors, no threads.
 
-One event loop in the calling thread writes requests and reads answers.  A worker that dies, hangs or talks nonsense is
-killed and replaced; its request fails with `WorkerFailed` and everything else goes on.
+One event loop in the calling thread writes requests and reads answers.  A worker that dies, hangs or breaks the
+protocol is killed and replaced; its request fails with `WorkerFailed`, the others continue.
 """
 
 from __future__ import annotations

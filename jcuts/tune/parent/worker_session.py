@@ -1,4 +1,4 @@
-"""The measuring processes of a session and the folder for their files, kept for as long as several calls need them."""
+"""Lifetime of a session's worker processes and their shared folder, reused over several calls of the tuner."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Acceptance of candidates: test inputs, float64 references, error bounds of sums, the acceptance rule."""
+"""Numerical verification of candidates: test inputs, float64 references, error bounds of sums, the acceptance rule."""

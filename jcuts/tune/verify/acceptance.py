@@ -1,4 +1,4 @@
-"""The acceptance rule: how far a candidate may be from float64, given how far XLA is.
+"""The numerical acceptance rule: allowed error of a candidate against float64, relative to XLA's own error.
 
 For one output let r be the float64 reference, x XLA's result, c the candidate's, eps the spacing of the output's dtype
 at 1, K the reduction length, tiny the smallest normal number, and err(a) = max(0, |a - r| - tiny).

@@ -1,4 +1,4 @@
-"""Element-wise work on large arrays, slab by slab: each slab stays in a core's cache, and threads share the slabs."""
+"""Cache-blocked, multi-threaded NumPy element-wise work on large arrays, slab by slab."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an output must look like on one set of inputs: XLA's result, the float64 one, how far that is to be trusted."""
+"""Expected output on one set of inputs: XLA's result, the float64 reference, and the uncertainty of the reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jcuts.tune.verify import blocked_numpy
 
 @dataclass(frozen=True)
 class OutputReference:
-    """What one output must look like on one set of inputs.
+    """Reference of one output on one set of inputs.
 
     Attributes:
         kind: ``normal``, ``special`` or ``huge`` (see `tune.verify.inputs`).
@@ -68,7 +68,7 @@ class OutputReference:
 
 @dataclass(frozen=True, eq=False)
 class FlatReference:
-    """One set, flattened: XLA's result, the reference, XLA's error, classes (None: both are all finite)."""
+    """One set of inputs, flattened: XLA's result, the reference, XLA's error, classes (None: all finite in both)."""
 
     result: np.ndarray
     r: np.ndarray

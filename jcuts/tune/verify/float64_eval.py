@@ -1,4 +1,6 @@
-"""Evaluates a jaxpr with every float widened to float64: the reference that candidates and XLA are measured against.
+"""float64 reference interpreter of a jaxpr: every float widened, optionally with simulated rounding noise.
+
+Candidates and XLA are measured against it.
 
 Integers, booleans and keys keep their types.  Equations whose meaning depends on the width of their operands (bit
 casts, `nextafter`, foreign calls) are evaluated on operands narrowed to the original types, and widened again.

@@ -1,6 +1,6 @@
-"""What XLA's float64 gets wrong by more than a few units in the last place, computed well for the reference.
+"""Accurate float64 replacements for functions that XLA computes with errors above a few ulp, for the reference.
 
-A reference that shares XLA's mistakes shows them as errors of whoever does better.  jaxlib 0.10 and 0.11 on a CPU:
+A reference with XLA's errors would show them as errors of a more accurate candidate.  jaxlib 0.10 and 0.11 on a CPU:
 
 | operation | XLA's error | where |
 |---|---|---|
@@ -36,7 +36,7 @@ SPLIT = 2.0**27 + 1.0
 
 @dataclass(frozen=True)
 class Rule:
-    """How an equation is evaluated instead, and whether it is one of those that need it."""
+    """Replacement rule of an equation: its accurate evaluation, and which equations need it."""
 
     function: Callable[..., Any]
     applies: Callable[[Any], bool]

@@ -1,4 +1,4 @@
-"""Rules 1 to 5 of `tune.verify.acceptance`: an output of floats on all sets of inputs."""
+"""Rules 1 to 5 of `tune.verify.acceptance`: checks of floating-point outputs on all sets of inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jcuts.tune.verify.tolerances import ELEMENT_FACTOR, FLIP_FLOORS, FLOOR_ULP,
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Errors of one output in units of eps: the candidate's, XLA's, and the limit that the first must keep."""
+    """Errors of one output in units of eps: the candidate's, XLA's, and the candidate's limit."""
 
     candidate: float
     xla: float
@@ -30,7 +30,7 @@ class Accuracy:
 
 @dataclass
 class _Set:
-    """The elements of one set of inputs that are held to the rules: r, errors, how far rounding by an ulp moves r."""
+    """The checked elements of one set of inputs: r, errors, and the effect of an ulp of rounding on r."""
 
     kind: str
     reference: np.ndarray

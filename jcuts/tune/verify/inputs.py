@@ -1,4 +1,4 @@
-"""Values for checking: inputs of every recipe from a seed, special values included, and .npy files of any dtype."""
+"""Test-input generator: inputs of every recipe from a seed, special values included; .npy files of any dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elements of an output by magnitude: what the acceptance rule (`tune.verify.acceptance`) measures errors against."""
+"""Error statistics by magnitude (exponent bands) of an output's elements, for the acceptance rule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ BAND_LEAST = 16
 
 
 class ErrorBands:
-    """Numbers of a reference with XLA's errors; the candidates' errors are compared with it, one after the other.
+    """Reference values in exponent bands with XLA's errors; candidates' errors are compared with it, one after the
+    other.
 
     Args:
         reference: finite numbers r, float64.

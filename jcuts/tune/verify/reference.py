@@ -1,4 +1,5 @@
-"""XLA's results and the float64 ones, with their range under rounding, of every set of inputs: into files.
+"""Computes reference files: XLA's results and the float64 ones, with their range under rounding, for every set of
+inputs.
 
 Imports JAX only where it is called: the measuring process is to start fast.
 """

@@ -1,12 +1,12 @@
-"""Large results: a sample of their elements is held to the acceptance rule, all of them to XLA's result.
+"""Statistical verification of large results: a sample is held to the acceptance rule, all elements to XLA's result.
 
 A float64 reference of a hundred million elements costs seconds and gigabytes for every set of inputs.  Of such an
 output the rule (`tune.verify.acceptance`) sees whole runs of neighbours, drawn at random, with the first and the last
 ones among them; on ordinary inputs every single element is compared with XLA's as well.
 
-How far two right results may be apart somewhere among N elements, n of them seen, follows from the sample: distances
-with a light tail hardly grow from n elements to N, those with a heavy one (quotients by numbers that may be next to
-nothing, sums that cancel) grow as (N / n)^(1 / a), with a the tail's index.
+The largest difference of two correct results among N elements, of which n are sampled, is extrapolated by extreme-value
+statistics: distances with a light tail hardly grow from n elements to N, those with a heavy one (quotients by numbers
+that may be next to nothing, sums that cancel) grow as (N / n)^(1 / a), with a the tail's index.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What rounding does to sums: its size is that of the partial sums, which the result may be much smaller than.
+"""Rounding-error model of sums: the error scales with the partial sums, which may be much larger than the result.
 
 For a sum v of K terms t, M = sum |t|, and roundings of up to ``a`` eps each:
 
@@ -39,7 +39,7 @@ SUMS = frozenset(
 
 @dataclass(frozen=True)
 class RoundingSpread:
-    """How far an implementation's result may be from the exact one.
+    """Spread of an implementation's result around the exact one.
 
     Attributes:
         size: error in units of (amplitude * eps), of each element.

@@ -1,8 +1,9 @@
-"""The measuring process: ``python -P -m jcuts.tune.worker.main``.
+"""Main loop of the measuring process (``python -P -m jcuts.tune.worker.main``): JSON requests on stdin, answers on
+stdout.
 
-One JSON object per line in, one per line out; arrays and kernels travel as files in a private folder of the parent.
-A request is ``{"id", "op", ...}``, its answer ``{"id", "ok": true, ...}`` or ``{"id", "ok": false, "error", "message",
-"values"}``; ``{"id", "event": "running", "label"}`` says which candidate is about to run, for the parent to blame.
+One JSON object per line each way; arrays and kernels travel as files in a private folder of the parent. A request is
+``{"id", "op", ...}``, its answer ``{"id", "ok": true, ...}`` or ``{"id", "ok": false, "error", "message", "values"}``;
+``{"id", "event": "running", "label"}`` says which candidate is about to run, for the parent to blame.
 
 It is neither a fork of the user's process (which deadlocks JAX) nor a `multiprocessing` child (which would run the
 user's ``__main__`` again).  JAX is imported only by requests that need XLA.  It dies with its parent: the kernel

@@ -1,4 +1,4 @@
-"""What the measuring process does for each request: compile, make references, check, measure.
+"""Request handlers of the measuring process: compile, make references, check, measure.
 
 A request is a JSON object (see `tune.worker`); arrays and kernels travel as files in the parent's private folder.  JAX
 is imported only by requests that need XLA.

@@ -1,6 +1,6 @@
-"""Proves that every address of a phase lies inside its buffer: intervals of index expressions over the axes' ranges.
+"""Static bounds check by interval analysis: proves that every address of a phase lies inside its buffer.
 
-What holds of generated code, and is used here: a loop over an axis covers exactly its extent (lanes beyond it are
+Properties of generated code that the proof uses: a loop over an axis covers exactly its extent (lanes beyond it are
 masked), a load or store with guards touches memory only where all of them hold, run-time values are integers of their
 nodes' types.  An access is accepted where its interval lies inside the buffer:
 
@@ -13,9 +13,8 @@ nodes' types.  An access is accepted where its interval lies inside the buffer:
 - A run-time value has the interval of the operations that made it (constants, minima, maxima, clamps, conversions,
   choices), else that of its type.
 
-The proof is sound but not complete: an access that is inside for another reason is refused.  Lowering makes some
-(guarded loads of convolutions with dilated inputs), so the proof is asked for only where somebody else may have written
-the program.
+The proof is sound but not complete: an access that is inside for another reason is refused.  Lowering produces some
+(guarded loads of convolutions with dilated inputs), so the proof is required only of programs that come from outside.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _BITS = {
 
 
 def check_bounds(program: Program, phase: Phase) -> None:
-    """Raises IRError, naming the phase and the access, where an address may leave its buffer."""
+    """Raises IRError, naming the phase and the access, where an address cannot be proved to stay inside its buffer."""
     axes: dict[str, Interval] = {}
     for grid in program.grid:
         axes[f"{grid.axis}_lo"] = (0, (grid.blocks - 1) * grid.block)

@@ -1,4 +1,4 @@
-"""Quasi-affine index expressions over loop axes: the one language for addresses, guards and iotas.
+"""Quasi-affine index expressions over loop axes: the representation of all addresses, guards and iotas.
 
 An `Index` is ``const + sum(coef * atom)`` where an atom is a loop axis, a floor division or a remainder of another
 `Index`, or a value that the kernel computes at run time (a gathered row number).  Expressions are immutable,
@@ -21,7 +21,7 @@ Ranges = Mapping[str, int]
 
 @dataclass(frozen=True, order=False)
 class Atom:
-    """One non-constant factor: ``kind`` is 'axis', 'div', 'mod' or 'value'."""
+    """One non-constant factor of an index: ``kind`` is 'axis', 'div', 'mod' or 'value'."""
 
     kind: str
     name: str = ""
@@ -44,7 +44,7 @@ class Atom:
 
 @dataclass(frozen=True)
 class Index:
-    """``const + sum(coef * atom)``, terms sorted by `Atom.key`, no zero coefficient."""
+    """Quasi-affine expression: ``const + sum(coef * atom)``, terms sorted by `Atom.key`, no zero coefficient."""
 
     const: int = 0
     terms: tuple[tuple[Atom, int], ...] = ()
@@ -90,7 +90,7 @@ class Index:
     __rmul__ = __mul__
 
     def floordiv(self, divisor: int, ranges: Ranges) -> Index:
-        """``self // divisor`` (rounding down), simplified with what is known of the ranges."""
+        """``self // divisor`` (rounding down), simplified by the axes' ranges."""
         divisor = int(divisor)
         if divisor <= 0:
             raise IRError(f"floor division of an index by {divisor}")
@@ -105,7 +105,7 @@ class Index:
         return whole + Index(shift, ((Atom("div", inner=rest, modulus=divisor), 1),))
 
     def mod(self, divisor: int, ranges: Ranges) -> Index:
-        """``self % divisor`` (result in ``0 .. divisor-1``), simplified with what is known of the ranges."""
+        """``self % divisor`` (result in ``0 .. divisor-1``), simplified by the axes' ranges."""
         divisor = int(divisor)
         if divisor <= 0:
             raise IRError(f"remainder of an index by {divisor}")
@@ -155,7 +155,7 @@ class Index:
         return result
 
     def bounds(self, ranges: Ranges) -> tuple[int | None, int | None]:
-        """Smallest and largest value, or None where it is not known."""
+        """Interval of the expression (smallest and largest value), or None where unknown."""
         low: int | None = self.const
         high: int | None = self.const
         for atom, coef in self.terms:

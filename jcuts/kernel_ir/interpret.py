@@ -1,4 +1,4 @@
-"""Reference semantics of kernel programs: a slow interpreter in NumPy, for tests and for finding miscompiles.
+"""Reference interpreter of kernel programs in NumPy: slow, for tests and for locating miscompiles.
 
 It runs unscheduled and scheduled programs alike: a schedule changes how points are grouped, never what they compute.
 All points of a phase are evaluated together, reduction points one after the other.  It is stricter than a kernel: an

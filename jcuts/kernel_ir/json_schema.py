@@ -1,7 +1,7 @@
-"""The form that a kernel program has as JSON: types, ranges, keys, and which strings may be names.
+"""JSON schema of kernel programs: types, ranges, keys, and which strings may be identifiers.
 
-A program may come from a file that anybody wrote (a database, an export).  Names reach generated source text, so that
-every string has to be a name of its kind before anything else looks at it; what is not known here is refused.
+A program may come from a file that anybody wrote (a database, an export).  Names end up in generated source text, so
+every string is checked to be an identifier of its kind first, and unknown keys are refused.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ def is_buffer(name: object) -> bool:
 
 
 def is_label(name: object) -> bool:
-    """Whether a string can name a program or a phase, which people read."""
+    """Whether a string can name a program or a phase."""
     return isinstance(name, str) and _LABEL.fullmatch(name) is not None
 
 
 def is_word(name: object) -> bool:
-    """Whether a string can name an operation, a template, a parameter, or be a parameter's value."""
+    """Whether a string can name an operation, a template, a parameter, or a parameter's value."""
     return isinstance(name, str) and _WORD.fullmatch(name) is not None
 
 
 def parsed(text: str) -> Any:
-    """The JSON value of a text. Raises SchemaError for what is none, or too long or too deep to be a program."""
+    """Parses JSON text.  Raises SchemaError if it is invalid, or too long or too deep to be a program."""
     if len(text) > MOST_TEXT:
         raise SchemaError(f"kernel program of {len(text)} characters: at most {MOST_TEXT} are read")
     try:
@@ -94,7 +94,9 @@ def parsed(text: str) -> Any:
 
 
 def check(data: Any) -> dict[str, Any]:
-    """The data of a program, unchanged. Raises SchemaError, which names the place, for what does not have its form."""
+    """Validates the data of a program and returns it unchanged.  Raises SchemaError with the path of the first
+    fault.
+    """
     if not isinstance(data, dict) or data.get("format") != FORMAT or type(data["format"]) is not int:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise SchemaError(f"kernel program of format {repr(found)[:40]}; this version reads {FORMAT}")

@@ -1,4 +1,4 @@
-"""Axis transformations of loop nests: collapsing neighbouring axes, and rewriting every address and guard.
+"""Loop transformations: collapsing of neighbouring axes, and substitution of axes in every address and guard.
 
 Two loops become one (loop collapsing) where every address walks through both as through one: a row-major tensor of any
 rank is then one axis.  Lowering and schedules of the CPU and the GPU alike start from the collapsed program.
@@ -16,7 +16,7 @@ from jcuts.kernel_ir.program import Acc, Axis, Phase, Program, Red, Store
 
 
 def collapse_axes(phase: Phase, keep: frozenset[str] = frozenset()) -> Phase:
-    """Merges neighbouring axes (a, b) where every address moves by extent(b) times as much per a as per b.
+    """Collapses neighbouring axes (a, b) where the stride of a is extent(b) times the stride of b in every address.
 
     Row-major tensors of one shape collapse to a single axis; a broadcast operand keeps the axes apart. Output axes
     merge with output axes, reductions with reductions; axes in ``keep`` stay.

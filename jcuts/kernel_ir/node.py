@@ -1,4 +1,4 @@
-"""Data-flow graph of one output point (thesis 3.3): nodes are values, loads name addresses, nothing has a side effect.
+"""Hash-consed data-flow graph (SSA, pure) of one output point (thesis 3.3): nodes are values, loads name addresses.
 
 The graph is hash-consed: asking twice for the same operation on the same arguments, or for a load of the same
 address, returns the same node.  That is the thesis' "merge the load nodes that access the same memory location".
@@ -20,7 +20,7 @@ Scalar = bool | int | float
 
 @dataclass(frozen=True)
 class Guard:
-    """Holds where ``low <= index <= high``; one bound may be None."""
+    """Predicate ``low <= index <= high``; one bound may be None."""
 
     index: Index
     low: int | None
@@ -48,7 +48,7 @@ class Guard:
 
 @dataclass(frozen=True)
 class Node:
-    """One value.
+    """One SSA value of a data-flow graph.
 
     ``op`` is 'const', 'load', 'index' (an index expression as a number), 'guard' (a conjunction as a bool), 'acc' (an
     accumulator, in exit graphs), or the name of a `jax.lax` element operation.  ``dtype`` is the storage type's name;
@@ -66,7 +66,7 @@ class Node:
     attrs: tuple[tuple[str, object], ...] = ()
 
     def key(self) -> tuple[object, ...]:
-        """Identity for hash-consing: tells -0.0 from 0.0 and NaN from nothing."""
+        """Identity for hash-consing: distinguishes -0.0 from 0.0 and handles NaN."""
         value: object = self.value
         if isinstance(value, float):
             value = "nan" if math.isnan(value) else value.hex()
@@ -88,13 +88,15 @@ class Node:
 
     @property
     def declared(self) -> bool:
-        """Whether the function itself asks for the rounding that this conversion undoes: no form may leave it out."""
+        """Whether the user's function itself requests the rounding that this conversion undoes: then it must not be
+        removed.
+        """
         return bool(self.attr("declared"))
 
 
 @dataclass
 class Graph:
-    """Nodes in topological order (arguments before users)."""
+    """Hash-consed data-flow graph: nodes in topological order (arguments before users)."""
 
     nodes: list[Node] = field(default_factory=list)
     _seen: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False, compare=False)
@@ -126,7 +128,7 @@ class Graph:
         )
 
     def apply(self, op: str, dtype: str, *args: int, **attrs: object) -> int:
-        """An element operation."""
+        """An element-wise operation."""
         return self.add(Node(op, dtype, args=tuple(args), attrs=tuple(sorted(attrs.items()))))
 
     def copy_into(
@@ -137,7 +139,7 @@ class Graph:
         ranges: Ranges,
         accs: Mapping[int, int] | None = None,
     ) -> list[int]:
-        """Instantiates ``wanted`` (and what it needs) in ``target`` with axes replaced.
+        """Instantiates ``wanted`` and its transitive arguments in ``target``, with axes replaced.
 
         Args: replace: axis -> expression; ranges: extents of the axes in those expressions; accs: node number of an
             'acc' node here -> node number in target.
@@ -174,7 +176,7 @@ class Graph:
         return [numbers[w] for w in wanted]
 
     def needed(self, wanted: Iterable[int], known: Container[int] = ()) -> list[int]:
-        """Numbers of the nodes that ``wanted`` depends on, in order: walk back from the stores (thesis 3.3.3).
+        """Backward slice: numbers of the nodes that ``wanted`` depends on, in order (thesis 3.3.3).
 
         Args: known: nodes whose values are there: neither they nor what they alone need is asked for.
         """

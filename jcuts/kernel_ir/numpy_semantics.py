@@ -1,4 +1,4 @@
-"""What each element operation of a data-flow graph computes, in NumPy: the meaning that `interpret` gives it.
+"""NumPy semantics of every element-wise operation of a data-flow graph, used by the reference interpreter.
 
 XLA's answers are followed where NumPy's differ: integer division by zero gives -1 (all bits set) and a remainder by
 zero the dividend, shifts by the width or more give 0 (or the sign), conversions to integers saturate and take NaN to 0.
@@ -47,12 +47,12 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 def carried(name: str) -> np.dtype:
-    """The dtype that values of a storage type have between operations."""
+    """The NumPy dtype that values of a storage type have between operations."""
     return np.dtype(np.float32) if name in HALVES else np.dtype(name)
 
 
 def stored(value: Any, name: str) -> np.ndarray:
-    """A carried value as memory holds it."""
+    """A carried value rounded to its type in memory."""
     return np.asarray(value).astype(numpy_dtype(name))
 
 
@@ -304,12 +304,12 @@ _UNARY = (
 
 
 def arguments(op: str) -> int | None:
-    """How many arguments an element operation takes; None for one that is not known."""
+    """Arity of an element-wise operation; None for an unknown one."""
     return 1 if op in _UNARY else 2 if op in _BINARY else 3 if op in _TERNARY else None
 
 
 def result_types(op: str, types: Sequence[str]) -> str | None:
-    """The type that an element operation makes of these; None where several are possible, '' where none is."""
+    """Result type of an element-wise operation on these types; None where several are possible, '' where none is."""
     if op in ("convert", "widen"):
         return None
     if op in _COMPARISONS or op == "is_finite":

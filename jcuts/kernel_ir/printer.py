@@ -1,4 +1,4 @@
-"""Readable text of kernel programs: what ``JCUTS_DUMP`` writes and golden tests compare."""
+"""Printer of kernel programs: readable text for ``JCUTS_DUMP`` and golden tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernel programs: everything that one generated kernel is, and nothing of the process that made it.
+"""Kernel programs: the IR of one generated kernel (buffers, phases, schedule), independent of process and device.
 
 A `Program` is a list of phases that one task (a tile of the grid) runs in order.  A phase is a loop nest over output
 axes with a data-flow graph in it: the *body* graph runs inside the reduction loops and feeds accumulators, the *exit*
@@ -53,7 +53,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Axis:
-    """An output loop: ``unroll`` points (vectors, where ``vector``) are computed together in registers."""
+    """An output loop: ``unroll`` points (vectors, where ``vector``) form a register tile."""
 
     name: str
     extent: int
@@ -63,7 +63,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Red:
-    """A reduction loop. ``unroll`` points per iteration; ``chains`` independent accumulators hide the latency."""
+    """A reduction loop.  ``unroll`` points per iteration; ``chains`` independent accumulators hide the latency."""
 
     name: str
     extent: int
@@ -101,7 +101,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Phase:
-    """A loop nest. ``axes`` outermost first; ``reds`` outermost first, inside them.
+    """A loop nest with its body and exit graphs.  ``axes`` outermost first; ``reds`` outermost first, inside them.
 
     A phase inside serial loops need not run in each of their steps: ``once`` names serial axes at whose first value in
     the task alone it runs (what it leaves in local buffers stays), ``last`` those at whose last value, ``when`` a local
@@ -135,7 +135,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Grid:
-    """Splits an axis into blocks: one task per block (times the blocks of the other grid axes)."""
+    """Tiles an axis over the grid: one task per block (times the blocks of the other grid axes)."""
 
     axis: str
     extent: int
@@ -149,7 +149,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Program:
-    """One kernel. ``serial`` axes are grid axes whose loop surrounds all phases (a row at a time)."""
+    """The IR of one kernel.  ``serial`` axes are grid axes whose loop surrounds all phases (a row at a time)."""
 
     name: str
     buffers: tuple[Buffer, ...]
@@ -249,7 +249,7 @@ class Program:
         )
 
     def to_text(self) -> str:
-        """Canonical JSON text: what travels to the worker process."""
+        """Canonical JSON text (the format in which worker processes receive it)."""
         return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
 
 

@@ -1,4 +1,5 @@
-"""Register tiling: copies the per-output graph once per point of a tile and merges what the points share.
+"""Register tiling (unroll and jam): copies the per-output graph once per point of a tile, merging common loads and
+values.
 
 This is the thesis' baseline DFG (3.3.1) at the level of registers: every point of the tile gets a copy of the graph of
 one output, loads of the same address merge, and what does not depend on the point is computed once.  With lanes, a
@@ -21,7 +22,7 @@ Term = tuple[Point, Point, int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Extent:
-    """Points of one axis in a tile: ``count`` copies, ``step`` apart (the lanes, on the vector axis)."""
+    """Points of one axis in a register tile: ``count`` copies, ``step`` apart (the lanes, on the vector axis)."""
 
     name: str
     count: int
@@ -32,7 +33,7 @@ class Extent:
 
 @dataclass
 class Tile:
-    """The graph of one tile and, per point, what it feeds.
+    """The graph of one register tile and, per point, the nodes of its results.
 
     ``terms[k]`` is a list of (point, reduction point, accumulator, values) for body tiles; ``stores`` of (point, store
     number, value, address, guards) for exit tiles.

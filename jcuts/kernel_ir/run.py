@@ -1,4 +1,4 @@
-"""Runs kernel programs of a dump through the reference interpreter: ``python -m jcuts.kernel_ir.run FILE.json``.
+"""Command that runs dumped kernel programs in the reference interpreter: ``python -m jcuts.kernel_ir.run FILE.json``.
 
 Operands come from an ``.npz`` file (by buffer name, ``--operands``), or are normal random numbers of a seed.  The
 results are printed as shape, type, mean and largest magnitude, and written to an ``.npz`` file with ``--results``.

@@ -1,8 +1,8 @@
-"""Checks a kernel program between stages, and one from a file before anything is compiled of it.
+"""IR verifier: checks a kernel program between stages, and one that was read from a file before it is compiled.
 
-A wrong one that jcuts has made is a bug, found here rather than as a wrong number.  One from a file has passed
-`kernel_ir.json_schema`; here names, types and numbers of arguments are seen to fit together, unguarded stores into
-results to stay inside them and, in a row that this cache has not signed, every address to lie inside its buffer
+An invalid program that jcuts made is a bug, found here rather than as a wrong number.  One from a file has passed
+`kernel_ir.json_schema`; here names, types and arities are checked against each other, unguarded stores must stay inside
+their results and, in a database row that this cache has not signed, every address inside its buffer
 (`kernel_ir.address_bounds`).
 """
 
@@ -23,7 +23,8 @@ MOST_POINTS = 1 << 12
 
 
 def read(data: dict[str, Any] | str, *, signed: bool = False) -> Program:
-    """A program from a file: plain data or its JSON text. Raises IRError (SchemaError for data of another form).
+    """Reads and verifies a program from a file: plain data or its JSON text.  Raises IRError (SchemaError for malformed
+    data).
 
     Args: signed: the row carries this cache's signature (`tune.row_signature`), so its addresses are as lowering made
         them. Intervals cannot prove all of those; in a row of somebody else what they cannot prove is refused.
@@ -34,7 +35,7 @@ def read(data: dict[str, Any] | str, *, signed: bool = False) -> Program:
 
 
 def verify(program: Program, *, all_addresses: bool = False) -> None:
-    """Raises IRError, naming the phase, where names, ranges, types or unguarded stores into results do not fit.
+    """Raises IRError, naming the phase, where names, ranges, types or unguarded stores into results are inconsistent.
 
     Args: all_addresses: every load and store, guarded or not, must be proven to stay inside its buffer
         (`address_bounds.check_bounds`), as in a program from somebody else's file.

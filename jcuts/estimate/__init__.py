@@ -1,3 +1,4 @@
-"""Performance models without a device: lower bounds of CPU and GPU kernels, launch records (`gpu_kernel.py`),
-`thesis/`.
+"""Performance models without a device: roofline bounds of CPU and GPU kernels, the thesis' PUL score.
+
+`cpu.py` and `gpu_kernel.py` are the models of generated kernels, `thesis/` the published model.
 """

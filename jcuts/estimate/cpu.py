@@ -1,4 +1,5 @@
-"""The CPU counterpart of the thesis' model: an extension, documented in ``docs/estimate.md``.
+"""Roofline bound and PUL ranking score of a kernel on a CPU: the counterpart of the thesis' GPU model
+(``docs/estimate.md``).
 
 The same two quantities as on a GPU.  ``bound`` is a true lower bound on a kernel's time, whatever its code; ``pul``
 is a product of balance ratios in [0, 1] that ranks candidates and promises nothing.
@@ -22,7 +23,7 @@ FMA_LATENCY = 4
 
 @dataclass(frozen=True)
 class CpuWork:
-    """What one kernel does, in base units, over all of its tiles.
+    """Work and traffic of one kernel, in base units, over all of its tiles.
 
     Attributes:
         flop: FLOP per compute kind (a dtype name); useful work only.
@@ -73,7 +74,7 @@ class CpuWork:
 
 @dataclass(frozen=True)
 class BoundReport:
-    """A lower bound on time, and what it is made of.
+    """A roofline bound on time, and its terms.
 
     Attributes:
         seconds: no kernel that does this work is faster.
@@ -90,12 +91,12 @@ class BoundReport:
 
     @property
     def limit(self) -> str:
-        """The term that bounds."""
+        """The largest term (what limits the kernel)."""
         return max(self.terms, key=lambda name: (self.terms[name], name))
 
 
 def core_balance(tiles: int, cores: int) -> float:
-    """Share of the cores that tiles keep busy: (tiles / cores) / ceil(tiles / cores), the CPU's WBRatio, in (0, 1].
+    """Fraction of the cores that tiles keep busy: (tiles / cores) / ceil(tiles / cores), the CPU's WBRatio, in (0, 1].
 
     Raises: ModelError if a count is not positive.
     """
@@ -105,7 +106,7 @@ def core_balance(tiles: int, cores: int) -> float:
 
 
 def bound(work: CpuWork, arch: CpuArch) -> BoundReport:
-    """Lower bound on the time of a kernel.
+    """Roofline lower bound on the time of a kernel.
 
         seconds = max( balance * (FLOP / peak, instructions / ports),
                        for every level: (compulsory bytes - what faster levels hold) / ceiling of the level,
@@ -142,7 +143,7 @@ def bound(work: CpuWork, arch: CpuArch) -> BoundReport:
 
 
 def register_ratio(rows: int, vectors: int, arch: CpuArch) -> float:
-    """Share of the FMA rate that a register tile of rows x vectors accumulators sustains, in (0, 1].
+    """Fraction of the FMA rate that a register tile of rows x vectors accumulators sustains, in (0, 1].
 
     Per step of the reduction it issues rows * vectors FMAs and rows + vectors loads (broadcasts and vectors), and every
     accumulator waits for its own FMA of the step before:
@@ -161,14 +162,14 @@ def register_ratio(rows: int, vectors: int, arch: CpuArch) -> float:
 
 
 def simd_ratio(extent: int, width: int) -> float:
-    """Share of useful lanes when ``extent`` elements are computed ``width`` at a time, in (0, 1]."""
+    """Fraction of useful lanes when ``extent`` elements are computed ``width`` at a time, in (0, 1]."""
     if extent < 1 or width < 1:
         raise ModelError(f"{extent} elements in steps of {width}", extent=extent, width=width)
     return extent / (math.ceil(extent / width) * width)
 
 
 def cache_ratio(work: CpuWork, arch: CpuArch) -> float:
-    """Share of the compute rate that the caches sustain with these tiles, in (0, 1]; 1 if the panel stays in L1.
+    """Fraction of the compute rate that the caches sustain with these tiles, in (0, 1]; 1 if the panel stays in L1.
 
         min(1, compute seconds / (L2 bytes / measured bandwidth of the level that holds the panel))
 

@@ -1,7 +1,7 @@
-"""PUL and the true bound of GPU kernels that keep their data in registers, from what the assembled kernel takes.
+"""Roofline bound and PUL ranking score of generated GPU kernels, from the resources that the assembler (ptxas) reports.
 
-The thesis' kernels of simple operations pass data through shared memory; jcuts' do not, so two of its four factors get
-the meaning that they have for these forms:
+The thesis' kernels of simple operations pass data through shared memory; jcuts' keep it in registers, so two of the
+four factors are redefined:
 
     PUL = GMRatio * LRatio * WBRatio * COEF_r
 
@@ -46,7 +46,7 @@ SECTOR = 32
 
 @dataclass(frozen=True)
 class LaunchUse:
-    """One kernel launch in numbers.
+    """Resource use and traffic of one kernel launch.
 
     Attributes:
         blocks, threads: thread blocks; threads of each.
@@ -85,7 +85,7 @@ class LaunchScore:
 
 
 def resident_blocks(use: LaunchUse, arch: GpuArch) -> int:
-    """Blocks that one multiprocessor holds at once; 0 where not even one fits.
+    """Occupancy: blocks that one multiprocessor holds at once; 0 where not even one fits.
 
         min(blocks per SM, threads per SM / threads, registers per SM / registers of a block, shared per SM / shared)
 
@@ -139,7 +139,7 @@ def score(launches: Sequence[LaunchUse], arch: GpuArch, *, unit: str = "ffma") -
 
 
 def least_seconds(moved: float, arch: GpuArch, *, resident: float = 0.0) -> float:
-    """No kernel is faster: compulsory bytes by the DRAM's bandwidth, all bytes by the L2 cache's [s].
+    """Roofline bound: compulsory bytes at the DRAM's bandwidth, all bytes at the L2 cache's [s].
 
     Args: moved: bytes that must be read or written at least once; resident: how many of them the L2 cache may hold from
         before, or keep without writing them back.

@@ -1,1 +1,3 @@
-"""The analytical GPU model of the thesis: ratios, shared memory, PUL (processor utilisation level), search space."""
+"""The analytical GPU model of the thesis: traffic ratios, shared-memory conflicts, PUL (processor utilisation level),
+search space.
+"""

@@ -1,4 +1,4 @@
-"""Candidates of a matrix product on a CPU: register tiles, panels and packing, ranked by PUL."""
+"""Blocked GEMM on a CPU in the thesis' model: register tiles, panels and packing, ranked by PUL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNPACKED = 0.9
 
 @dataclass(frozen=True)
 class GemmTile:
-    """One way to compute (M, K) x (K, N) on a CPU.
+    """One tiling of a GEMM (M, K) x (K, N) on a CPU.
 
     Attributes:
         rows, vectors: register tile: ``rows`` x ``vectors`` vector registers of C.
@@ -49,7 +49,7 @@ def gemm_work(
     block_columns: int,
     dtype_bytes: int = 4,
 ) -> CpuWork:
-    """What a GEMM does with given tiles.
+    """Work and traffic of a GEMM with given tiles.
 
     A strip of B (K x vectors registers) stays in a core's L1 while all row strips of a task pass by it:
 

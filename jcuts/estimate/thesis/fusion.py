@@ -1,4 +1,4 @@
-"""How two consecutive operations fuse, and what the model makes of the pair (thesis 3.2.4)."""
+"""Fusion of two consecutive operations in the thesis' model (3.2.4): which kinds of fusion apply, and their PUL."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def register_pul(
 
 
 def check_shared(first: Operation, first_tiles: Tiles, second: Operation, second_tiles: Tiles) -> Refusal | None:
-    """Whether two candidates (single ones) fit together through shared memory; the reason if not.
+    """None if two candidates (single ones) can be fused through shared memory, else the reason.
 
     The predecessor's output tile must be the successor's input tile, and a complex successor needs all its channels at
     once (C_input = C).

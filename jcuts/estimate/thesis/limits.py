@@ -1,4 +1,4 @@
-"""Hard limits: what a candidate needs against what the GPU has (COEF_r, thesis 3.2.2)."""
+"""Hard resource limits of a candidate (COEF_r, thesis 3.2.2): registers, shared memory and threads of the GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FASTEST = np.array(["NCHW".index(order[-1]) for order in FORMATS])
 
 
 def lanes_per_tile(unit: str) -> int:
-    """Threads that compute one thread tile together: 1, or a warp for the matrix units."""
+    """Threads per thread tile: 1, or a warp for tensor cores."""
     return MMA_LANES if unit.endswith("_mma") else 1
 
 
@@ -53,7 +53,7 @@ def size_shared(op: Operation, tiles: Tiles, *, formula: str = "corrected") -> A
 
 
 def registers(op: Operation, tiles: Tiles, *, unit: str = "ffma") -> Any:
-    """Registers that a thread needs at least: its accumulators, one operand row, and ``REGISTER_OVERHEAD``.
+    """Lower bound on a thread's registers: its accumulators, one operand row, and ``REGISTER_OVERHEAD``.
 
     Accumulators are single precision (double for 8-byte elements).  For a matrix unit a warp shares them.
     """
@@ -68,7 +68,7 @@ def registers(op: Operation, tiles: Tiles, *, unit: str = "ffma") -> Any:
 def violations(
     op: Operation, tiles: Tiles, arch: GpuArch, *, unit: str = "ffma", formula: str = "corrected"
 ) -> dict[str, np.ndarray]:
-    """For every hard limit, which candidates break it; empty arrays of True nowhere mean all fit.
+    """For every hard limit a boolean array: which candidates break it.
 
     Keys: ``threads``, ``shared``; and in the corrected form ``registers_thread``, ``registers_sm``, ``vector`` (a
     thread's loads along the fastest dimension are no multiple of it), ``c_input`` (more than the reduction has).

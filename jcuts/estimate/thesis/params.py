@@ -31,7 +31,7 @@ def check_formula(formula: str) -> None:
 
 @dataclass(frozen=True)
 class Operation:
-    """Table 3.2: what the definition of a tensor operation fixes.
+    """Table 3.2: parameters fixed by the definition of a tensor operation.
 
     A matrix product of (N, C) and (C, K) is a convolution whose H and W are one.  Simple operations work on K channels
     and leave C at one.
@@ -100,7 +100,7 @@ def _used(out: int, filter_: int, stride: int, padding: int) -> int:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Table 3.3 and what the generator searches besides: one candidate (integers) or many (equal-length arrays).
+    """Table 3.3 and further searched parameters: one candidate (integers) or many (equal-length arrays).
 
     Attributes:
         n_block, k_block, h_block, w_block: outputs of a thread block.

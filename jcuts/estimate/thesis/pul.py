@@ -1,7 +1,7 @@
-"""PUL, the ranking score of the thesis, and ``bound``, the true upper bound beside it.
+"""PUL, the thesis' ranking score of a kernel, and ``bound``, a true roofline bound.
 
-A product of bounds is itself no bound: a memory-bound kernel on half of the multiprocessors may still saturate DRAM.
-So the two are kept apart: ``pul`` ranks, ``bound`` promises.
+A product of bounds is not itself a bound: a memory-bound kernel on half of the multiprocessors may still saturate DRAM.
+So there are two numbers: ``pul`` ranks, ``bound`` is guaranteed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def bound(
     resident_bytes: float = 0.0,
     cluster: int = 1,
 ) -> dict[str, np.ndarray]:
-    """Upper bound on the share of the unit's peak that a candidate can reach: no kernel of these parameters is faster.
+    """Upper bound on the fraction of the unit's peak that a candidate can reach: no kernel of these parameters is
+    faster.
 
         bound = COEF_r * min(GM_dram, GM_L2, SM issue, SM balance)
 

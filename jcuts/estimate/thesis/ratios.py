@@ -26,7 +26,7 @@ def oi_tb(op: Operation, tiles: Tiles, arch: GpuArch, *, formula: str = "correct
 
 
 def gm_ratio(op: Operation, tiles: Tiles, arch: GpuArch, *, unit: str = "ffma", formula: str = "corrected") -> Any:
-    """Share of peak that global-memory traffic allows (GMRatio), in (0, 1]; 1 means it is not the limit.
+    """Fraction of peak that global-memory traffic allows (GMRatio), in (0, 1]; 1 means it is not the limit.
 
         GMRatio = min(1, OI_TB / (R_peak / BW_global))
 
@@ -38,7 +38,7 @@ def gm_ratio(op: Operation, tiles: Tiles, arch: GpuArch, *, unit: str = "ffma", 
 
 
 def sm_ratio(op: Operation, tiles: Tiles, arch: GpuArch, *, coef_bc: Any = 1.0, formula: str = "corrected") -> Any:
-    """Share of the shared-memory latency that compute operations of the same thread hide (SMRatio), in (0, 1].
+    """Fraction of the shared-memory latency that compute operations of the same thread hide (SMRatio), in (0, 1].
 
         SMRatio = min(1, (COMP_thread / N_load) / (LAT_shared * COEF_bc))
 

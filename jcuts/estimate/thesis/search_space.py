@@ -1,4 +1,4 @@
-"""The search space of Table 3.3, and pruning it twice: hard limits first, then the top T percent of the model."""
+"""Search space of Table 3.3 with two-stage pruning: hard limits first, then the model's top T percent."""
 
 from __future__ import annotations
 

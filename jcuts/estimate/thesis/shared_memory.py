@@ -1,4 +1,4 @@
-"""COEF_bc: bank conflicts of shared-memory loads, counted from the static access pattern before any code exists.
+"""Static shared-memory bank-conflict count (COEF_bc), from a kernel's access pattern before any code exists.
 
 A warp's 32 lanes access 32 banks of 4 bytes.  A bank delivers one word per cycle to every lane that asks for it (lanes
 that ask for the same word are served together); different words of one bank take one cycle each.  64-bit loads
@@ -73,7 +73,7 @@ def lane_coordinates(op: Operation, tiles: Tiles) -> tuple[np.ndarray, ...]:
 
 
 def load_patterns(op: Operation, tiles: Tiles) -> list[tuple[np.ndarray, Any]]:
-    """The shared-memory loads of a warp: element offsets per lane, and how many loads of a thread look like this.
+    """Shared-memory loads of a warp: element offsets per lane, and how often a thread has a load of this pattern.
 
     Input tiles lie in shared memory in the order FORMAT_shared; a filter tile uses the same order with its output
     channels in the place of N.  Other loads of the same operand are shifted by a constant, which changes no conflict.

@@ -1,4 +1,4 @@
-"""Op rules: importing this package registers all of them."""
+"""Op rules: one per JAX primitive, by op family; importing this package registers all of them."""
 
 from jcuts.ops import contraction, convolution, cumulative, elementwise, gather, layout, reduction, window
 from jcuts.ops.registry import Equation, Op, TensorType, describe, supported_primitives

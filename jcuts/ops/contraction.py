@@ -1,4 +1,4 @@
-"""Matrix multiplication in all its dimension orders (``dot_general``)."""
+"""Op rule of ``dot_general``: batched tensor contraction in any dimension order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``conv_general_dilated``: 1-D to 3-D, any layout, stride, padding, dilation, groups; depthwise filters' gradients."""
+"""Op rule of ``conv_general_dilated``: 1-D to 3-D, any layout, stride, padding, dilation, groups, depthwise
+gradients.
+"""
 
 from __future__ import annotations
 

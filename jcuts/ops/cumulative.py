@@ -1,4 +1,4 @@
-"""Cumulative sums, products, maxima, minima and log-sum-exps along a dimension."""
+"""Op rules of prefix scans: cumulative sum, product, max, min and log-sum-exp along a dimension."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Element operations: each output point is a function of the operands' points at the same index."""
+"""Op rules of element-wise operations: an output point is a function of the operands at the same index."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 def broadcast_index(shape: tuple[int, ...], out: tuple[int, ...], index: IndexTuple) -> IndexTuple:
-    """Where an operand is read: rank 0 anywhere, dimensions of extent 1 at 0 (JAX repeats both)."""
+    """Index at which an operand is read: rank 0 anywhere, dimensions of extent 1 at 0 (JAX broadcasts both)."""
     if not shape:
         return ()
     return tuple(
@@ -123,7 +123,7 @@ def binary(eqn: Equation) -> Op | Refusal:
 
 @op_rule("add_any")
 def add_any(eqn: Equation) -> Op | Refusal:
-    """What autodiff inserts where cotangents meet: an addition."""
+    """Sum of cotangents, as autodiff inserts it."""
     return _same(eqn, "add", {}, 1)
 
 

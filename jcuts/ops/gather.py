@@ -1,4 +1,4 @@
-"""Indices that are known only at run time: dynamic slices and gathers of rows."""
+"""Op rules of data-dependent indexing: dynamic slices and gathers of rows."""
 
 from __future__ import annotations
 

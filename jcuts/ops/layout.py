@@ -1,4 +1,6 @@
-"""Operations that only move points: index maps, and guarded index maps (pad, concatenate, slices)."""
+"""Op rules of data movement (reshape, transpose, slice, pad, concatenate, ...): index maps, guarded where they can
+miss.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reductions over whole dimensions."""
+"""Op rules of reductions over whole dimensions: sum, product, max, min, argmax, argmin, and, or, xor."""
 
 from __future__ import annotations
 

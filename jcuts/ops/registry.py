@@ -1,7 +1,8 @@
-"""One rule per JAX primitive: what an equation computes, point by point.
+"""Registry of op rules: one per JAX primitive, stating what an equation computes point by point (a tensor-expression
+IR).
 
 An `Op` says how one output point is obtained (`Op.pull`, for simple operations) or which reduction it takes
-(`Op.reduce`, for reductions, windows, contractions and convolutions).  Nothing here knows about kernels: the same rule
+(`Op.reduce`, for reductions, windows, contractions and convolutions).  Rules know nothing about kernels: the same rule
 serves every template and every device.  To add a primitive, write one ``@op_rule`` function in the file of its family.
 """
 
@@ -40,7 +41,7 @@ class TensorType:
 
 
 class Context(Protocol):
-    """What an op may ask for while it describes one output point (implemented by ``lower.builder``)."""
+    """Interface through which an op rule builds the graph of one output point (implemented by ``lower.builder``)."""
 
     @property
     def ranges(self) -> dict[str, int]:
@@ -52,7 +53,7 @@ class Context(Protocol):
         ...
 
     def apply(self, op: str, dtype: str, *args: int, **attrs: object) -> int:
-        """An element operation on values."""
+        """An element-wise operation on values."""
         ...
 
     def const(self, value: Scalar, dtype: str) -> int:
@@ -60,7 +61,7 @@ class Context(Protocol):
         ...
 
     def index_value(self, index: Index, dtype: str) -> int:
-        """The number that an index expression has at this point."""
+        """The integer value of an index expression at this point."""
         ...
 
     def guard_value(self, guards: tuple[Guard, ...]) -> int:
@@ -103,7 +104,7 @@ PushRule = Callable[[IndexTuple, Mapping[str, int]], IndexTuple]
 
 @dataclass(frozen=True)
 class Op:
-    """One equation's meaning.
+    """The semantics of one equation, point by point.
 
     Attributes:
         family: elementwise, layout, select (pad, concatenate, dynamic slices: guarded layout), gather, reduction,
@@ -139,7 +140,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Equation:
-    """What a rule sees of a jaxpr equation: no JAX types inside but for the parameter values."""
+    """A jaxpr equation as op rules see it: no JAX types inside but for the parameter values."""
 
     prim: str
     inputs: tuple[TensorType, ...]
@@ -165,7 +166,7 @@ def op_rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def describe(eqn: Equation) -> Op | Refusal:
-    """The op of an equation, or why jcuts leaves it to XLA."""
+    """The op of an equation, or a refusal with the reason why jcuts leaves it to XLA."""
     rule = _RULES.get(eqn.prim)
     if rule is None:
         return Refusal(eqn.prim, "no op rule for this primitive")
@@ -183,5 +184,5 @@ def supported_primitives() -> Sequence[str]:
 
 
 def elementwise_push(index: IndexTuple, ranges: Mapping[str, int]) -> IndexTuple:
-    """Each point stays where it is."""
+    """The push rule of element-wise operations: each point keeps its index."""
     return index

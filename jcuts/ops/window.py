@@ -1,4 +1,4 @@
-"""Windowed reductions, and the gradient of their extremes: pooling."""
+"""Op rules of windowed reductions (pooling), and of the gradient of max and min pooling."""
 
 from __future__ import annotations
 

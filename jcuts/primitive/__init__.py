@@ -1,3 +1,1 @@
-"""`jcuts_call_p`, the primitive that carries a function through JAX's transformations: autodiff, batching, sharding,
-lowering.
-"""
+"""The JAX primitive `jcuts_call_p`, with its rules for autodiff, batching, sharding and lowering."""

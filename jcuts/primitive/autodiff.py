@@ -1,7 +1,7 @@
-"""Derivatives of ``jcuts_call_p``: calls of the derivative of the original jaxpr.
+"""JVP and transpose rules of ``jcuts_call_p``: calls of the derivative of the original jaxpr.
 
-Differentiating before anything is inlined keeps the user's custom rules: the gradient of ``relu`` at 0 is 0, where
-that of the ``max`` inside it would be 0.5.
+Differentiating before inlining keeps the user's custom rules: the gradient of ``relu`` at 0 is 0, where that of the
+``max`` inside it would be 0.5.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``vmap`` of ``jcuts_call_p``: a call of the batched jaxpr, which is planned at its own, larger shapes."""
+"""Batching (``vmap``) rule of ``jcuts_call_p``: a call of the batched jaxpr, planned at its own, larger shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``jcuts_call_p``: one primitive that carries a function's original jaxpr until it is lowered.
+"""``jcuts_call_p``: a call-like JAX primitive that carries a function's original jaxpr until lowering.
 
     outs = jcuts_call(*args)  with parameters  jaxpr, settings, name, placement
 
@@ -37,7 +37,9 @@ jet_sparse.register_jet(jcuts_call_p, _derived_call)
 
 
 def register_late_rules() -> None:
-    """Install rules of transformations that the user imported by now; cheap enough for every call inside a trace."""
+    """Registers the rules of transformations that the user has imported by now; cheap enough for every call inside a
+    trace.
+    """
     jet_sparse.register_sparsify(jcuts_call_p, _derived_call)
 
 

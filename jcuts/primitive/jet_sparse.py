@@ -1,8 +1,8 @@
-"""Rules of ``jcuts_call_p`` for ``jax.experimental.jet`` and ``jax.experimental.sparse.sparsify``.
+"""Rules of ``jcuts_call_p`` for ``jax.experimental.jet`` (Taylor mode) and ``jax.experimental.sparse.sparsify``.
 
 Both transform the original jaxpr through JAX's own interpreters, and the result is one call of the primitive again.
-Importing ``jax.experimental.sparse`` takes a good part of a second, which only its users should pay: its rule is
-installed once they have imported it, when an optimised function is called or traced.
+Importing ``jax.experimental.sparse`` takes a good part of a second, so its rule is installed only once the user has
+imported it, when an optimised function is called or traced.
 """
 
 from __future__ import annotations

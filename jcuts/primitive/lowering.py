@@ -1,4 +1,4 @@
-"""Lowering of ``jcuts_call_p``: the pipeline runs here, and what it returns is emitted in place."""
+"""Lowering rule of ``jcuts_call_p``: runs the pipeline when JAX lowers a function, and emits the result inline."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Started(NamedTuple):
 def lower(
     ctx: Any, *args: Any, jaxpr: jaxapi.Closed, settings: Settings, name: str, placement: Placement | None
 ) -> Sequence[Any]:
-    """Plan the jaxpr for this platform and emit the result.  Never measures: a lowering rule may run anywhere."""
+    """Plans the jaxpr for this platform and emits the result.  Never measures: a lowering rule may run anywhere."""
     if placement is not None and expected.placement != placement:
         raise OtherPlacement
     site = jaxapi.lowering_site(ctx)
@@ -62,7 +62,7 @@ def _any_kernel(found: shard_local.Split, settings: Settings, platform: str) -> 
 
 
 def left_to_xla(ctx: Any) -> str | None:
-    """Why this place must get XLA's own code, or None."""
+    """Why this call site must use XLA's own code, or None."""
     site = jaxapi.lowering_site(ctx)
     if knobs.current().disable:
         return "JCUTS_DISABLE is set"

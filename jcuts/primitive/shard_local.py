@@ -1,9 +1,9 @@
-"""Split a program over Auto-sharded arguments into parts that each device computes from its own shard alone.
+"""Shard-local partitioning: splits a program over Auto-sharded arguments into parts that need no communication.
 
 Dimensions that one equation ties together form a class; the arguments' shardings give some classes mesh axes.  An
-equation is local if every dimension that it needs whole is unsplit, no class is asked for two splittings, and no mesh
-axis occurs twice in one of its values.  Local equations become ``shard_map``s around planned calls at local shapes;
-the others (a sum over the batch, a weight's gradient) stay with XLA, whose partitioner communicates for them.
+equation is local if every dimension that must be replicated is unsplit, no class gets two different splittings, and no
+mesh axis occurs twice in one of its values.  Local equations become ``shard_map``s around planned calls at local
+shapes; the others (a sum over the batch, a weight's gradient) stay with XLA, whose partitioner communicates for them.
 """
 
 from __future__ import annotations

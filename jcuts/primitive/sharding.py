@@ -1,8 +1,8 @@
-"""Programs over several devices: what may become a custom call without a hidden all-gather.
+"""Sharding analysis: which programs over several devices can become custom calls without a hidden all-gather.
 
 A custom call is opaque to XLA's partitioner, which gathers a sharded operand in full before it.  So a jaxpr whose
 values are spread over devices by the partitioner is planned only where its equations are shard-local, inside
-``shard_map`` (see ``local``); everything else is left to XLA as it is.
+``shard_map`` (`primitive.shard_local`); everything else is left to XLA as it is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Placement(NamedTuple):
 
 
 class OtherPlacement(Exception):
-    """A program made for one placement is being lowered for another.  ``api`` catches it and decides anew."""
+    """A program made for one placement is being lowered for another.  `jit.optimized` catches it and decides anew."""
 
 
 class _Expected(threading.local):

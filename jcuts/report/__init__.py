@@ -1,1 +1,1 @@
-"""What `explain` shows: report data, text, HTML (`function_report.py`) and rich tables."""
+"""Reports of `explain`: report data, text, HTML (`function_report.py`) and rich tables."""

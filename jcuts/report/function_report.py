@@ -1,4 +1,4 @@
-"""What ``explain`` shows: plain data about one optimised function, printable, JSON-able, and as an HTML page."""
+"""The report of ``explain``: plain data about one optimised function, as text, JSON and an HTML page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jcuts.microbatch.report import (
 
 @dataclass(frozen=True)
 class SubsetReport:
-    """One subset of operations that could be a kernel.
+    """Report of one region.
 
     Attributes:
         name: short name; operations: primitive -> count; where: user source lines.
@@ -61,7 +61,7 @@ class SubsetReport:
 
 @dataclass(frozen=True)
 class RefusalReport:
-    """An equation that jcuts leaves to XLA, and why."""
+    """An equation that jcuts leaves to XLA, and the reason."""
 
     op: str
     reason: str
@@ -71,7 +71,7 @@ class RefusalReport:
 
 @dataclass(frozen=True)
 class FunctionReport:
-    """Everything about one planned function.
+    """Report of one planned function.
 
     ``library`` is the 'flop' and 'bytes' of subsets that XLA keeps without a measurement (products on a GPU);
     ``divisions`` are the convolutions under a workspace limit.
@@ -97,7 +97,7 @@ class FunctionReport:
 
     @property
     def runs_plain_xla(self) -> bool:
-        """Whether the last guard (or JCUTS_DISABLE) left the whole function to XLA."""
+        """Whether the end-to-end benchmark (or JCUTS_DISABLE) left the whole function to XLA."""
         return self.guard is not None and str(self.guard.get("chosen", "")).partition(":")[0] == "xla"
 
     @property
@@ -106,7 +106,7 @@ class FunctionReport:
         return sum(s.count for s in self.subsets if s.chosen != "xla")
 
     def share(self, what: str) -> float:
-        """Share of 'flop' or 'bytes' of all subsets that jcuts' kernels run, in [0, 1]."""
+        """Fraction of 'flop' or 'bytes' of all regions that jcuts' kernels run, in [0, 1]."""
         total = sum(getattr(s, what) * s.count for s in self.subsets) + self.library.get(what, 0.0)
         ours = sum(getattr(s, what) * s.count for s in self.subsets if s.chosen != "xla")
         return ours / total if total else 0.0
@@ -142,7 +142,7 @@ def operations_text(operations: dict[str, int]) -> str:
 
 
 def rows(report: FunctionReport) -> list[list[str]]:
-    """The table of subsets, as text cells."""
+    """The table of regions, as text cells."""
     result = []
     for s in sorted(report.subsets, key=lambda s: -((s.xla_seconds or s.seconds or 0.0) * s.count)):
         ratio = "-" if not (s.seconds and s.xla_seconds) else f"{s.xla_seconds / s.seconds:.2f}x"
@@ -184,7 +184,7 @@ def guard_line(report: FunctionReport) -> str:
 
 
 def alone_line(report: FunctionReport) -> str:
-    """What kernels gain one by one beside what the whole function gains, '' where either is unknown."""
+    """Sum of the kernels' single gains compared with the gain of the whole function, '' where either is unknown."""
     timed = [s for s in report.subsets if s.chosen != "xla" and s.seconds and s.xla_seconds]
     ours, theirs = (sum((getattr(s, name) or 0.0) * s.count for s in timed) for name in ("seconds", "xla_seconds"))
     guard = report.guard or {}
@@ -200,12 +200,12 @@ def alone_line(report: FunctionReport) -> str:
 
 
 def reasons(report: FunctionReport) -> list[tuple[str, str, str]]:
-    """What XLA won, and why: operations, reason, source lines."""
+    """Regions that XLA won: operations, reason, source lines."""
     return [(operations_text(s.operations), s.why, "; ".join(s.where[:2])) for s in report.subsets if s.why]
 
 
 def sources(report: FunctionReport) -> str:
-    """Where the choices of the kernels come from, as one line; '' where no stored one runs."""
+    """Provenance of the kernels' choices, as one line; '' where no stored one runs."""
     found: dict[str, int] = {}
     for s in report.subsets:
         if s.source and s.chosen != "xla":
@@ -214,7 +214,7 @@ def sources(report: FunctionReport) -> str:
 
 
 def dropped(report: FunctionReport) -> list[tuple[str, str]]:
-    """Whole programs that the last guard did not let win: name, reason."""
+    """Program variants that the end-to-end benchmark ruled out: name, reason."""
     return list(((report.guard or {}).get("rejected") or {}).items())
 
 

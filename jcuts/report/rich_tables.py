@@ -1,4 +1,4 @@
-"""A function's report as rich tables: the subsets, what is left to XLA, and the whole-function decision."""
+"""Terminal rendering of a function's report (rich tables): regions, equations left to XLA, the end-to-end decision."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ COLUMNS = (
 
 
 class SubsetTable:
-    """One row per distinct subset, the costliest first; as many columns as the terminal has room for."""
+    """One row per distinct region, the costliest first; as many columns as the terminal has room for."""
 
     def __init__(self, report: FunctionReport) -> None:
         self.report = report
@@ -83,7 +83,7 @@ class SubsetTable:
 
 
 def refusal_table(report: FunctionReport) -> Table:
-    """What XLA keeps, and why."""
+    """Equations left to XLA, and why."""
     cells = [(str(count), op, why, where) for op, why, count, where in refused(report)]
     return text_table("Left to XLA", ("n", "operation", "reason", "where"), cells)
 

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Does one action; the database's own troubles (damaged, read-only) end as a typed error."""
+    """Runs one action; faults of the database (damaged, read-only) end as a typed error."""
     folder = knobs.current().cache_dir
     if os.path.lexists(folder) and not folder.is_dir():
         raise CacheError(f"the cache directory {folder} is not a directory", path=str(folder))

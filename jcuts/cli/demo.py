@@ -157,7 +157,7 @@ def build(name: str, batch: int, *, seed: int = 0) -> Network:
 def interleave(
     functions: dict[str, Callable[..., Any]], arguments: tuple[Any, ...], seconds: float, *, least: int = 5
 ) -> dict[str, list[float]]:
-    """Times functions in turn, so that clocks and neighbours hit all alike.
+    """Times functions in interleaved order, so that clock changes and other load affect all alike.
 
     Args:
         functions: by name, already compiled.

@@ -1,4 +1,4 @@
-"""Says whether everything that jcuts needs is in place on this machine, and what to do about what is not."""
+"""Checks that everything jcuts needs is in place on this machine, and says how to repair what is not."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine() -> Iterator[Check]:
-    """Every check, in an order in which the first problem explains those after it."""
+    """All checks, ordered so that the first problem explains later ones."""
     for check in (_variables, _versions, _cpu, _native, _launcher, _gpu, _object_cache, _database, _kernel, _function):
         try:
             yield from check()

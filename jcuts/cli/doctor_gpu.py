@@ -1,4 +1,4 @@
-"""What `jcuts doctor` says of GPUs: driver, devices, compilers, launcher, and why they are not used if they are not."""
+"""GPU checks of `jcuts doctor`: driver, devices, compilers, launcher, and why GPUs are not used if they are not."""
 
 from __future__ import annotations
 

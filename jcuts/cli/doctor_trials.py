@@ -1,4 +1,4 @@
-"""Two quick trials for ``jcuts doctor``: a hand-made kernel through the launcher, a function through ``optimize``."""
+"""Smoke tests of ``jcuts doctor``: a hand-made kernel through the launcher, a function through ``optimize``."""
 
 from __future__ import annotations
 

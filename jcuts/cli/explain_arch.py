@@ -1,4 +1,4 @@
-"""``jcuts explain --arch``: candidates of a function ranked for a GPU that need not be here."""
+"""``jcuts explain --arch``: offline ranking of a function's candidates for a GPU that this machine does not have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Micro-batching without a device: divide a network's convolutions by the times in a benchmark database."""
+"""Divide a network's convolutions into micro-batches offline, from the times in a benchmark database (no device
+needed).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choose how to lay out a model on a cluster."""
+"""Rank mesh, schedule and offload plans of a model on a cluster by predicted step time and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands print with: tables, and numbers that people read."""
+"""Console output helpers of the commands: tables, and human-readable numbers."""
 
 from __future__ import annotations
 

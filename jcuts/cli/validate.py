@@ -1,4 +1,4 @@
-"""Compare predicted with measured step times."""
+"""Compare predicted with measured step times of the planner's model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The planner: which mesh, schedule and memory tiers a model should use on a cluster, and what a step then costs.
+"""Analytical planner of distributed training: ranks mesh, schedule and offload tiers of a model on a cluster by step
+time.
 
 `spec/` holds the inputs, `cost/` the cost models, `search/` the plan search, `calibrate/` measures clusters;
 `jax_mesh.py` turns a plan into a JAX mesh and shardings.  ``cost.jaxpr``, ``cost.jaxpr_liveness``, ``cost.spmd_step``,

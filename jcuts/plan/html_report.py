@@ -1,4 +1,4 @@
-"""The HTML page of a planning run: ranked plans with breakdown bars, and a timeline per device and tier."""
+"""HTML report of a planning run: ranked plans with breakdown bars, and a timeline per device and tier."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MEMORY = {
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a lane does from ``start`` to ``end`` (seconds)."""
+    """An activity of a timeline lane, from ``start`` to ``end`` (seconds)."""
 
     lane: str
     start: float
@@ -134,7 +134,7 @@ def _order(schedule: str, stages: int, stage: int, count: int) -> list[tuple[str
 
 
 def page(model: Model, cluster: Cluster, work: Training, result: Result, *, plans: int = 10) -> str:
-    """A self-contained page (no scripts, no outside files)."""
+    """A self-contained HTML page (no scripts, no external files)."""
     e = html.escape
     best = result.best
     title = f"{model.name} on {best.plan.gpus} GPUs of {cluster.name}"

@@ -1,4 +1,4 @@
-"""A plan as JAX objects: mesh and shardings."""
+"""Translates a plan into JAX objects: ``jax.sharding.Mesh`` and ``NamedSharding``s."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEMORY_KINDS = {"gpu": "device", "host": "pinned_host", "storage": "pinned_host"
 
 
 def mesh(plan: Plan, devices: Any = None) -> Mesh:
-    """The mesh of a plan.
+    """The JAX mesh of a plan.
 
     Raises: UsageError if there are fewer devices than the plan takes.
     """
@@ -40,7 +40,7 @@ def mesh(plan: Plan, devices: Any = None) -> Mesh:
 
 
 def spec(plan: Plan, path: str, shape: Sequence[int], *, sharded: bool) -> PartitionSpec:
-    """How one leaf is divided.
+    """``PartitionSpec`` of one leaf.
 
     The tensor axis takes a matrix's columns (last extent), or its rows (last but one) when its name says that it is the
     second of a pair; the data axis (``sharded``: zero 3, or the optimiser state from zero 1) takes the largest extent
@@ -111,7 +111,7 @@ def in_shardings(plan: Plan, parameters: Any, optimizer: Any, batch: Any, device
 
 
 def priced_collectives(plan: Plan) -> frozenset[str]:
-    """Kinds of collectives that the cost model charges a plan for, in HLO's words."""
+    """Kinds of collectives that the cost model charges a plan for, by HLO name."""
     kinds: set[str] = set()
     if plan.tensor > 1:
         kinds |= {"all-gather", "reduce-scatter"} if plan.sequence_parallel else {"all-reduce"}

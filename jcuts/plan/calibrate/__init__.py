@@ -1,1 +1,1 @@
-"""Calibration of the planner: measures a cluster, fits its parameters, validates predictions."""
+"""Calibration of the planner's cost models: measures a cluster, fits its parameters, validates predictions."""

@@ -1,6 +1,7 @@
-"""Constants of a cluster file from measured curves: products give speed and ramp, all-reduces give the link.
+"""Fits a cluster file's parameters to measured curves: GEMM speed and ramp, link latency and bandwidth from
+all-reduces.
 
-Apart from ``measure``, so that constants can be fitted again from kept files, without the machine.
+Separate from ``measure``, so that parameters can be fitted again from stored files, without the machine.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Measured:
 def fit_products(
     rows: Sequence[tuple[int, int, int, float]], units: int, gap: float = 0.0, ramp: float | None = None
 ) -> tuple[float, float, float]:
-    """(peak FLOP/s, efficiency, ramp) with which ``compute.gemm_time`` is nearest to products (m, n, k, FLOP/s), each
-    the mean of (m, n, k) and (m, k, n).
+    """Fits (peak FLOP/s, efficiency, ramp) of ``compute.gemm_time`` to measured GEMMs (m, n, k, FLOP/s), each the mean
+    of (m, n, k) and (m, k, n).
 
         time = gap + work(ramp) / speed,   speed = median(work / (time - gap))
 
@@ -87,7 +88,7 @@ def _same_outside(m: np.ndarray, n: np.ndarray, k: np.ndarray) -> np.ndarray:
 
 
 def fit_link(rows: Sequence[tuple[int, int, float]]) -> dict[str, float]:
-    """The link, from all-reduces (members, bytes, seconds): keys of a cluster file's ``[intra]``.
+    """Fits the link parameters to all-reduces (members, bytes, seconds): keys of a cluster file's ``[intra]``.
 
         t = call + 2 (n - 1) hop + 2 (n - 1)/n S / BW
 
@@ -111,7 +112,7 @@ def fit_link(rows: Sequence[tuple[int, int, float]]) -> dict[str, float]:
 
 
 def constants(made: Measured, *, runs: int = 1) -> None:
-    """Sets what is fitted (``[nodes.gpu]``'s speed and ramp, ``[intra]``) from the curves, with its sources.
+    """Sets the fitted parameters (``[nodes.gpu]``'s speed and ramp, ``[intra]``) from the curves, with their sources.
 
     Args: runs: measurements that the curves are from, for the text.
     """
@@ -149,7 +150,7 @@ def constants(made: Measured, *, runs: int = 1) -> None:
 
 
 def read(path: str | Path) -> Measured:
-    """A kept cluster file with its curves, which follow as comments.
+    """Reads a cluster file with its curves, which follow as comments.
 
     Raises: ModelError (not a cluster file, with line), UsageError (a file without curves).
     """
@@ -176,7 +177,7 @@ def read(path: str | Path) -> Measured:
 
 
 def refit(paths: Sequence[str | Path]) -> Measured:
-    """Constants fitted again from the curves of several measurements of one machine.
+    """Fits constants again to the curves of several measurements of one machine.
 
     Products: the fastest of each shape (what disturbs a product slows it); collectives: all; the rest: the last file's.
     """

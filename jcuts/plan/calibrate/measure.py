@@ -1,4 +1,4 @@
-"""Measures the machine it runs on and writes a cluster file in which every constant says how it was measured.
+"""Microbenchmarks of the machine it runs on; writes a cluster file in which every constant says how it was measured.
 
 Imports jax (when called): matrix products by shape and type, memory, every collective, pinned host memory; storage by
 direct I/O.
@@ -42,7 +42,7 @@ def seconds(call: Callable[[], Any], repeat: int = 5) -> float:
 
 
 def slope(calls: Sequence[Callable[[], Any]], extra: int, repeat: int = 9) -> float:
-    """Seconds per turn, where the second call does ``extra`` turns more than the first: what a call itself costs
+    """Seconds per iteration, from two calls of which the second does ``extra`` iterations more: the call's overhead
     cancels.
 
     Median over rounds of both, one after the other, so that a clock that drifts falls on both.

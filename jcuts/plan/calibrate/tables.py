@@ -1,4 +1,4 @@
-"""The planner's measured tables."""
+"""CSV data files of the planner: reader, and paths of the measured tables that come with the package."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The step-time model against measured tables: error, rank correlation, regret, ablation, and a naive baseline
-beside."""
+"""Validation of the step-time model against measured tables: error, rank correlation, regret, ablation, and a naive
+baseline.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +139,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Constant:
-    """A constant of the model: how it is set, what switches its effect off, and the range a fit may use."""
+    """A constant of the model: how to set it, the value that switches its effect off, and the range of a fit."""
 
     name: str
     neutral: float

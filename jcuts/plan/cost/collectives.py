@@ -1,4 +1,4 @@
-"""Time of collectives on one or two levels of links: latency and bandwidth of rings and trees.
+"""Alpha-beta (latency-bandwidth) cost model of collectives: rings and trees on one or two levels of links.
 
 All arguments may be NumPy arrays that broadcast; bytes are per GPU before the collective (all-gather: after it).
 Source: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH" (2005).

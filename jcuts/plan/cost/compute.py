@@ -1,4 +1,4 @@
-"""Time of one block on one GPU: matrix products by shape, memory-bound kernels by bytes, host launches.
+"""Roofline-style time of one layer block on one GPU: GEMMs by shape, memory-bound kernels by bytes, host launches.
 
 Every function takes arrays, one entry per (micro-batch, tensor, context, expert, sequence-parallel) combination.
 """
@@ -23,7 +23,7 @@ NVIDIA, "Matrix multiplication background user's guide"."""
 
 @dataclass(frozen=True)
 class Shape:
-    """What divides a block: arrays of equal length."""
+    """Divisors of a block's dimensions under a plan: arrays of equal length."""
 
     micro: Floats
     tensor: Floats
@@ -34,7 +34,7 @@ class Shape:
 
 
 def gemm_time(gpu: Gpu, m: ArrayLike, n: ArrayLike, k: ArrayLike, batch: ArrayLike = 1.0) -> Floats:
-    """Seconds of ``batch`` products (m x k) (k x n) in 16 bits.
+    """Seconds of ``batch`` GEMMs (m x k) (k x n) in 16 bits.
 
         waves = ceil(batch ceil(m/tm) ceil(n/tn) / SMs),   t = waves SMs 2 tm tn (k + ramp) / (eff(tile) eff peak)
 

@@ -1,5 +1,6 @@
-"""Serving a transformer: prefill and decoding with a key-value cache, the batch as a variable, weights streamed from
-below."""
+"""Cost model of transformer inference: prefill and decoding with a KV cache, batch as a variable, weights streamed from
+a tier.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from jcuts.plan.spec.layers import BYTES, Gemm, Model
 
 @dataclass(frozen=True)
 class Serving:
-    """How prompts are served on ``tensor`` GPUs (each a share of every layer).
+    """A serving configuration on ``tensor`` GPUs (tensor parallelism).
 
     Attributes:
         prompt, generate: tokens in and out per sequence.
@@ -74,7 +75,7 @@ class ServingCost:
 
 
 def serve(model: Model, cluster: Cluster, plan: Serving) -> ServingCost:
-    """Costs one way of serving.
+    """Costs one serving configuration.
 
         prefill = max(compute, weights over the link, cache written below)
         step    = max(weights over the link + cache over the link, GPU + attention on the host)
@@ -185,7 +186,7 @@ def _short(cluster: Cluster, memory: dict[str, float]) -> str:
 
 
 def search(model: Model, cluster: Cluster, plans: Iterable[Serving]) -> list[ServingCost]:
-    """Feasible plans, most tokens/s first."""
+    """Feasible configurations, most tokens/s first."""
     costs = [serve(model, cluster, plan) for plan in plans]
     return sorted((cost for cost in costs if not cost.short), key=lambda cost: -cost.tokens_per_second)
 
@@ -203,8 +204,9 @@ def largest_batch(model: Model, cluster: Cluster, plan: Serving, *, limit: int =
 
 
 def space(model: Model, cluster: Cluster, prompt: int, generate: int, tensor: int = 1) -> list[Serving]:
-    """Ways of serving: weight fractions in steps of 10 %, cache tiers, micro-batches 1..512, up to 16 of them per layer
-    visit."""
+    """Serving configurations: weight fractions in steps of 10 %, cache tiers, micro-batches 1..512, up to 16 of them
+    per layer visit.
+    """
     made = []
     tiers = [name for index, name in enumerate(TIERS[1:], 1) if cluster.tier(index) is not None]
     scans = cluster.host is not None and cluster.host.scan > 0

@@ -1,4 +1,6 @@
-"""The cost of any JAX function, from its jaxpr: nothing is allocated, compiled or run."""
+"""Static cost analysis of any JAX function from its jaxpr: FLOP, bytes, parameters; nothing is allocated, compiled or
+run.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,7 @@ COLLECTIVES = {
 
 @dataclass
 class OpCounts:
-    """What a function does, counted equation by equation.
+    """FLOP, bytes and other counts of a function, equation by equation.
 
     flops: matrix products and convolutions (2 per multiply-add); bytes: memory traffic when elementwise chains fuse;
     kernels: launches then; collectives: bytes given to each kind; unknown: primitives costed as elementwise for lack of
@@ -165,7 +167,7 @@ def trace(function: Callable, arguments: Sequence[Any]) -> Any:
 
 
 def products_of(equation: Any) -> Gemm | None:
-    """A ``dot_general`` or convolution as a matrix product (None for anything else)."""
+    """A ``dot_general`` or convolution as a GEMM (None for anything else)."""
     name = equation.primitive.name
     if name == "dot_general":
         (contract_l, contract_r), (batch_l, batch_r) = equation.params["dimension_numbers"]

@@ -1,6 +1,6 @@
-"""Which values of a traced program are buffers, and how many bytes of them live at once.
+"""Buffer liveness of a jaxpr as XLA would fuse it: which values are buffers, and how many bytes are live at once.
 
-What ``from_jaxpr`` counts equation by equation is here seen as XLA fuses it: calls opened, elementwise chains gone.
+Where ``from_jaxpr`` counts equation by equation, calls are inlined here and element-wise chains have no buffers.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ CALLS = frozenset(
 
 
 class Value:
-    """A value of one inlined instance of a jaxpr."""
+    """An SSA value of one inlined instance of a jaxpr."""
 
     __slots__ = ("aval",)
 
@@ -135,7 +135,7 @@ class Node:
 
 
 def inlined(jaxpr: Any, given: Sequence[Value | None]) -> tuple[list[Node], list[Value | None]]:
-    """(nodes, results) with calls opened; loops, conditionals and ``shard_map`` stay whole."""
+    """Inlines calls: (nodes, results); loops, conditionals and ``shard_map`` stay whole."""
     values: dict[Any, Value | None] = dict(zip(jaxpr.invars, given, strict=True))
     values |= {v: Value(v.aval) for v in jaxpr.constvars}
     read = lambda v: None if hasattr(v, "val") else values[v]  # noqa: E731
@@ -156,7 +156,9 @@ def inlined(jaxpr: Any, given: Sequence[Value | None]) -> tuple[list[Node], list
 
 
 def owners(nodes: list[Node], results: Sequence[Value | None]) -> dict[Value, Value | None]:
-    """Maps every value to the one whose buffer it is (itself, or what it views), or to None if it fuses away."""
+    """Maps every value to the one that owns its buffer (itself, or what it is a view of), or to None if it is fused
+    away.
+    """
     users: dict[Value, list[Node]] = {}
     for node in nodes:
         for v in node.inputs:
@@ -181,17 +183,17 @@ def owners(nodes: list[Node], results: Sequence[Value | None]) -> dict[Value, Va
 
 
 def opaque_node(node: Node) -> bool:
-    """Whether a node needs its operands as buffers (a reduction fuses with what makes its operand)."""
+    """Whether a node needs its operands as buffers (a reduction fuses with the producer of its operand)."""
     return (node.name in BUFFERS and node.name not in REDUCTIONS) or bool(inner(node.equation))
 
 
 def is_kept_loop(equation: Any) -> bool:
-    """Whether an equation is a ``scan`` that stays a loop (of one turn XLA makes straight code)."""
+    """Whether an equation is a ``scan`` that stays a loop (XLA unrolls one of a single iteration)."""
     return equation.primitive.name == "scan" and equation.params["length"] > 1
 
 
 def stacked_outputs(loop: Any) -> list[int]:
-    """Positions of a ``scan``'s results that it stacks up turn by turn, which its carry does not."""
+    """Positions of a ``scan``'s stacked results (per iteration), as opposed to its carry."""
     # Carries keep their shape; stacked results gain an axis (versions of JAX spell the counts differently).
     pairs = zip(loop.outvars, inner(loop)[0][0].outvars, strict=True)
     return [i for i, (outer, turn) in enumerate(pairs) if outer.aval.shape != turn.aval.shape]
@@ -200,7 +202,7 @@ def stacked_outputs(loop: Any) -> list[int]:
 def copied(
     loop: Any, nodes: list[Node], given: Sequence[Value], outs: Sequence[Value | None], owner: dict[Value, Value | None]
 ) -> tuple[list[Value], list[Value]]:
-    """What one turn of a ``scan`` copies: (slices of what it runs over, results into what it stacks up).
+    """Values that one iteration of a ``scan`` copies: (slices of its inputs, results into its stacked outputs).
 
     An elementwise kernel reads a slice where it lies, and writes its result into the stack.  Products, loops and
     conditionals take and give whole buffers: a slice that one of them reads is first copied out, and what one of them
@@ -228,8 +230,9 @@ def copied(
 
 
 def shares(nodes: list[Node]) -> dict[Value, float]:
-    """Part of each value that one device holds, where a ``shard_map`` tells; elementwise neighbours are divided
-    alike."""
+    """Fraction of each value per device, where a ``shard_map`` determines it; elementwise neighbours are
+    sharded alike.
+    """
     share: dict[Value, float] = {}
     for node in nodes:
         if node.name == "shard_map":

@@ -1,4 +1,4 @@
-"""Peak memory per GPU, and bytes per node in each tier below it."""
+"""Memory model: peak bytes per GPU, and bytes per node in each offload tier."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Memory:
 
 
 def in_flight(plans: Plans, micro_batches: NDArray, autodiff: bool = False) -> Floats:
-    """Micro-batches whose activations the first stage keeps at once.
+    """Micro-batches whose activations the first pipeline stage holds at once.
 
     GPipe: all, with one stage too (one loop of forward passes, then the backward ones); 1F1B: p; interleaved:
     p (1 + (p-1)/(p v)) (Narayanan et al., arXiv 2104.04473, 2.2).  With one stage otherwise: one, or with tensors
@@ -54,7 +54,7 @@ def in_flight(plans: Plans, micro_batches: NDArray, autodiff: bool = False) -> F
 
 
 def ticks(plans: Plans, micro_batches: NDArray) -> Floats:
-    """Turns of the loop over micro-batches, idle ones of a stage included."""
+    """Iterations of the loop over micro-batches, idle ones of a stage (pipeline bubble) included."""
     return micro_batches + plans["pipeline"] - 1.0
 
 

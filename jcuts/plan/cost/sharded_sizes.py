@@ -1,4 +1,4 @@
-"""What a plan makes of a model: times of a layer under its axes, and sizes of what each GPU holds.
+"""Per-device layer times and tensor sizes of a model under a plan's mesh axes.
 
 Few combinations of (micro, tensor, context, expert, sequence-parallel) occur among many plans: each is costed once and
 gathered, which is what makes the exhaustive search fast.
@@ -105,7 +105,7 @@ def _block(block: Block, cluster: Cluster, shape: Shape, count: int) -> LayerCos
 
 @dataclass(frozen=True)
 class Sizes:
-    """Per GPU of the stage that holds most; arrays over plans.
+    """Bytes per GPU of the fullest pipeline stage; arrays over plans.
 
     parameters: values held before any sharding over the data axis; saved_layer: bytes kept per layer and micro-batch
     under the plan's recomputation; full_layer: bytes that one layer's forward pass makes; boundary: bytes between
@@ -123,7 +123,7 @@ class Sizes:
 
 
 def stage_layers(model: Model, plans: Plans) -> NDArray[np.int64]:
-    """Layers of the fullest stage: whole layers, dealt to pipeline x chunks places."""
+    """Layers of the fullest stage: whole layers, distributed over pipeline x chunks."""
     places = plans["pipeline"] * plans["chunks"]
     return -(-model.layers // places) * plans["chunks"]
 

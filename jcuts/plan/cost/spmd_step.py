@@ -1,8 +1,8 @@
-"""Time of a step that exists: any function of JAX, its own ``shard_map``s and collectives included, on any cluster.
+"""Cost model of an existing SPMD step: any JAX function with its own ``shard_map``s and collectives, on any cluster.
 
-Where ``cost`` prices what a plan stands for, this prices what a program does: every product at its shape and type,
-every fused kernel by the buffers that it reads and writes, every collective by its members and bytes, loops as often
-as they turn.  Nothing is allocated, compiled or run.
+Where the planner prices the program that a plan implies, this prices a given one: every GEMM at its shape and type,
+every fused kernel by the bytes it reads and writes, every collective by its members and bytes, loops by their trip
+count.  Nothing is allocated, compiled or run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ UPDATES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update_sl
 
 @dataclass
 class StepTime:
-    """Seconds of a step; the parts add up.
+    """Seconds of a step by part; the parts add up.
 
     products: matrix products and convolutions; kernels: everything else that moves memory; gaps: between kernels;
     collectives: seconds by kind.  calls: kernels launched; flops: of the products; moved: bytes of the kernels.
@@ -57,7 +57,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The step."""
+        """Seconds of the whole step."""
         return self.products + self.kernels + self.gaps + sum(self.collectives.values())
 
     def add(self, other: StepTime, times: float) -> None:
@@ -69,7 +69,7 @@ class StepTime:
 
 
 def step_time(function: Callable, *arguments: Any, cluster: Cluster) -> StepTime:
-    """Prices ``function(*arguments)`` on every device at once.
+    """Predicts the time of ``function(*arguments)`` run on every device at once (SPMD).
 
         step = sum over products t(m, n, k) + sum over kernels bytes/bandwidth + kernels x gap + sum over collectives
 

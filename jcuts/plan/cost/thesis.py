@@ -19,7 +19,7 @@ POLICIES = (PARAMETER_RESIDENT, ACTIVATION_RESIDENT)
 
 @dataclass(frozen=True)
 class ThesisModel:
-    """Table 4.2: what a network is to the model.
+    """Table 4.2: model parameters of a network.
 
     Attributes:
         num_op: parameterised operators in a forward and backward propagation.
@@ -52,7 +52,7 @@ class ThesisModel:
 
 @dataclass(frozen=True)
 class ThesisCluster:
-    """Table 4.1: what a cluster is to the model.  Bandwidths in bytes/s per GPU, ``peak`` in FLOP/s."""
+    """Table 4.1: model parameters of a cluster.  Bandwidths in bytes/s per GPU, ``peak`` in FLOP/s."""
 
     name: str
     gpus: int

@@ -1,4 +1,6 @@
-"""Time of a training step under each plan."""
+"""Cost model of a training step under each plan: compute, collectives, pipeline bubble, offload transfers, and their
+overlap.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from jcuts.plan.spec.workload import Training
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds; arrays over plans.  The parts add up to ``total``.
+    """Seconds of a training step by part; arrays over plans.  The parts add up to ``total``.
 
     compute: matrix products and streams of the stage that has most; recompute: those done again; tensor, context,
     expert, pipeline, gradients: exposed communication of each axis; launch: waiting for the host; bubble: idle
@@ -57,7 +59,7 @@ class Estimate:
 
 
 def estimate(model: Model, cluster: Cluster, plans: Plans, work: Training) -> Estimate:
-    """Costs plans; whether they are possible is ``search.violations``' business.
+    """Predicts time and memory of plans; feasibility is checked by `search.exhaustive`.
 
     step = m (slot + messages) + bubble + gradients + tiers + optimiser + overhead
     slot = the fullest stage's forward, backward and recomputation of one micro-batch

@@ -1,1 +1,1 @@
-"""Search over meshes, schedules and offload: plan space, exhaustive search, unequal devices, tier placement."""
+"""Plan search: plan space, exhaustive search, heterogeneous clusters, tensor placement in memory tiers (MILP)."""

@@ -1,4 +1,4 @@
-"""Exhaustive search over plans, the Pareto list, and why other plans lost."""
+"""Exhaustive search over plans, vectorised in NumPy: ranking, Pareto front, and why the neighbouring plans lost."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Result:
-    """What a search found: ``ranked`` fastest first; ``considered`` plans, of which ``fitting`` fit."""
+    """Result of a search: ``ranked`` fastest first; ``considered`` plans, of which ``fitting`` fit."""
 
     ranked: tuple[Ranked, ...]
     pareto: tuple[Ranked, ...]
@@ -203,7 +203,7 @@ def _front(seconds: NDArray, memory: NDArray) -> NDArray[np.intp]:
 
 
 def pareto(plans: Iterable[Ranked]) -> list[Ranked]:
-    """Plans that no other beats in time, memory per GPU and GPUs at once, fastest first.
+    """Pareto front of plans in time, memory per GPU and number of GPUs, fastest first.
 
     A plan is dropped if another is at least as good in all three and better in one.
     """

@@ -1,4 +1,4 @@
-"""Clusters whose nodes differ: every data-parallel replica lies in one group, and the batch is split by speed."""
+"""Heterogeneous clusters: every data-parallel replica lies in one group of equal nodes, the batch is split by speed."""
 
 from __future__ import annotations
 

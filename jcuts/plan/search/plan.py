@@ -1,4 +1,4 @@
-"""A plan, and many plans as arrays."""
+"""A plan (mesh axes, schedule, offload) as a record, and many plans as a struct of arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIERS = ("gpu", "host", "storage")
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is laid out.
+    """A parallelisation plan: mesh axes, schedule, recomputation and offload tiers of a model.
 
     Attributes:
         data, tensor, pipeline, context, expert: sizes of the axes; GPUs = data tensor pipeline context (experts lie on
@@ -138,7 +138,9 @@ _CODED = {"schedule": SCHEDULES, "recompute": RECOMPUTE} | dict.fromkeys(
 
 
 class Plans:
-    """Many plans: one integer array per field of ``Plan``; names are coded by their position in the lists above."""
+    """Many plans as a struct of arrays: one integer array per field of ``Plan``; names are coded by their position in
+    the lists above.
+    """
 
     def __init__(self, **columns: NDArray[np.integer] | int) -> None:
         arrays = np.broadcast_arrays(*(np.asarray(column) for column in columns.values()))

@@ -1,4 +1,6 @@
-"""Which plans there are: every combination of the axes that divides, in chunks of arrays."""
+"""Enumerates the plan space: every combination of mesh axes that divides the model and the cluster, in chunks of
+arrays.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _NAMES = tuple(field.name for field in fields(Plan))
 
 @dataclass(frozen=True)
 class Space:
-    """What the search may choose from.
+    """Bounds of the plan search.
 
     Attributes:
         tensor, pipeline, context, expert: largest size of an axis (None: as the model allows). micro: largest

@@ -1,4 +1,4 @@
-"""Which tensor lives in which tier: a mixed-integer program over tensor classes of every layer."""
+"""Tensor placement in memory tiers as a mixed-integer linear program (MILP) over the tensor classes of every layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from jcuts.plan.spec.workload import Training
 
 @dataclass(frozen=True)
 class Tensor:
-    """Something to place: bytes per GPU, and bytes read from and written to its tier in a step if it is below the GPU.
+    """A tensor class to place: bytes per GPU, and bytes read from and written to its tier per step if it is below the
+    GPU.
 
     ``hidden``: whether its traffic runs beside forward and backward; the optimiser's does not.
     ``buffer``: bytes of GPU memory that streaming it takes.
@@ -89,7 +90,7 @@ def tensors_of(model: Model, cluster: Cluster, plan: Plan, work: Training) -> tu
 
 
 def place(cluster: Cluster, tensors: Sequence[Tensor], fixed: float, busy: float) -> Placement:
-    """Places tensors so that a step waits least for tiers.
+    """Places tensors in tiers (MILP) to minimise the exposed transfer time of a step.
 
         minimise  hidden wait + sum over unhidden tensors of their transfer
         hidden wait >= traffic_tier / bandwidth - overlap busy         (per tier; read and write of storage add up)

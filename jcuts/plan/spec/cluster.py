@@ -1,5 +1,4 @@
-"""What a cluster is to the planner: GPUs, links between them, memory tiers below them.  Every constant names its
-source."""
+"""Cluster specification: GPUs, links between them, memory tiers below them; every constant names its source."""
 
 from __future__ import annotations
 
@@ -45,7 +44,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """A link between GPUs: bytes/s per GPU and direction, share of it that collectives reach, seconds per hop and call.
+    """A link between GPUs: bytes/s per GPU and direction, fraction of it that collectives reach, seconds per hop and
+    call.
 
     ``call`` is the time before the first byte moves (launch, synchronisation), ``hop`` that of each step of a ring or
     tree.

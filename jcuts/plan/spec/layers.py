@@ -1,4 +1,4 @@
-"""What a model is to the cost model: blocks of operations, with how each is divided over the axes of a plan.
+"""Layer specification of a model: blocks of operations, and how each is divided over the mesh axes.
 
 A block is what repeats (a transformer layer, a residual stage).  Sizes are per *sample* (one sequence, one image); the
 micro-batch, tensor, context and expert axes divide them when they are costed.
@@ -14,7 +14,7 @@ BYTES = 2
 
 @dataclass(frozen=True)
 class Gemm:
-    """``batch`` products (m x k) (k x n); forward one, backward two (one per operand that needs a gradient).
+    """``batch`` GEMMs (m x k) (k x n); forward one, backward two (one per operand that needs a gradient).
 
     Attributes:
         tensor: which extent the tensor axis divides: ``n`` (column parallel), ``k`` (row parallel), ``batch`` (heads),
@@ -146,7 +146,7 @@ class Model:
 
     @property
     def heaviest(self) -> float:
-        """Share of the body's FLOPs that its heaviest layer has: no stage can have less."""
+        """Fraction of the body's FLOPs in its heaviest layer: a lower bound for every stage."""
         total = sum(block.count * block.forward_flops for block in self.blocks)
         return max(block.forward_flops for block in self.blocks) / total if total else 0.0
 

@@ -1,4 +1,4 @@
-"""Reads a TOML specification so that every mistake is named with its file, line and key."""
+"""TOML reader with strict validation: every mistake is reported with its file, line and key."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ REQUIRED = object()
 
 
 class Table:
-    """One TOML table with typed access; unknown keys are an error, said with the nearest known one."""
+    """A TOML table with typed access; unknown keys are errors that name the nearest known key."""
 
     def __init__(self, values: Mapping[str, Any], path: str, name: str, text: str) -> None:
         self.values, self.path, self.name, self.text = values, path, name, text
         self.used: set[str] = set()
 
     def error(self, key: str, problem: str) -> ModelError:
-        """The error for a key, with the line that it stands in (or that its table begins in)."""
+        """The error for a key, with the line of the key (or of its table's header)."""
         line = find_line(self.text, self.name, key)
         full = f"{self.name}.{key}" if self.name else key
         return ModelError(f"{self.path}:{line}: {full}: {problem}", file=self.path, line=line, key=full)
@@ -86,7 +86,7 @@ class Table:
         return [Table(entry, self.path, f"{self.name}.{key}" if self.name else key, self.text) for entry in value]
 
     def done(self) -> None:
-        """Raises for keys that nothing asked for."""
+        """Raises for keys that were never read."""
         for key in self.values:
             if key not in self.used:
                 raise self.error(key, f"is not a known key{nearest(key, self.used)}")

@@ -1,4 +1,4 @@
-"""What is to be done with a model: one training step, and how its software keeps numbers."""
+"""Workload specification: one training step (batch, sequence length) and its numeric formats."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ PLAIN, SINGLE = "plain", "single"
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to plan a whole function, of which the last guard chooses by measurement.
+    """One way to plan a whole function (a program variant); the end-to-end benchmark chooses among them by measurement.
 
     Attributes:
         rewrites: rules of `rewrite.registry` that are applied first.
@@ -79,7 +79,7 @@ class Settings:
         convolution_accuracy: which algorithms count as float32 where a limit is set: ``exact`` ones, or whatever the
             vendor's library computes in float32 (``vendor``).
         strict: raise ``UnsupportedError`` instead of leaving an equation to XLA.
-        form: set by the last guard, not by users: how the whole function is planned; None is the plain form.
+        form: the program variant; set by the end-to-end benchmark, not by users; None is the plain variant.
     """
 
     mode: str = "mixed"

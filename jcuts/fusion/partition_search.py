@@ -145,8 +145,8 @@ def grow_subsets(
 
     Works by size, so that all parts are known before their union.  ``cost`` and ``mergeable`` are called once per set.
 
-    Args: limits: keeps large graphs quick; per size and first node only the ``beam`` subsets that save most are kept.
-    Returns: a ``Growth``; every singleton is in it, whether it is mergeable or not.
+    Args: limits: keeps large graphs fast; per size and first node only the ``beam`` subsets that save most are kept.
+    Returns: a `GrowthResult`; every singleton is in it, whether it is mergeable or not.
     """
     limit = limits or Limits()
     state = _Growing(dag, mergeable, _memoised(cost), limit, horizontal)

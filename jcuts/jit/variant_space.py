@@ -2,7 +2,8 @@
 
     xla                            plain jax.jit
     jcuts                          jcuts' kernels, program as it is
-    jcuts/scales+dots/anchored     rewritten, kernels only where a reduction, window or convolution is (`settings.Form`)
+    jcuts/scales+dots/anchored     rewritten, kernels only where a reduction, window or convolution is
+                                   (`base.settings.Variant`)
     ...:graphs                     any of them with compiler options
 
 On a CPU there is one variant, times compiler options, and another where kernels lost to XLA by little.  On a GPU the

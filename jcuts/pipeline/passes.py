@@ -1,10 +1,10 @@
 """The pass manager and pass list of the compiler: closed jaxpr in, closed jaxpr with custom calls out.
 
     inline      flat jaxpr: no calls, no dead code, constants known   trace/inline.py, rewrite/simplify.py
-    rewrite     the variant's rewrites, by name                    rewrite/registry.py, rewrite/splat_constants.py
+    rewrite     the variant's rewrites, by name                       rewrite/registry.py, rewrite/splat_constants.py
     chunk       the batch in chunks where caches are too small        batch_chunking.py, rewrite/chunk_batch.py
     divide      convolutions by cuDNN under a workspace limit         microbatch_convs.py
-    group       def-use graph -> regions with unscheduled programs     computation.py, fusion/greedy.py, lower/region.py
+    group       def-use graph -> regions with unscheduled programs    computation.py, fusion/greedy.py, lower/region.py
     partition   the stored partition, or what the variant's is        kernel_selection.py, partition_store.py
     collect     the tuning problems of its regions                    kernel_selection.py, tune/session.py
     tune        a choice for every problem: stored, or measured now   tune/parent/tuner.py

@@ -33,7 +33,7 @@ def add_kernel(kernel: CompiledKernel, *, persist: bool = True) -> int:
     """Links a kernel and registers its digest; a known digest is left as it is.
 
     Args:
-        kernel: from ``codegen.cpu.compile``, or ``objects.fetch``.
+        kernel: from ``codegen.cpu.compile``, or `xla.object_cache.fetch`.
         persist: also write it to the object cache (a cache that cannot be written is only logged).
     Returns: address of the entry point, valid for the life of the process.
     Raises:

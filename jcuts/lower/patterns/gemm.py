@@ -86,9 +86,8 @@ class GemmOperand:
 def as_gemm(program: Program, *, exact: bool = False) -> Program | None:
     """The program with GEMM axes, unscheduled; None if it is not a GEMM, or if its arithmetic rules out tensor cores.
 
-    float32 products that ask for more than the default precision are none: matrix units round operands to TF32, which
-    is XLA's default on GPUs too.  ``exact``: they and products of float64, and no others, are wanted
-    (`gpu_products.multiplied`).
+    float32 GEMMs with ``precision`` HIGH or HIGHEST do not match: tensor cores round operands to TF32, which is XLA's
+    default on GPUs too.  ``exact``: match those and float64 GEMMs instead, and no others.
     """
     if len(program.phases) != 1:
         return None

@@ -1,6 +1,6 @@
 """Buffer liveness of a jaxpr as XLA would fuse it: which values are buffers, and how many bytes are live at once.
 
-Where ``from_jaxpr`` counts equation by equation, calls are inlined here and element-wise chains have no buffers.
+Where `plan.cost.jaxpr` counts equation by equation, calls are inlined here and element-wise chains have no buffers.
 """
 
 from __future__ import annotations

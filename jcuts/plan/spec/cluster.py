@@ -132,7 +132,7 @@ class Cluster:
         """The GPU that every group has, or, when they differ, the one with the least memory.
 
         A plan is symmetric: each GPU must hold its share, so the smallest memory decides; speeds are handled by
-        ``hetero``.
+        `search.heterogeneous`.
         """
         return min((group.gpu for group in self.groups), key=lambda gpu: (gpu.memory, gpu.peak))
 

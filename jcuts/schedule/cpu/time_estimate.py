@@ -62,7 +62,8 @@ def seconds(program: Program, arch: CpuArch | None = None) -> float:
         call + max(accumulations / peak + element operations / ALU rate, bytes / bandwidth of their level)
 
     Unlike `bound`, this is no limit: element operations that XLA or LLVM could remove are counted, so that an operation
-    that a subset repeats for every use has its price.  It ranks subsets; measurements scale it (`explore.Space`).
+    that a subset repeats for every use has its price.  It ranks subsets; measurements scale it
+    (`fusion.partition_space.Space`).
     """
     arch = arch or host_arch()
     work = work_of(program, arch)

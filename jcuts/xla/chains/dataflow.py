@@ -63,7 +63,9 @@ def is_kernel(eqn: Any) -> bool:
 
 
 def _overwritten(eqn: Any) -> list[int]:
-    """Numbers of a call's operands that it overwrites: one, with its first result, or none (`cuda.call_kernel`)."""
+    """Numbers of a call's operands that it overwrites: one, with its first result, or none
+    (`cuda_launcher.call_kernel`).
+    """
     return [k for k, _ in eqn.params["input_output_aliases"] or ()]
 
 

@@ -8,7 +8,7 @@ with disjoint lifetimes share bytes.
 
     dataflow           what kernels read, through reshapes, and overwrite    xla/chains/dataflow.py
     order              the order with the fewest chains                      xla/chains/order.py
-    buffer assignment  a chain's call: operands, results, scratch offsets     xla/chains/{buffer_assignment,arena}.py
+    buffer assignment  a chain's call: operands, results, scratch offsets    xla/chains/{buffer_assignment,arena}.py
 
 All operands and results of a chain are live while it runs.  Where that takes much more memory than single calls in the
 function's own order (`xla/chains/peak_memory.py`), equations are reordered and kernels merged only within parts of the

@@ -30,9 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--times", type=Path, metavar="CSV", help="columns device, batch, seconds")
     parser.add_argument("--network", metavar="NAME", help="network in --db (default: the only one)")
     parser.add_argument("--limit", metavar="BYTES", help="workspace per kernel with --db, e.g. 64MiB")
-    parser.add_argument("--policy", choices=POLICIES, default="all", help="of --db; default: %(default)s")
+    parser.add_argument(
+        "--policy", choices=POLICIES, default="all", help="micro-batch sizes to use with --db; default: %(default)s"
+    )
     parser.add_argument("--multiple", type=int, default=1, metavar="N", help="sizes are multiples of N; default: 1")
-    parser.add_argument("--interpolate", action="store_true", help="use sizes between measured ones, and say where")
+    parser.add_argument(
+        "--interpolate", action="store_true", help="interpolate times between measured sizes, and mark them"
+    )
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
 
 

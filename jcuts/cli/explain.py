@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="pkg.mod:example",
         help="a tuple of arguments, a dict of keyword arguments, or a function without arguments that returns either",
     )
-    parser.add_argument("--mode", choices=MODES, help=f"of a plain function; default: {Settings().mode}")
+    parser.add_argument("--mode", choices=MODES, help=f"mode for a plain function; default: {Settings().mode}")
     parser.add_argument("--tune", choices=TUNE, default="cached", help="auto measures first; default: %(default)s")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as one HTML file")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")

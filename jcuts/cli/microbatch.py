@@ -37,9 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--limit", metavar="BYTES", help="workspace per kernel (WR), e.g. 64MiB")
     limits.add_argument("--total", metavar="BYTES", help="workspace of the whole network (WD), e.g. 960MiB")
     one.add_argument("--policy", choices=POLICIES, default="all", help="micro-batch sizes to use; default: %(default)s")
-    one.add_argument("--constraint", choices=CONSTRAINTS, default="paper", help="of --total; default: %(default)s")
-    one.add_argument("--front", metavar="KERNEL", help="show the desirable set of this kernel")
-    one.add_argument("--html", metavar="FILE", help="write a page with every desirable set as a plot")
+    one.add_argument(
+        "--constraint",
+        choices=CONSTRAINTS,
+        default="paper",
+        help="memory constraint with --total; default: %(default)s",
+    )
+    one.add_argument("--front", metavar="KERNEL", help="show the Pareto front (desirable set) of this kernel")
+    one.add_argument("--html", metavar="FILE", help="write an HTML page with every Pareto front as a plot")
     one.add_argument("--json", metavar="FILE", help="write everything as JSON; - is standard output, instead of tables")
     ls = actions.add_parser("ls", help="list devices, networks and convolutions")
     ls.add_argument("database", type=Path, metavar="DB")

@@ -55,15 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs to use (default: all of the cluster)")
     parser.add_argument("--batch", type=int, metavar="N", help="samples per optimiser step (default: the model's)")
     parser.add_argument("--sequence", type=int, metavar="N", help="tokens per sample (default: the model's)")
-    parser.add_argument("--flash", action="store_true", help="attention is one kernel that keeps no scores")
+    parser.add_argument("--flash", action="store_true", help="use flash attention: one kernel, scores are not stored")
     parser.add_argument("--top", type=int, default=5, metavar="K", help="plans to show")
     parser.add_argument("--explain", type=int, default=5, metavar="K", help="rejected neighbours to show, with reasons")
     parser.add_argument(
         "--software",
         choices=tuple(SOFTWARE),
         default="jax",
-        help="how numbers are kept: jax (32-bit parameters, cast in every micro-batch; activations as its "
-        "derivative keeps them; default), megatron, lean",
+        help="numeric formats of the software: jax (32-bit parameters, cast in every micro-batch; activations as its "
+        "autodiff stores them; default), megatron, lean",
     )
     parser.add_argument(
         "--micro", type=int, metavar="N", help="largest micro-batch (default: 64 sequences, or any number of images)"
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         choices=("host", "storage"),
         default=["host", "storage"],
-        help="tiers that tensors may leave the GPU for (no value: none)",
+        help="tiers to which tensors may be offloaded (no value: none)",
     )
     parser.add_argument("--place", action="store_true", help="place tensors of the best plan by integer programming")
     parser.add_argument(
@@ -129,7 +129,9 @@ def _model(arguments: argparse.Namespace) -> Model:
     if arguments.sequence:
         raise UsageError("--sequence is for presets and TOML files: a function's example inputs have their own")
     if arguments.flash:
-        raise UsageError("--flash is for presets and TOML files: a function says itself what attention keeps")
+        raise UsageError(
+            "--flash is for presets and TOML files: with a function, its own attention decides what is stored"
+        )
     module, _, function = name.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:

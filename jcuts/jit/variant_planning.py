@@ -165,7 +165,7 @@ def _tune_and_plan(
                 started[form] = traced.start_planning(form)
                 if (problems := started[form].problems) is not None:
                     session.warm_workers(problems)
-        log.info("forms planned in %.2f s", time.monotonic() - start)
+        log.info("variants planned in %.2f s", time.monotonic() - start)
         collected = [planning.problems for planning in started.values() if planning.problems is not None]
         session.tune_together(collected, meanwhile.quiesce)
         meanwhile.quiesce(True)
@@ -176,5 +176,5 @@ def _tune_and_plan(
 
         start = time.monotonic()
         found = variant_space.plan_variants(traced.closed, traced.platform, of_form, worth)
-        log.info("forms planned with what was measured in %.2f s", time.monotonic() - start)
+        log.info("variants planned with measured choices in %.2f s", time.monotonic() - start)
     return PlanningResult.of_forms(found, outcomes)

@@ -32,7 +32,7 @@ class SubsetReport:
         seconds, xla_seconds: measured times [s] of the chosen kernel (where XLA won: of the best kernel) and of XLA,
             None where nothing was measured.
         count: how many equal subsets share this choice; flop, bytes: of one of them.
-        rejected: candidates that were thrown out, with the reason.
+        rejected: rejected candidates, with the reason.
         why: why XLA runs the subset, '' where a kernel does.
         source: where a kernel's choice comes from: 'tuned here', 'imported, checked here', or '' where none was stored.
         derived: whether XLA's time follows from those of other programs (`tune.parent.measure_order`).
@@ -255,7 +255,7 @@ def _text(report: FunctionReport) -> list[str]:
     lines = [f"{report.name}: {summary(report)}"]
     if report.guard is not None:
         lines.extend(line for line in (guard_line(report), alone_line(report)) if line)
-        lines.extend(f"program {name} is out: {why}" for name, why in dropped(report))
+        lines.extend(f"program {name} ruled out: {why}" for name, why in dropped(report))
     if report.subsets:
         lines.extend(_columns([HEADINGS, *rows(report)]))
     if found := sources(report):
@@ -289,7 +289,7 @@ def _html(report: FunctionReport) -> str:
     if report.guard is not None:
         guard = "".join(f"<p>{html.escape(line)}</p>" for line in (guard_line(report), alone_line(report)) if line)
         if dropped(report):
-            guard += table(["program that is out", "reason"], [list(row) for row in dropped(report)])
+            guard += table(["program ruled out", "reason"], [list(row) for row in dropped(report)])
     lost, out = ([list(row) for row in part] for part in (reasons(report), thrown_out(report)))
     divided = ""
     if report.divisions:
@@ -307,7 +307,7 @@ def _html(report: FunctionReport) -> str:
         + (f"<p>choices of kernels: {html.escape(found)}</p>" if (found := sources(report)) else "")
         + divided
         + (f"<h2>Where XLA won</h2>{table(['operations', 'reason', 'where'], lost)}" if lost else "")
-        + (f"<h2>Candidates thrown out</h2>{table(['subset', 'reason'], out)}" if out else "")
+        + (f"<h2>Rejected candidates</h2>{table(['subset', 'reason'], out)}" if out else "")
         + f"<h2>Left to XLA</h2>{table(['n', 'operation', 'reason', 'where'], refusals)}"
         f"<h2>Rewritten program</h2><pre>{html.escape(report.source)}</pre>"
     )

@@ -32,7 +32,7 @@ def report_tables(report: FunctionReport) -> RenderableType:
     parts: list[RenderableType] = [headline(report)]
     if report.guard is not None:
         parts.extend(Text(line) for line in (guard_line(report), alone_line(report)) if line)
-    parts.extend(Text(f"program {name} is out: {why}", style="yellow") for name, why in dropped(report))
+    parts.extend(Text(f"program {name} ruled out: {why}", style="yellow") for name, why in dropped(report))
     parts.extend(Text(f"note: {note}", style="yellow") for note in report.notes)
     if report.subsets:
         parts.append(SubsetTable(report))
@@ -48,7 +48,7 @@ def report_tables(report: FunctionReport) -> RenderableType:
     if lost := reasons(report):
         parts.append(text_table("Where XLA won", ("operations", "reason", "where"), lost))
     if rejected := thrown_out(report):
-        parts.append(text_table("Candidates thrown out", ("subset", "reason"), rejected))
+        parts.append(text_table("Rejected candidates", ("subset", "reason"), rejected))
     if report.seconds:
         parts.append(Text("stages: " + ", ".join(f"{k} {v:.3f} s" for k, v in report.seconds.items()), style="dim"))
     return Group(*parts)

@@ -161,7 +161,9 @@ def _register_image(kernel: CompiledKernel) -> None:
         (ctypes.c_int64 * len(arguments))(*arguments),
     )
     if refused:
-        raise NativeError(f"the launcher refused kernel {kernel.digest}: impossible launch", kernel=kernel.digest)
+        raise NativeError(
+            f"the launcher refused kernel {kernel.digest}: launch parameters out of range", kernel=kernel.digest
+        )
 
 
 def executions() -> int:

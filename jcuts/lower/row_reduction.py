@@ -28,7 +28,7 @@ KEEP_BYTES = 256 << 10
 
 @dataclass
 class _Rows:
-    """Names and axes of one program in the making."""
+    """Names and axes of a program under construction."""
 
     graph: TensorGraph
     subset: frozenset[int]
@@ -118,7 +118,7 @@ def _start(
 
 
 def _reduction_depth(rows: _Rows) -> None:
-    """How many reductions lie on the longest way to each tensor."""
+    """Reduction level of each tensor: reductions on the longest path to it."""
     for number in sorted(rows.subset):
         node = rows.graph.nodes[number]
         below = max((rows.level.get(t, 0) for t in node.inputs), default=0)
@@ -127,7 +127,7 @@ def _reduction_depth(rows: _Rows) -> None:
 
 
 def _cached_row_values(rows: _Rows, outputs: list[int], size: int) -> list[int]:
-    """Row values that are computed once and kept: expensive, used by several operations, small enough."""
+    """Row values that are stored in a local buffer: expensive, used by several operations, small enough."""
     found = []
     if rows.lane:
         return found
@@ -169,7 +169,7 @@ def _place(rows: _Rows, tensor: int, size: int) -> IndexTuple:
 
 
 def _lane_address(rows: _Rows) -> Index:
-    """Where a value per row stands in its local buffer."""
+    """Address of a per-row value in its local buffer."""
     return Index.axis(rows.lane) - Index.axis(f"{rows.lane}_lo") if rows.lane else Index()
 
 

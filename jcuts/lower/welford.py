@@ -157,7 +157,7 @@ def _first(program: Program, parts: tuple[Buffer, ...], flat: Index, share: int,
 def _second(
     program: Program, parts: tuple[Buffer, ...], kept: dict[str, Buffer], flat: Index, share: int, groups: int
 ) -> Program:
-    """Sums over all groups, and what the program makes of them."""
+    """Merges the statistics of all groups, and computes the program's results from them."""
     one, other = program.phases[:2]
     found = match_welford(program)
     assert found is not None
@@ -204,7 +204,7 @@ def _second(
 
 
 def _map(program: Program, phase: Phase, kept: dict[str, Buffer], flat: Index) -> Program:
-    """A phase that uses what was found per column, as a kernel of its own."""
+    """An element-wise phase on the statistics, as a kernel of its own."""
     exit_, numbers = Graph(), {}
     for number, node in enumerate(phase.exit.nodes):
         args = tuple(numbers[a] for a in node.args)

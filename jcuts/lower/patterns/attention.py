@@ -115,7 +115,7 @@ def _reject(reason: str) -> Refusal:
 
 # -- the softmax ----------------------------------------------------------------------------------------------------
 def _softmax(scores: Phase, middle: list[Phase]) -> str | Refusal:
-    """The local buffer of the weights, where the phases between the products are a softmax of the scores."""
+    """The local buffer of the weights, where the phases between the GEMMs are a softmax of the scores."""
     if len(middle) != 3 or any(len(p.stores) != 1 for p in (scores, *middle)):
         return _reject("what lies between its products is no softmax")
     largest, total, last = middle
@@ -141,7 +141,7 @@ def _softmax(scores: Phase, middle: list[Phase]) -> str | Refusal:
 
 
 def _strip(graph: Graph, number: int) -> Node:
-    """The node behind changes of one type of floats to another.
+    """The node below conversions between float types.
 
     What goes through integers loses more than bits, and a rounding that the function declares is none of them.
     """

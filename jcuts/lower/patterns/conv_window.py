@@ -28,7 +28,7 @@ MOST_TAPS = 32
 """A lane knows in one word which of them lie inside the image."""
 LEAST_TAPS = 2
 STEP = 32
-"""Bytes of terms per instruction."""
+"""Bytes of k per instruction."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def weights_need_no_transform(program: Program) -> bool:
 
 
 def _grid(offsets: list[int]) -> tuple[int, int, int] | None:
-    """(across, down, aside) of offsets that grow, the first of which is 0."""
+    """(across, down, aside) strides of tap offsets that grow, the first of which is 0."""
     if any(b <= a for a, b in itertools.pairwise(offsets)):
         return None
     aside = offsets[1]

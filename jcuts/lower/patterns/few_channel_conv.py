@@ -24,7 +24,7 @@ from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program, Red
 from jcuts.lower.patterns.gemm import COLUMNS, LEAST_TERMS, ROWS, TYPES, K, _factors
 
 MOST_TERMS = 320
-"""Terms whose filters a block may hold in shared memory, and that are unrolled."""
+"""Largest K whose filters a block may hold in shared memory; it is unrolled."""
 Place = tuple[int, int]
 """(line, element of the line)."""
 _Place = tuple[Index, Index]
@@ -39,8 +39,8 @@ class FewChannelConv:
         image, filters: buffers of type ``dtype``. base: the address of an image by the axes ``others``.
         lines, length: of an image. vertical: the axis along which lines move (None: there is one row of outputs).
         start: place of the first output's window, perhaps outside the image. step: what the next row and the next
-            output move. terms: place of every term in its window.
-        weights: address of a filter's term, by k and n.
+            output move. terms: position of every k in its window.
+        weights: address of a filter element, by k and n.
     """
 
     image: str
@@ -153,7 +153,7 @@ def _operands(phase: Phase) -> tuple[Node, Node] | None:
 
 
 def _kinds(program: Program, image: Node, phase: Phase) -> dict[str, str] | None:
-    """What every axis of the image moves: whole images, lines, or elements of a line."""
+    """What every axis of the image indexes: whole images, lines, or elements of a line."""
     shape = next(b.shape for b in program.inputs if b.name == image.buffer)
     if len(shape) != 4 or image.index is None:
         return None

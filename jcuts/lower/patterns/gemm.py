@@ -32,9 +32,9 @@ from jcuts.kernel_ir.program import ITEM_SIZE, Acc, Axis, Phase, Program, Red
 from jcuts.lower.delinearize import delinearize
 
 B, ROWS, COLUMNS, K, S = "b", "m", "n", "k", "s"
-"""Axes: batch, rows, columns, the summed one, and the group of terms where a sum is split over the grid."""
+"""Axes: batch, rows, columns, k, and the split of K where it is split over the grid (split-K)."""
 TYPES = {"float32": "tf32", "bfloat16": "bf16", "float16": "f16"}
-"""What the matrix units take of each storage type that is added up in float32."""
+"""Operand type of ``mma`` for each storage type that is accumulated in float32."""
 WIDE = "float64"
 """What is added up in itself."""
 COPY = (16, 8, 4)
@@ -54,7 +54,7 @@ class GemmOperand:
         outer: its axis that is not summed, m or n.
         along_terms: neighbouring k are neighbours in memory, else neighbouring m (or n).
         width: elements of one asynchronous copy.
-        run: terms from a multiple of which on so many addresses are ``step`` elements apart.
+        run: k from a multiple of which on so many addresses are ``step`` elements apart.
     """
 
     buffer: str
@@ -205,7 +205,7 @@ def k_vectors(program: Program) -> list[Node]:
 
 
 def _padding_as_zeros(program: Program) -> Program:
-    """A convolution of float64 with the zeros around its image as factors: so cuDNN has it.
+    """A float64 convolution with its zero padding multiplied like other pixels, as in cuDNN.
 
     What is traced leaves such products out, as XLA does on CPUs: infinite weights make the difference.
     """
@@ -224,7 +224,7 @@ def _padding_as_zeros(program: Program) -> Program:
 
 
 def _operand(body: Graph, number: int, terms: Collection[str]) -> Node | None:
-    """The load of a factor: itself, or the one in its prologue that more than the terms decides."""
+    """The load of a factor: itself, or the one in its prologue that depends on more than k."""
     node = body.nodes[number]
     if _is_plain(body, number):
         return body.nodes[node.args[0]] if node.op == "widen" else node
@@ -246,13 +246,13 @@ def _operand(body: Graph, number: int, terms: Collection[str]) -> Node | None:
 
 
 def _is_plain(body: Graph, number: int) -> bool:
-    """Whether a factor is an element as memory has it."""
+    """Whether a factor is a plain load."""
     node = body.nodes[number]
     return node.op == "load" or (node.op == "widen" and body.nodes[node.args[0]].op == "load")
 
 
 def _renamed(program: Program, factors: tuple[int, int], batch: list[Axis], rows: list[Axis], column: Axis) -> Program:
-    """The program over the axes b, m and n, with one term axis."""
+    """The program over the axes b, m and n, with one reduction axis k."""
     phase = program.phases[0]
     groups: dict[str, Sequence[Axis | Red]] = {B: batch, ROWS: rows, COLUMNS: [column], K: phase.reds}
     ranges = {name: math.prod(a.extent for a in group) for name, group in groups.items()}
@@ -321,7 +321,7 @@ def _axes(atom: Atom) -> frozenset[str]:
 
 
 def _contiguous_k(index: Index) -> int:
-    """Up to which multiples of terms an expression is linear in k: it divides them all (0: it always is)."""
+    """Largest run of k along which an expression is linear, a divisor of all runs (0: it is always linear)."""
     found = 0
     for atom, _ in index.terms:
         if atom.inner is not None and K in atom.inner.axes():

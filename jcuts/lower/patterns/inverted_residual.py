@@ -149,7 +149,7 @@ def match_inverted_residual(program: Program) -> InvertedResidual | Refusal:
 
 
 def _match_expand_gemm(program: Program, phase: Phase, window: DepthwiseConv, image: str) -> Program | Refusal:
-    """The product before the windows."""
+    """Matches the expand GEMM before the depthwise windows."""
     expand = _product(program, phase)
     if expand is None:
         return Refusal("block", "no products of rows of one array and all terms of another")
@@ -166,7 +166,7 @@ def _match_expand_gemm(program: Program, phase: Phase, window: DepthwiseConv, im
 
 
 def _product(program: Program, phase: Phase) -> Program | None:
-    """A phase as a product, where its left operand is dense and its right one is one run of terms."""
+    """A phase as a GEMM, where its A operand is dense and k is contiguous in its B operand."""
     made = as_gemm(replace(program, phases=(phase,), params=(), template="contraction"))
     if made is None or prologue(made) is not None or B in made.phases[0].ranges():
         return None
@@ -297,7 +297,7 @@ def _is_border_guard(guards: Sequence[Guard], index: Index, extent: int, ranges:
 def _outputs(
     phase: Phase, moves: tuple[Index, Index], channel: Axis, shape: tuple[int, ...]
 ) -> tuple[Place, Place] | None:
-    """Rows and columns of the outputs, and what the next one moves; None where they are stored in another order."""
+    """Rows and columns of the outputs, and their strides; None where they are stored in another order."""
     down = [a for a in phase.axes if moves[0].stride(a.name)]
     across = [a for a in phase.axes if moves[1].stride(a.name)]
     if len(down) > 1 or len(across) > 1:

@@ -128,7 +128,7 @@ def _usable(dag: Dag, candidates: Mapping[NodeSet, float]) -> list[_Candidate]:
 
 
 def _components(count: int, usable: list[_Candidate]) -> dict[int, list[_Candidate]]:
-    """Candidates grouped by the nodes that overlapping candidates tie together; keys are node masks."""
+    """Connected components of candidates that overlap; keys are node masks."""
     leader = list(range(count))
 
     def find(place: int) -> int:
@@ -170,7 +170,7 @@ def _reaches(dag: Dag, x: int, y: int) -> bool:
 
 
 def _join(groups: dict[int, list[_Candidate]], solved: dict[int, list[_Candidate]], cut: _Cut) -> None:
-    """Makes one component of those that a cut touches, to be solved anew."""
+    """Merges the components that a cut touches into one, to be solved again."""
     touched = [group for group in groups if any(mask & group for mask in cut)]
     joined, members = 0, []
     for group in touched:
@@ -314,7 +314,7 @@ def _offer(table: dict, key: tuple[int, int], state: tuple[float, int, float, ob
 def _linear_program(
     members: list[_Candidate], cuts: list[_Cut], *, relaxed: bool = False
 ) -> tuple[list[_Candidate] | None, dict[int, float] | None]:
-    """The same problem for HiGHS: the chosen candidates, or (``relaxed``) the price of every node.
+    """Set partitioning as a 0-1 linear program for HiGHS: chosen candidates, or (``relaxed``) dual prices.
 
     Both are None (logged) if cvxpy is missing or gives up: then the swept cover stands.
     """

@@ -93,7 +93,7 @@ def body(call: Any) -> jaxapi.Closed | None:
 
 
 def _groups(results: Sequence[Any], made: dict[Any, Any]) -> list[list[Any]]:
-    """Results by calls: those that share an equation in one, and no more buffers than a kernel has parameters for."""
+    """Partitions the results into calls: those that share an equation together, within a kernel's parameter limit."""
     parts: list[tuple[list[Any], set[int]]] = []
     for result in results:
         own = {id(e) for e in _ancestors([result], made)}
@@ -123,7 +123,7 @@ def _is_vector(var: Any) -> bool:
 
 
 def _ancestors(results: Sequence[Any], made: dict[Any, Any]) -> list[Any]:
-    """The equations behind some values, in the program's order."""
+    """Backward slice: the equations that some values depend on, in program order."""
     found: set[Any] = set()
     stack = list(results)
     while stack:
@@ -135,7 +135,7 @@ def _ancestors(results: Sequence[Any], made: dict[Any, Any]) -> list[Any]:
 
 
 def _call(closed: jaxapi.Closed, results: Sequence[Any], new: list[Any], made: dict[Any, Any]) -> Any:
-    """The equation that makes some vectors, under new names."""
+    """The call equation that computes some vectors, under new names."""
     eqns = _ancestors(results, made)
     read = list(dict.fromkeys(a for e in eqns for a in e.invars if not jaxapi.is_literal(a) and a not in made))
     inside = jaxapi.make_closed([], read, results, eqns, [], like=closed)

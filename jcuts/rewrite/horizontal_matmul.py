@@ -50,7 +50,7 @@ CONCATENATE, CONVERT = "concatenate", "convert_element_type"
 
 @dataclass(frozen=True)
 class _Sibling:
-    """A product that may be joined with others of the same operand.
+    """A matmul that may be fused with others of the same operand.
 
     Attributes:
         eqn: the product.
@@ -103,7 +103,7 @@ def horizontal_matmul(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
 
 
 def _candidate(eqn: Any, side: int, constants: dict[Any, Any]) -> _Sibling | None:
-    """A product whose operand ``side`` is a constant with a dimension to join along; None for other equations."""
+    """A matmul whose operand ``side`` is a constant with a dimension to concatenate along; None for other equations."""
     name = jaxapi.primitive_name(eqn)
     if name not in (CONVOLUTION, DOT) or eqn.params.get("out_sharding") is not None:
         return None

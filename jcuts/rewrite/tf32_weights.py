@@ -24,9 +24,9 @@ from jcuts.trace import jaxapi
 LEAST_POINTS, LEAST_PRODUCTS = 1 << 18, 1 << 27
 """Outputs and products from which on weights are rounded: those of `schedule.gpu.gemm.wgmma`."""
 FEW_ROWS, FEW_PRODUCTS = 33, 1 << 22
-"""Rows and products from which on those of few outputs are, where terms fill a line."""
+"""Least rows and multiply-adds of GEMMs with few outputs, where k fills a line."""
 LEAST_COLUMNS, PIECE, LINE, HALF = 17, 4, 32, 16
-"""Output channels from which on there are such kernels; terms of a copy, of a line; what channels of taps are multiples
+"""Least output channels of such kernels; k of a copy, of a line; what channels of taps are multiples
 of."""
 LOW = np.uint32(0x1FFF)
 """The bits of a float32 that TF32 lacks."""
@@ -81,7 +81,7 @@ def round_tf32(values: np.ndarray) -> np.ndarray:
 def order_of(eqn: Any) -> Order | None:
     """The dimension order that makes the right operand K-major (columns, k); None for other equations.
 
-    Also None for products of few outputs and terms, for which no kernel takes rounded weights.
+    Also None for GEMMs with few outputs and small K, for which no kernel takes rounded weights.
     """
     name = jaxapi.primitive_name(eqn)
     if name not in (DOT, CONVOLUTION) or any(str(v.aval.dtype) != "float32" for v in (*eqn.invars, *eqn.outvars)):

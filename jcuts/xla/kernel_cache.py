@@ -75,7 +75,7 @@ def _compile(program: Program) -> CompiledKernel:
 
 
 def _compiler_of(program: Program) -> tuple[str, Callable[[], CompiledKernel]]:
-    """The digest of a program's kernel, and what compiles it."""
+    """Digest of a program's kernel, and the function that compiles it."""
     if is_for_gpu(program):
         from jcuts.codegen.cuda.compile import compile_program as compile_cuda
         from jcuts.codegen.cuda.compile import kernel_digest as cuda_digest

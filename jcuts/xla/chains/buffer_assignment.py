@@ -134,7 +134,7 @@ class BufferAssignment:
         self._lives.setdefault(memory, [number, number])[1] = number
 
     def _read_elsewhere(self, inside: set[int], reads: Dataflow) -> list[Any]:
-        """Values made here that others read. Args: inside: identities of the chain's equations."""
+        """Values defined in the chain that are read outside it. Args: inside: identities of the chain's equations."""
         return [
             v
             for v in self._memory
@@ -144,7 +144,7 @@ class BufferAssignment:
     # ------------------------------------------------------------ giving them places
 
     def _outside(self) -> dict[Any, tuple[int, int]]:
-        """Kind and number of memories that are operands or results."""
+        """Kind and number of buffers that are operands or results of the chain."""
         places: dict[Any, tuple[int, int]] = {self._memory[v]: (RESULT, k) for k, v in enumerate(self.results)}
         for k, a in enumerate(self.operands):
             if not jaxapi.is_literal(a):
@@ -152,7 +152,7 @@ class BufferAssignment:
         return places
 
     def _inside(self) -> tuple[dict[Any, int], list[int], int]:
-        """Offsets of all other memories in the scratch memory, of what each kernel has to itself, and its size [B]."""
+        """Scratch offsets of all other buffers, and of each kernel's own scratch, and the total size [B]."""
         local = [memory for memory in self._lives if memory not in self._places]
         lives = [(*self._lives[memory], jaxapi.nbytes(memory)) for memory in local]
         own = [(number, number, call.scratch) for number, call in enumerate(self._calls)]
@@ -160,7 +160,7 @@ class BufferAssignment:
         return dict(zip(local, offsets, strict=False)), offsets[len(local) :], size
 
     def _place(self, value: Any, start: int) -> list[int]:
-        """Kind, number and bytes. Args: start: bytes into the value."""
+        """Kind, number and byte offset of a buffer. Args: start: bytes into the value."""
         if jaxapi.is_literal(value):
             return [OPERAND, self._numbers[id(value)], start]
         memory = self._memory.get(value, value)

@@ -76,7 +76,7 @@ def _is_view(eqn: Any) -> bool:
 
 
 def _roots(eqns: Sequence[Any]) -> dict[Any, Any]:
-    """Of results of reshapes: the value that was reshaped first.
+    """Results of reshapes -> the value that was reshaped first.
 
     What a kernel overwrites has its own shape, and a reshape of what it overwrites is another value for it.
     """

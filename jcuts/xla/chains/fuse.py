@@ -72,7 +72,7 @@ def note(closed: jaxapi.Closed) -> str | None:
 
 
 def _lengths(closed: jaxapi.Closed, runs: float = 1) -> Iterator[tuple[int, float]]:
-    """Kernels of every chain, and how often it runs. Args: runs: of the jaxpr."""
+    """Kernels per chain, and how often each chain runs. Args: runs: of the jaxpr."""
     for eqn in closed.jaxpr.eqns:
         if jaxapi.call_target(eqn) == cuda_launcher.CHAIN:
             yield str(dict(eqn.params["attributes"])["digests"]).count(" "), runs

@@ -57,7 +57,7 @@ def order_for_chains(eqns: Sequence[Any], reads: Dataflow) -> list[Any]:
 
 
 def _order(eqns: Sequence[Any], reads: Dataflow) -> list[Any]:
-    """The equations by data dependence; in turn all that are no kernels and can come, then all kernels."""
+    """Topological order: alternately all ready equations that are not kernels, then all ready kernels."""
     needs = _needs(eqns, reads)
     users: list[list[int]] = [[] for _ in eqns]
     for k, mine in enumerate(needs):
@@ -86,7 +86,7 @@ def _order(eqns: Sequence[Any], reads: Dataflow) -> list[Any]:
 
 
 def _needs(eqns: Sequence[Any], reads: Dataflow) -> list[set[int]]:
-    """Per equation the numbers of those that come before it: who makes what it reads, and the last with effects."""
+    """Predecessors of every equation: producers of its operands, and the last equation with effects."""
     makers = {v: k for k, e in enumerate(eqns) for v in e.outvars if not jaxapi.is_dropvar(v)}
     needs: list[set[int]] = []
     last_effect: int | None = None

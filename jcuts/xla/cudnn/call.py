@@ -170,7 +170,7 @@ def _declare(lib: ctypes.CDLL) -> None:
 
 
 def _installed() -> str:
-    """cuDNN of the Python package, '' where there is none."""
+    """cuDNN library of the installed Python package, '' where there is none."""
     try:
         spec = importlib.util.find_spec("nvidia.cudnn")
     except ModuleNotFoundError:

@@ -95,7 +95,7 @@ def _site(eqn: Any, spec: Any, maker: Callable[[Any], Any], dtype: str, precisio
 
 
 def _unreversed(eqn: Any, spec: Any, maker: Callable[[Any], Any]) -> Any:
-    """The filter whose window is reversed to make the equation's, None if it is not made so."""
+    """The filter before the window reversal, None if the equation's filter is not a reversal."""
     reverse = maker(eqn.invars[1])
     if reverse is None or jaxapi.primitive_name(reverse) != "rev":
         return None
@@ -200,7 +200,7 @@ def _layer(
     dtype: str,
     layout: str,
 ) -> Convolution | Refusal:
-    """The layer, padded alike on both sides, if that gives the result that it has."""
+    """The layer with symmetric padding, if it has the equation's result shape."""
     low = tuple((p, p) for p, _ in padding)
     spatial = tuple(x.shape[d] for d in x_spec[2:])
     if any(p < 0 for p, _ in low):

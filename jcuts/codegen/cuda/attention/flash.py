@@ -112,7 +112,7 @@ class FlashAttentionKernel:
 
     # -- the walk over the keys ---------------------------------------------------------------------------------
     def _walk(self, ahead: int) -> OnlineSoftmaxState:
-        """Tile after tile: scores, exponentials, values."""
+        """The loop over key tiles: QK^T, online softmax, PV."""
         builder, shape = self.builder, self.shape
 
         def body(number: L.Value, values: list[L.Value]) -> list[L.Value]:
@@ -133,7 +133,7 @@ class FlashAttentionKernel:
     def _loop(
         self, count: int, start: list[L.Value], body: Callable[[L.Value, list[L.Value]], list[L.Value]]
     ) -> list[L.Value]:
-        """Runs ``body`` for the numbers below ``count``, with values that it hands on; returns the last ones."""
+        """A counted loop with loop-carried values; returns the last ones."""
         builder = self.builder
         before = builder.block
         loop, after = builder.append_basic_block("keys"), builder.append_basic_block("keys.done")
@@ -154,7 +154,7 @@ class FlashAttentionKernel:
         return made
 
     def _arrived(self, under_way: int, stage: L.Value) -> None:
-        """Waits for copies until so many groups are left; the tile of this stage is ready for all."""
+        """Waits (``cp.async.wait_group``, block barrier) until the tile of this stage is visible to all threads."""
         ptx_mma.cp_async_wait(self.builder, under_way)
         if self.shape.rounded:
             for copier in self.copiers:
@@ -169,7 +169,7 @@ class FlashAttentionKernel:
         ptx_mma.cp_async_commit(builder)
 
     def _after(self, stage: L.Value) -> L.Value:
-        """The stage behind this one."""
+        """The following stage."""
         builder, shape = self.builder, self.shape
         if shape.stages == 1:
             return stage
@@ -178,7 +178,7 @@ class FlashAttentionKernel:
 
     # -- a tile of keys -----------------------------------------------------------------------------------------
     def _scores(self, stage: L.Value) -> Tile:
-        """Products of queries and keys."""
+        """QK^T of a tile."""
         builder, shape = self.builder, self.shape
         bands, pairs = shape.warp[0] // SIXTEEN, shape.warp[1] // SIXTEEN
         found = [[[L.F32(0.0)] * 4 for _ in range(2 * pairs)] for _ in range(bands)]
@@ -197,7 +197,7 @@ class FlashAttentionKernel:
     def _softmax(
         self, number: L.Value, state: OnlineSoftmaxState, scores: Tile
     ) -> tuple[OnlineSoftmaxState, list[list[L.Value]]]:
-        """The softmax of what the program makes of a tile's products."""
+        """Score modification and online softmax of a tile's scores."""
         builder, shape = self.builder, self.shape
         first = builder.mul(number, L.I32(shape.keys))
         first = builder.add(first, builder.mul(self.part, L.I32(shape.warp[1])))
@@ -206,7 +206,7 @@ class FlashAttentionKernel:
         )
 
     def _values(self, stage: L.Value, weights: list[list[L.Value]], out: Tile) -> None:
-        """Adds weights times values to the accumulators."""
+        """PV: adds weights times values to the accumulators."""
         builder, shape = self.builder, self.shape
         keys = STEP // self.attention.value.item
         for first in range(0, shape.warp[1], keys):
@@ -218,7 +218,7 @@ class FlashAttentionKernel:
                         out[i][at] = ptx_mma.mma_sync(builder, self.attention.kind, fragment, right, out[i][at])
 
     def _left(self, upper: list[L.Value], lower: list[L.Value], eight: int) -> list[L.Value]:
-        """Weights of 8 or 16 keys as a fragment of the left operand."""
+        """Weights of 8 or 16 keys as an A fragment of the PV GEMM."""
         builder, kind = self.builder, self.attention.kind
         if kind == "tf32":
             found = [upper[2 * eight], lower[2 * eight], upper[2 * eight + 1], lower[2 * eight + 1]]
@@ -248,7 +248,7 @@ class FlashAttentionKernel:
             self._finish(state)
 
     def _finish(self, state: OnlineSoftmaxState) -> None:
-        """Divides by the sums of exponentials; then what follows the second product."""
+        """Divides by the sums of exponentials and runs the epilogue of the PV GEMM."""
         builder, shape, attention = self.builder, self.shape, self.attention
         ones = [
             builder.fdiv(L.F32(1.0), quad_reduce(builder, total, lambda b, x, y: b.fadd(x, y))) for total in state.sums

@@ -21,7 +21,7 @@ WORD, FOUR, WIDEST = 4, 4, 16
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """What one thread copies at once: addresses of the first tile, bytes to add to each, and conditions.
+    """One copy of a thread: addresses of the first tile, byte strides per tile, and predicates.
 
     Attributes:
         source: global address of the first tile's element.

@@ -102,14 +102,14 @@ def scaled(builder: GpuBuilder, out: Tile, factors: Sequence[L.Value]) -> Tile:
 
 
 def _pairwise(values: list[L.Value], join: Callable[[L.Value, L.Value], L.Value]) -> L.Value:
-    """All values joined as a tree."""
+    """Tree reduction of all values."""
     while len(values) > 1:
         values = [join(*values[k : k + 2]) if k + 1 < len(values) else values[k] for k in range(0, len(values), 2)]
     return values[0]
 
 
 def _finite(builder: GpuBuilder, most: L.Value) -> L.Value:
-    """The largest score, 0 where there is none yet but -inf: exponentials of -inf are 0 then, not of a NaN."""
+    """The row maximum, 0 where it is still -inf, so that exponentials become 0 and not NaN."""
     return builder.select(builder.fcmp_ordered("==", most, LEAST), L.F32(0.0), most)
 
 

@@ -75,7 +75,7 @@ def apply_score_mod(
 
 
 def _inside(phase: Phase, extents: Mapping[str, int]) -> tuple[Graph, int]:
-    """The chain of a score, with loads that read nothing beyond the last row and key; and its result."""
+    """The score modification's graph with loads predicated to existing rows and keys, and its result."""
     found, numbers = Graph(), {}
     for number, node in enumerate(phase.exit.nodes):
         index = None if node.index is None else node.index.renumber(numbers)

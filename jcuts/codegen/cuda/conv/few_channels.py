@@ -119,7 +119,7 @@ class FewChannelConvKernel:
         return self.builder.mul(self.builder.and_(number, L.I32(1)), L.I32(self.shape.patch))
 
     def _begin(self, tile: L.Value, stage: L.Value) -> L.Value:
-        """Where the first line of a tile begins, seen from the first patch."""
+        """Offset of a tile's first line from the first patch."""
         if not self.shape.half_word_lines:
             return stage
         middle = self.copier.middle(self._places(tile))
@@ -130,7 +130,7 @@ class FewChannelConvKernel:
         ptx_mma.cp_async_commit(self.builder)
 
     def _next(self, more: L.Value, tile: L.Value, following: L.Value) -> None:
-        """Starts the next tile's copies, if there is one."""
+        """Prefetches the next tile's patch, if there is one."""
         with self.builder.if_then(more):
             self._start(self.builder.add(tile, L.I32(1)), self._stage(following))
 
@@ -139,7 +139,7 @@ class FewChannelConvKernel:
         ptx_mma.barrier(self.builder)
 
     def _places(self, tile: L.Value) -> dict[str, L.Value]:
-        """First row and output of a tile, and its image."""
+        """Coordinates of a tile: first row and output, image."""
         builder, found = self.builder, self.shape.patches
         down, across = self.shape.counts
         place = builder.mul(builder.urem(tile, L.I32(across)), L.I32(self.shape.pixels))
@@ -156,7 +156,7 @@ class FewChannelConvKernel:
 
     # -- products -------------------------------------------------------------------------------------------------
     def _patterns(self) -> dict[tuple[int, ...], L.Value]:
-        """For every pattern of four terms the address of this lane's one, for its first pixel and the first stage."""
+        """For every pattern of four k the address of this lane's k, for its first pixel and the first stage."""
         builder, shape, item = self.builder, self.shape, self.shape.patches.item
         down, across = shape.patches.step
         pixel = builder.mul(builder.lshr(self.lane, L.I32(2)), L.I32(shape.fragment_row_stride))
@@ -180,14 +180,14 @@ class FewChannelConvKernel:
         return found
 
     def _columns(self) -> L.Value:
-        """Address of this lane's first two filters of its first term."""
+        """Address of this lane's first two filters of its first k."""
         builder, shape = self.builder, self.shape
         line = builder.mul(builder.and_(self.lane, L.I32(3)), L.I32(WORD * shape.filters_pitch))
         column = builder.add(self.column, builder.mul(builder.lshr(self.lane, L.I32(2)), L.I32(2)))
         return builder.add(self.filters.into, builder.add(line, builder.mul(column, L.I32(WORD))))
 
     def _sums(self, patterns: dict[tuple[int, ...], L.Value], columns: L.Value, stage: L.Value) -> Totals:
-        """Totals of this warp [row, then 16 outputs][8 columns][4], fragments one step ahead of the products."""
+        """Mainloop: accumulators of this warp [row, then 16 outputs][8 columns][4], fragments read one k-step ahead."""
         builder, shape = self.builder, self.shape
         high, long, broad = shape.warp
         count, kind = high * long // TILE, TYPES[shape.patches.dtype]
@@ -208,7 +208,7 @@ class FewChannelConvKernel:
         return sums
 
     def _left(self, patterns: dict[tuple[int, ...], L.Value], step: int) -> list[list[L.Value]]:
-        """Four registers per 16 outputs, row by row of the warp's tile."""
+        """A fragments: four registers per 16 outputs, row by row of the warp's tile."""
         builder, shape = self.builder, self.shape
         high, long, _ = shape.warp
         down, across = shape.patches.step
@@ -227,7 +227,7 @@ class FewChannelConvKernel:
         return found
 
     def _term(self, patterns: dict[tuple[int, ...], L.Value], four: int, offset: int) -> L.Value:
-        """This lane's term of a four, of the pixel that is so many elements behind its first one."""
+        """This lane's k of a four, of the pixel that is so many elements behind its first one."""
         builder, shape = self.builder, self.shape
         item, real = shape.patches.item, shape.real(four)
         kind = L.I32 if item == WORD else ir.IntType(16)
@@ -246,7 +246,7 @@ class FewChannelConvKernel:
         return builder.select(builder.icmp_signed("<", term, L.I32(real)), value, kind(0))
 
     def _right(self, place: L.Value, step: int) -> list[list[L.Value]]:
-        """Two registers per 8 columns: even and odd ones of 16 take turns."""
+        """B fragments: two registers per 8 columns; even and odd columns of 16 are interleaved."""
         shape = self.shape
         found = []
         for column in range(0, shape.warp[2], TILE):
@@ -258,7 +258,7 @@ class FewChannelConvKernel:
 
     # -- the exit -------------------------------------------------------------------------------------------------
     def _finish(self, tile: L.Value, totals: Totals) -> None:
-        """The exit graph on a thread's accumulators, one row of outputs after the other."""
+        """Runs the epilogue on a thread's accumulators, one row of outputs after the other."""
         builder, shape, found = self.builder, self.shape, self.shape.patches
         high, long, broad = shape.warp
         variables = self._places(tile)
@@ -278,10 +278,10 @@ class FewChannelConvKernel:
 
 
 def _opaque(builder: GpuBuilder, value: L.Value) -> L.Value:
-    """The value again, but nothing that is made of it can be computed before a loop and kept in registers."""
+    """The value through opaque PTX, so that nothing computed from it is hoisted out of a loop (register pressure)."""
     return asm(builder, "mov.b32 $0, $1;", L.I32, [value], effects=True)
 
 
 def _side(outer: str, along_terms: bool) -> GemmOperand:
-    """What `gemm.epilogue` asks of an operand: how a lane's results are spread."""
+    """Operand description for `gemm.epilogue`: how a lane's results are distributed."""
     return GemmOperand("", "float32", Index(), (), outer, along_terms, 1, LINES, 1)

@@ -154,7 +154,7 @@ class FilterLoader:
                 ptx_mma.write_words(builder, target, 0, self._words(terms), where)
 
     def _loads(self, line: L.Value, column: L.Value) -> list[list[L.Value]]:
-        """Of every term of a line its neighbouring columns, as integers."""
+        """For every k of a line its neighbouring columns, as integers."""
         builder, found = self.builder, self.shape.patches
         column = builder.add(self.frame.variables[COLUMNS], column)
         guards = (

@@ -21,12 +21,12 @@ from jcuts.lower.patterns.gemm import ROWS, K
 
 
 def _pieces(window: ConvWindow) -> int:
-    """Of a line."""
+    """16-byte pieces of a line."""
     return window.bytes // wgmma.PIECE
 
 
 def _swizzled(builder: GpuBuilder, window: ConvWindow, line: L.Value, piece: L.Value) -> L.Value:
-    """Where a piece of a line lies in it."""
+    """Swizzled position of a 16-byte piece in its line (XOR with the line's number)."""
     turn = builder.lshr(line, L.I32(1)) if window.narrow else line
     return builder.and_(builder.xor(turn, piece), L.I32(_pieces(window) - 1))
 
@@ -128,7 +128,7 @@ class HaloFragments:
         return replace(self.frame, variables=where, cache={})
 
     def _mask(self, row: L.Value) -> L.Value | None:
-        """Which taps of an output lie inside the image, a bit each; None if all always do."""
+        """Bit mask of the taps of an output that lie inside the image; None if all always do."""
         builder, total = self.builder, None
         for tap in range(self.window.taps):
             inside = M.condition(self._frame(row, tap), self.window.side.guards)

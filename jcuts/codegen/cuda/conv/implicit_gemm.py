@@ -82,7 +82,7 @@ class ImplicitGemmKernel(WgmmaKernel):
 
     # -- copies -------------------------------------------------------------------------------------------------
     def _prepare(self) -> None:
-        """What all tiles have in common."""
+        """Set-up that all output tiles share."""
         builder, shape = self.builder, self.shape
         runs = builder.add(self.shared, L.I32(shape.ring))
         zeros = builder.add(self.shared, L.I32(shape.kept_until - wgmma.LINE))
@@ -98,7 +98,7 @@ class ImplicitGemmKernel(WgmmaKernel):
             ptx_mma.write_words(builder, place, 0, [L.I32(0)])
 
     def _start(self, row: L.Value) -> None:
-        """Copies that are under way before the first tile of outputs is multiplied."""
+        """Pipeline prologue: copies issued before the first output tile is multiplied."""
         builder, shape = self.builder, self.shape
         self.pixels.all(self.pixels.first(row), self.chunk, L.I32(0))
         for number in range(shape.share if shape.resident else shape.prefetch_distance):

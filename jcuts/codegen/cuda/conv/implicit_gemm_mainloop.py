@@ -17,7 +17,7 @@ from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.llvm import lanes as L
 
 Words = list[list[list[L.Value]]]
-"""Fragments that are not rounded yet: [step of terms][64 rows][4]."""
+"""Fragments that are not rounded yet: [k-step][64 rows][4]."""
 
 
 class MainloopKernel(Protocol):
@@ -99,7 +99,7 @@ class ImplicitGemmMainloop:
     def _part(
         self, part: KLoopSegment, last: int, state: list[L.Value], totals: Totals, words: Words
     ) -> tuple[list[L.Value], Totals, Words]:
-        """A loop over a part of the terms. Args: last: number of the step behind it; the others as of `_step`."""
+        """A loop over a segment of K. Args: last: number of the step behind it; the others as of `_step`."""
         builder, shape = self.builder, self.emitter.shape
         before, left = builder.block, part.taps % part.together
         loop, after = builder.append_basic_block("terms"), builder.append_basic_block("terms.done")
@@ -129,7 +129,7 @@ class ImplicitGemmMainloop:
     def _step(
         self, state: list[L.Value], totals: Totals, words: Words, known: int | None, most: int
     ) -> tuple[list[L.Value], Totals, Words]:
-        """The products of one tap's line of channels.
+        """One k-tile: the ``wgmma``s of one tap and channel chunk.
 
         Args: state: numbers of step, tap and chunk, and `places`; words: its fragments, where they have been fetched;
             known: the tap's number, where the code is its own; most: steps of the line.
@@ -174,7 +174,7 @@ class ImplicitGemmMainloop:
         totals: Totals,
         words: Words,
     ) -> tuple[Totals, Words]:
-        """Asks for the fragments of the next step, and starts the products of those that are there.
+        """Reads the next k-tile's fragments and issues the ``wgmma``s of the current ones.
 
         Args: now, then: tap and run of both; the last step of a tile asks for its own again.
         """
@@ -192,22 +192,22 @@ class ImplicitGemmMainloop:
         return wgmma.wgmma_async(builder, shape.kind, pairs, (False, False), totals), words
 
     def _read(self) -> Words:
-        """Asks for the fragments of a tap."""
+        """Reads a tap's fragments (``ldmatrix``)."""
         return [self.emitter.rows.read(L.I32(0), step) for step in range(wgmma.LINE // ptx_mma.STEP)]
 
     def _arrived(self) -> None:
-        """Waits for the copies of a step, and for all threads of the block."""
+        """Waits for the copies of a k-tile, with a block barrier."""
         ptx_mma.cp_async_wait(self.builder, self.emitter.shape.prefetch_distance - 1)
         wgmma.proxy_fence(self.builder)
         ptx_mma.barrier(self.builder)
 
     def _other(self, run: L.Value) -> L.Value:
-        """The place of the next run of pixels."""
+        """Address of the next run of pixels."""
         builder, shape = self.builder, self.emitter.shape
         return builder.sub(L.I32(shape.run), run) if shape.kept == 2 else run
 
     def _beside(self, tap: L.Value, chunk: L.Value, writing: L.Value, run: L.Value) -> list[Iterator[None]]:
-        """Copies of a step: weights of a later one, a part of the next run."""
+        """Copies issued during a k-tile: weights of a later one, a part of the next run of pixels."""
         emitter, builder, shape = self.emitter, self.builder, self.emitter.shape
         mine, more, other = self.runs
         made: list[Iterator[None]] = []

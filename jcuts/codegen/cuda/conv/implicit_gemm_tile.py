@@ -106,7 +106,9 @@ class ImplicitGemmKernelTile(HaloTile):
         ]
 
     def _apart(self, count: int, steps: int) -> int:
-        """Taps of a round of a loop over so many, so that fragments are not read into registers of groups under way."""
+        """Unroll factor of the tap loop that keeps fragments out of registers that pending ``wgmma`` groups
+        still read.
+        """
         groups, under_way = -(-steps // self.steps), 1 if self.whole else AHEAD // self.steps
         return next(t for t in range(1, count + 1) if count % t == 0 and (t * groups > under_way or t == count))
 

@@ -97,7 +97,7 @@ def bank_conflict_padding(rows: int, columns: int, read: int, vector: int, size:
 
 
 def _conflict_degree(elements: list[int], size: int) -> int:
-    """How often one bank must deliver for accesses to these elements (several reads of a word are one)."""
+    """Bank-conflict degree of accesses to these elements (reads of one word are broadcast)."""
     banks: dict[int, set[int]] = {}
     for element in elements:
         word = element * size // BANK
@@ -106,7 +106,7 @@ def _conflict_degree(elements: list[int], size: int) -> int:
 
 
 class _Reader(ThreadTileKernel):
-    """Takes the staged elements of a tile's points from shared memory."""
+    """Reads the staged elements of a tile's points from shared memory."""
 
     places: list[tuple[L.Value, int, Node]]  # address of the thread's first element, bytes between lines, the load
 
@@ -193,7 +193,9 @@ class SmemTransposeKernel:
                 reader._finish()
 
     def _spare(self) -> int:
-        """Elements by which lines of all tiles may be longer. Raises CompileRejected where the tiles do not fit."""
+        """Padding that all tiles' lines can have in shared memory. Raises CompileRejected where the tiles do
+        not fit.
+        """
         each = self.shape.columns * sum(M.item_size(n.dtype) for n in self.loads)
         spare = (STATIC - ALIGNED * len(self.loads)) // each - self.shape.rows
         if spare < 0:
@@ -202,7 +204,7 @@ class SmemTransposeKernel:
         return spare
 
     def _width(self, node: Node, size: int) -> int:
-        """Elements of one access along the operand's own direction."""
+        """Vector width of accesses along the operand's contiguous axis."""
         assert node.index is not None
         width = max(1, 16 // size)
         while width > 1:
@@ -214,7 +216,7 @@ class SmemTransposeKernel:
         return 1
 
     def _shared_out(self, width: int) -> bool:
-        """Whether accesses of so many elements give every thread equally many."""
+        """Whether accesses of this width divide evenly over the threads."""
         along = self.shape.rows // width
         return self.shape.threads % along == 0 and self.shape.columns % (self.shape.threads // along) == 0
 
@@ -226,7 +228,7 @@ class SmemTransposeKernel:
         return M.Frame(self.builder, variables, self.pointers, ranges, {self.crossed.name: width})
 
     def _stage(self, node: Node, base: L.Value, size: int, width: int, pitch: int) -> None:
-        """Copies this thread's share of an operand's tile."""
+        """Stages this thread's part of an operand's tile in shared memory."""
         builder, shape = self.builder, self.shape
         assert node.index is not None
         along = shape.rows // width
@@ -251,7 +253,7 @@ class SmemTransposeKernel:
                 asm(builder, text, ir.VoidType(), [place, wide], effects=True)
 
     def _reading(self) -> Phase:
-        """The phase with staged loads as values that are given."""
+        """The phase with staged loads replaced by given values."""
         exit_, numbers = Graph(), {}
         for number, node in enumerate(self.phase.exit.nodes):
             if node in self.loads:

@@ -128,7 +128,7 @@ class ThreadTileKernel:
                 self._emit()
 
     def _inside(self) -> L.Value | None:
-        """Do all guards of all loads hold in the whole tile? None where that is not worth asking."""
+        """Whether all guards of all loads hold in the whole tile; None where testing does not pay."""
         if any(r.extent > r.unroll for r in self.phase.reds):
             return None
         reds = [Extent(r.name, r.extent, fixed=True) for r in self.phase.reds]
@@ -220,7 +220,7 @@ class ThreadTileKernel:
     def _both_bodies(
         self, fixed: dict[str, Extent], bases: dict[str, L.Value], ranges: dict[str, int], steps: dict[str, int]
     ) -> None:
-        """The terms of a tile; where it reads through many guards, once without them for when all hold."""
+        """Accumulates the reduced elements of a tile; with many guards, a second version without them."""
         frame = self._frame(bases, ranges, steps)
         tile = body_tile(self.phase, self.axes, [fixed[r.name] for r in self.phase.reds], frame.ranges)
         hold = all_in_bounds(frame, [tile.graph])
@@ -261,7 +261,7 @@ class ThreadTileKernel:
         return Emitter(frame, graph, self.buffers)
 
     def _changes_nothing(self, graph: Graph, number: int, values: tuple[int, ...]) -> bool:
-        """A term that is the neutral element in every tile: holes of a dilated operand, padding."""
+        """Whether a reduced element is neutral in every tile: holes of a dilated operand, padding."""
         acc, node = self.phase.accs[number], graph.nodes[values[0]]
         if node.op != "const" or acc.index_dtype or all(r.extent == 1 for r in self.phase.reds):
             return False
@@ -317,6 +317,6 @@ def all_in_bounds(frame: M.Frame, graphs: Sequence[Graph]) -> L.Value | None:
 
 
 def _memory_order(graph: Graph, values: tuple[int, ...]) -> int:
-    """Terms in the order in which they read their largest operand: rows of a window stream through the registers."""
+    """Sort key of reduced elements: address in their largest operand, so that rows of a window stream."""
     loads = [n for n in (graph.nodes[k] for k in graph.needed(values)) if n.op == "load" and n.index is not None]
     return max(((len(n.index.axes()), n.index.const) for n in loads if n.index is not None), default=(0, 0))[1]

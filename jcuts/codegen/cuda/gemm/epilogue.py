@@ -129,7 +129,9 @@ def epilogue(
 
 
 def _swap_lane_pairs(builder: GpuBuilder, lane: L.Value, totals: Totals) -> Totals:
-    """Of two tiles of 8 columns an even lane gives its part of the second for its neighbour's of the first."""
+    """Exchanges halves of two 8-column tiles between neighbouring lanes (``shfl``), so that each has four contiguous
+    columns.
+    """
     odd = builder.icmp_signed("!=", builder.and_(lane, L.I32(1)), L.I32(0))
     found: Totals = []
     for row in totals:
@@ -146,7 +148,7 @@ def _swap_lane_pairs(builder: GpuBuilder, lane: L.Value, totals: Totals) -> Tota
 def _guarded(
     phase: Phase, tiles: tuple[SmemTile, SmemTile], further: Axis | None, keeper: EpilogueStaging | None
 ) -> tuple[Graph, tuple[Store, ...]]:
-    """The exit graph and its stores, with loads that read nothing beyond the result; kept matrices are accumulators."""
+    """The exit graph and its stores with predicated loads; staged matrices are accumulators."""
     found, numbers = Graph(), {}
     last = {axis: tile.extent - 1 for axis, tile in zip((ROWS, COLUMNS), tiles, strict=True)}
     names = [(ROWS, ROWS), (COLUMNS, _HELD)]
@@ -173,7 +175,7 @@ Run = list[tuple[int, tuple[int, int, int]]]
 
 
 def _lane_outputs(row_offsets: list[list[int]], column_offsets: list[list[int]]) -> list[tuple[int, list[Run]]]:
-    """A lane's outputs: (row offset, runs of neighbouring columns), each with the accumulator that holds it."""
+    """A lane's outputs: (row offset, runs of contiguous columns), each with its accumulator."""
     found = []
     for i, pair in enumerate(row_offsets):
         for high, down in enumerate(pair):
@@ -190,5 +192,5 @@ def _lane_outputs(row_offsets: list[list[int]], column_offsets: list[list[int]])
 
 
 def _lane_extent(tile: SmemTile, offsets: list[list[int]]) -> int:
-    """One more than the largest first row (or column) of a lane: rows of the grid's tiles less what it adds."""
+    """Range of a lane's first row (or column): the rows of the grid's tiles minus its largest offset."""
     return -(-tile.extent // tile.size) * tile.size - max(o for pair in offsets for o in pair)

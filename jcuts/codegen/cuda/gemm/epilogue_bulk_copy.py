@@ -2,7 +2,7 @@
 
 Copies of the residual rows are issued before the mainloop, and an ``mbarrier`` counts their bytes (PTX ISA,
 ``cp.async.bulk``, ``mbarrier``); results that lanes have put into shared memory leave by bulk copies of rows.  Neither
-takes registers or groups of ``cp.async``, and memory is busy while the matrix units work.
+takes registers or groups of ``cp.async``, and memory is busy while the tensor cores work.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class EpilogueStaging:
             ptx_mma.write_words(builder, *self._where(kept, down, first * kept.item), words)
 
     def _where(self, kept: StagedMatrix, down: int, byte: int) -> tuple[L.Value, int]:
-        """Address (register, bytes) so many rows and bytes from the lane's first result."""
+        """Address (register, byte offset) at a row and byte offset from the lane's first result."""
         return self.bases[kept], down * kept.pitch + byte
 
     def _pieces(self, kept: StagedMatrix, column: int, count: int) -> list[tuple[int, int]]:
@@ -136,7 +136,7 @@ class EpilogueStaging:
 
     # -- rows ---------------------------------------------------------------------------------------------------
     def _within(self, number: int) -> L.Value:
-        """Rows (0) or columns (1) of the block's tile that there are."""
+        """Number of existing rows (0) or columns (1) of the block's tile."""
         builder, tile = self.builder, self.tiles[number]
         if tile.extent % tile.size == 0:
             return L.I32(tile.size)
@@ -144,13 +144,13 @@ class EpilogueStaging:
         return builder.select(builder.icmp_signed("<", left, L.I32(tile.size)), left, L.I32(tile.size))
 
     def _rows(self, thread: L.Value, threads: int) -> list[tuple[L.Value, L.Value]]:
-        """The rows of a thread, and whether they are there."""
+        """The rows of a thread, with predicates that they exist."""
         builder, last = self.builder, self._within(0)
         rows = [builder.add(thread, L.I32(n)) if n else thread for n in range(0, self.tiles[0].size, threads)]
         return [(row, builder.icmp_signed("<", row, last)) for row in rows]
 
     def _size(self, kept: StagedMatrix) -> L.Value:
-        """Bytes of a row."""
+        """Bytes of a row's copy."""
         return self.builder.mul(self._within(1), L.I32(kept.item))
 
     def _place(self, kept: StagedMatrix, row: L.Value) -> L.Value:
@@ -175,12 +175,12 @@ def _words(builder: GpuBuilder, place: L.Value, offset: int, count: int) -> list
 
 
 def _bulk_copy_g2s(builder: GpuBuilder, place: L.Value, source: L.Value, size: L.Value, barrier: L.Value) -> None:
-    """Starts a bulk copy into shared memory."""
+    """``cp.async.bulk.shared::cluster.global``: starts a bulk copy into shared memory."""
     text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
     asm(builder, text, VOID, [place, source, size, barrier], effects=True)
 
 
 def _bulk_copy_s2g(builder: GpuBuilder, target: L.Value, place: L.Value, size: L.Value) -> None:
-    """Starts a bulk copy into global memory."""
+    """``cp.async.bulk.global.shared::cta``: starts a bulk copy into global memory."""
     text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
     asm(builder, text, VOID, [target, place, size], effects=True)

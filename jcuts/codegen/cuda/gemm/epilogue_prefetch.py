@@ -73,6 +73,6 @@ def prefetch_epilogue_operands(
 
 
 def _inside(builder: GpuBuilder, place: L.Value, extent: int) -> L.Value:
-    """The place, or the last one there is."""
+    """An index clamped to the last existing one."""
     last = L.I32(extent - 1)
     return builder.select(builder.icmp_signed("<", place, last), place, last)

@@ -1,9 +1,9 @@
 """float64 GEMM on tensor cores: ``mma`` of float64 (m16n8k8, below capability 9.0 m8n8k4), from capability 8.0 on.
 
-The ``cp.async`` pipeline and the epilogue are those of `mma_mainloop`.  A k-step is eight terms.  Where the instruction
-has terms t and t + 4 in one lane, a lane takes the neighbours 2t and 2t + 1 of both operands, as one read of 16 bytes;
+The ``cp.async`` pipeline and the epilogue are those of `mma_mainloop`.  A k-step is eight k.  Where the instruction
+has k t and t + 4 in one lane, a lane takes the neighbours 2t and 2t + 1 of both operands, as one read of 16 bytes;
 a permutation of K that both operands share leaves the sum as it is.  Reads are free of bank conflicts: along K a tile
-lies in shared memory by parts of eight terms, 64 bytes per line, so that two lines fill all banks; lines of rows are 16
+lies in shared memory by parts of eight k, 64 bytes per line, so that two lines fill all banks; lines of rows are 16
 bytes more than a multiple of 64 apart.
 
 A warp has at least four accumulator tiles of 16x8.  ptxas (13.0 and 13.5) lets an instruction follow another one with
@@ -162,7 +162,9 @@ class F64MmaKernel(DoubleBufferedMmaKernel):
         sums: Totals,
         later: Later | None = None,
     ) -> list[Values]:
-        """As `MainloopStep`. Of the longer operand the next step's registers take the place of those already used."""
+        """As `MainloopStep`.  For the longer operand the next step's fragments reuse registers that are already
+        consumed.
+        """
         starts, term = (places, first + TERMS) if later is None else (later(), 0)
         behind = [reader.reads(place, term) for reader, place in zip(readers, starts, strict=True)]
         down = len(behind[0]) >= len(behind[1])

@@ -188,7 +188,7 @@ class MmaKernel:
         return row, builder.mul(builder.urem(self.flat, L.I32(across)), L.I32(shape.right.warp))
 
     def _places(self, block: L.Value) -> dict[str, L.Value]:
-        """First row and column of the block, batch, group of terms."""
+        """First row and column of the block, batch, split of K."""
         builder, shape = self.builder, self.shape
         rows = -(-shape.left.extent // shape.left.size)
         columns = -(-shape.right.extent // shape.right.size)
@@ -297,7 +297,7 @@ class MmaKernel:
     def _copy_ahead(
         self, copiers: list[TileLoader], number: L.Value, writing: L.Value, left: L.Value, skipped: L.Value
     ) -> None:
-        """Starts the copies of the tile so far ahead of this one, if there is one; the group may be empty."""
+        """Issues the copies of the k-tile ``stages - 1`` ahead, if there is one; the commit group may be empty."""
         builder, shape = self.builder, self.shape
         count, ahead = shape.share, shape.prefetch_distance
         if count > ahead:
@@ -316,7 +316,7 @@ class MmaKernel:
         return builder.select(builder.icmp_signed("==", moved, L.I32(shape.stage * shape.stages)), L.I32(0), moved)
 
     def _multiply(self, readers: list[FragmentReader], reading: L.Value, sums: Totals) -> None:
-        """One k-tile, fragments one step ahead of the products."""
+        """One k-tile, fragments read one k-step ahead."""
         builder, shape = self.builder, self.shape
         left, right = readers
         steps = shape.left.terms // left.steps // shape.warps[2]

@@ -28,7 +28,7 @@ class Prologue:
     """The element-wise operations before a GEMM, applied to fragments of its A operand."""
 
     def __init__(self, frame: M.Frame, program: Program, terms: int, shared: L.Value, lane: L.Value) -> None:
-        """Args: terms: of the block; shared: where their vectors go."""
+        """Args: terms: K extent of the block; shared: address of the vectors."""
         self.builder, self.frame, self.terms, self.shared = frame.builder, frame, terms, shared
         self.total = k_extent(program)
         self.vectors = k_vectors(program)
@@ -59,7 +59,7 @@ class Prologue:
                 ptx_mma.cp_async(builder, (target, number * self.terms * ITEM), source, ITEM, there, inside)
 
     def _moved(self, place: L.Value) -> L.Value:
-        """Where the vectors have a term: the lane's number within a step, then that of its term."""
+        """Index of a k in the vectors: by the lane's position within a step, then by its k."""
         builder = self.builder
         first = builder.and_(place, L.I32(~(self.step - 1)))
         if self.half:
@@ -84,7 +84,7 @@ class Prologue:
         return [[self._bf16_pair(word, fours, k // 2) for k, word in enumerate(row)] for row in words]
 
     def _bf16_pair(self, word: L.Value, fours: list[list[L.Value]], half: int) -> L.Value:
-        """Both elements of a word of bfloat16. Args: half: of the step's terms."""
+        """Both elements of a word of bfloat16. Args: half: of the k-step."""
         builder = self.builder
         parts = builder.shl(word, L.I32(16)), builder.and_(word, L.I32(-65536))
         made = [self._value(part, [four[2 * half + k] for four in fours]) for k, part in enumerate(parts)]
@@ -92,7 +92,9 @@ class Prologue:
         return found
 
     def _value(self, word: L.Value, mine: list[L.Value]) -> L.Value:
-        """The float32 value of an element. Args: word: its bits, as float32; mine: those of the vectors."""
+        """The prologue's float32 result for an element. Args: word: its bits, as float32; mine: those of the
+        vectors.
+        """
         builder = self.builder
         emitter = Emitter(replace(self.frame, values={}, cache={}), self.graph, {})
         for number, value in zip(self.given, (word, *mine), strict=True):
@@ -102,7 +104,7 @@ class Prologue:
 
 
 def _template(program: Program, known: list[Node]) -> tuple[Graph, list[int], int]:
-    """The prologue with accumulators in place of loads: graph, their numbers (the operand, vectors), the result's."""
+    """The prologue graph with accumulators for loads: graph, numbers of operand and vectors, number of the result."""
     body, last = program.phases[0].body, prologue(program)
     assert last is not None
     found, numbers, given = Graph(), {}, [0] * (1 + len(known))

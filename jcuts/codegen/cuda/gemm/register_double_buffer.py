@@ -19,7 +19,7 @@ from jcuts.codegen.llvm import lanes as L
 Values = list[list[L.Value]]
 """What a step begins with, of one operand."""
 Later = Callable[[], list[L.Value]]
-"""Turns to the next tile of terms: where it lies, for both operands."""
+"""Advances to the next k-tile: its addresses for both operands."""
 
 
 class MainloopStep(Protocol):
@@ -51,11 +51,11 @@ class DoubleBufferedMmaKernel(MmaKernel):
     zero: L.Value
 
     def _begin(self, readers: list[FragmentReader], places: Sequence[L.Value]) -> list[Values]:
-        """What the first step of all begins with."""
+        """Fragments of the first k-step (pipeline prologue)."""
         raise NotImplementedError
 
     def _stepper(self, readers: list[FragmentReader]) -> MainloopStep:
-        """Emits steps with these readers."""
+        """An emitter of k-steps with these fragment readers."""
         raise NotImplementedError
 
     def _loop(
@@ -92,7 +92,7 @@ class DoubleBufferedMmaKernel(MmaKernel):
         return sums
 
     def _first(self, readers: list[FragmentReader], stage: L.Value) -> list[L.Value]:
-        """Where the warp's first terms of a stage are, of both operands."""
+        """Addresses of the warp's first k in a stage, for both operands."""
         builder, shape = self.builder, self.shape
         if shape.warps[2] == 1:
             return [stage, stage]
@@ -108,7 +108,7 @@ class DoubleBufferedMmaKernel(MmaKernel):
         near: list[Values],
         sums: Totals,
     ) -> tuple[list[Values], Totals, list[L.Value]]:
-        """So many pairs of steps: two, and the registers of what is read ahead need not change places."""
+        """Emits pairs of k-steps: with two, double-buffered registers need no moves."""
         builder = self.builder
         loop = None
         if pairs > 1:
@@ -137,7 +137,7 @@ class CarriedLoop:
     def __init__(
         self, builder: GpuBuilder, name: str, numbers: list[L.Value], near: list[Values], sums: Totals
     ) -> None:
-        """Begins the loop's body, with what is carried into it."""
+        """Begins the loop body with the carried values as phi nodes."""
         self.builder = builder
         self.before = builder.block
         self.start, self.after = builder.append_basic_block(name), builder.append_basic_block(f"{name}.done")

@@ -27,7 +27,7 @@ from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.program import Buffer, Program
 
 STEP = 4
-"""Terms that a lane takes at once: 16 bytes along terms."""
+"""k that a lane reads at once: 16 bytes along K."""
 LATE = 2
 """Stages with which warps turn to a tile only when they have read all of the one before."""
 
@@ -116,7 +116,7 @@ def _joined(parts: list[Values]) -> Values:
 
 
 def _swizzle_lane(builder: GpuBuilder, lane: L.Value) -> L.Value:
-    """The number in whose place a lane stands: its bits 1 and 2 change places.
+    """The lane number with bits 1 and 2 exchanged.
 
     Of lanes k^1 and k^2 one then has the same row as k, one the same column: where neighbours ask for the same bytes,
     shared memory answers in fewer passes (1 to 4 % of the time of products and convolutions on an H200).
@@ -184,7 +184,7 @@ class SimtGemmKernel(DoubleBufferedMmaKernel):
         return held
 
     def _products(self, values: list[list[L.Value]], sums: Totals) -> None:
-        """Every row by every column, back and forth: neighbours share an operand, which is then read once."""
+        """Outer product of rows and columns in serpentine order: neighbours share an operand register."""
         rows, columns = values
         for number, row in enumerate(rows):
             order = range(len(columns))

@@ -138,7 +138,7 @@ class TileLoader:
         self._find(threads, thread, start, self.builder.add(shared, L.I32(shape.first)))
 
     def _find(self, threads: int, thread: L.Value, start: L.Value, shared: L.Value) -> None:
-        """The thread's places; ``shared``: address of the tile in the first stage."""
+        """Computes the thread's copy addresses; ``shared``: address of the tile in the first stage."""
         builder, shape, side = self.builder, self.shape, self.shape.side
         along = shape.length // side.width
         for number in range(-(-shape.pieces // threads)):
@@ -159,7 +159,7 @@ class TileLoader:
             self.places.append(ThreadCopy(self._source(outer, term), constant, into, 0, outer, term, condition))
 
     def _moved(self, lines: int) -> ThreadCopy | None:
-        """The first piece so many lines further, where its address moves by a constant."""
+        """The first copy shifted by some lines, where its address shifts by a constant."""
         shape, piece = self.shape, self.places[0]
         side, moved = shape.side, shape.moved(lines)
         if moved is None:
@@ -182,7 +182,7 @@ class TileLoader:
         return builder.select(builder.icmp_signed("<", outer, last), outer, last)
 
     def _at(self, outer: L.Value | None, term: L.Value) -> M.Frame:
-        """Where rows, columns and terms are these."""
+        """Frame with rows, columns and k set to these values."""
         side, frame = self.shape.side, self.frame
         variables = {**frame.variables, K: term, **({} if outer is None else {side.outer: outer})}
         return replace(frame, variables=variables, cache={})
@@ -197,7 +197,7 @@ class TileLoader:
     def start(self, first: L.Value, stage: L.Value, left: L.Value) -> None:
         """Issues the copies of one tile.
 
-        Args: first: its first term in the block's group; stage: bytes into shared memory; left: terms from it on (i32).
+        Args: first: its first k in the block's split; stage: bytes into shared memory; left: k from it on (i32).
         """
         for _ in self.copies(first, stage, left):
             pass
@@ -267,7 +267,7 @@ class TileLoader:
             yield piece, builder.add(piece.source, offset), live
 
     def _own(self, first: L.Value, behind: L.Value) -> tuple[L.Value, L.Value]:
-        """A piece's first term, and bytes from the place that it would have were all terms before it one run."""
+        """First k of a copy, and its byte offset relative to one contiguous run of all k before it."""
         builder, side = self.builder, self.shape.side
         term = builder.add(first, behind)
         place = M.index(self._at(None, term), side.k_offset)

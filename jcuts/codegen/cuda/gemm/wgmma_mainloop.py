@@ -292,7 +292,7 @@ class _WgmmaLoop:
     """The k-loop: one tile is multiplied while the next is made ready."""
 
     def __init__(self, emitter: WgmmaKernel, ahead: int, held: Sequence[L.Value] = ()) -> None:
-        """Begins a round. Args: ahead: tiles between reading and writing; held: values that go round."""
+        """Begins a loop iteration. Args: ahead: k-tiles between load and store; held: loop-carried values."""
         builder, shape = emitter.builder, emitter.shape
         self.emitter, self.builder = emitter, builder
         before = builder.block

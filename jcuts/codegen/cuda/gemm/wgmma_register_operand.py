@@ -5,7 +5,7 @@ Used where the B operand needs no rounding (16-bit floats, or weights that hold 
 operands are copied as they are, and ``wgmma`` reads B from shared memory.  A warp reads its 16 rows of A as matrices
 (a lane gets the word of row ``lane / 4``, k ``lane % 4`` of each), rounds, and multiplies.  The instructions of one
 k-step (or two) are a commit group; `AHEAD` steps may be in flight, and the fragments of as many stay in registers
-until the units have read them.  Or all k-steps of a tile are one group: then a tile's fragments are read while the
+until the ``wgmma`` has read them.  Or all k-steps of a tile are one group: then a tile's fragments are read while the
 one before is multiplied, which takes twice the registers and waits least.
 """
 
@@ -71,7 +71,7 @@ def wgmma_from_registers(
     """Issues the ``wgmma``s of the tile in a stage with A from registers, k-step by k-step.
 
     Args: right: descriptor of the right operand's tile there; reading: bytes from the first stage; number: of the
-        tile in the block's terms; before: what is done to the left operand before it is rounded; beside: copies, each
+        tile in the block's K; before: prologue of the left operand, before rounding; beside: copies, each
         of which is started behind some step; together: steps that are one group; most: steps, where there are fewer
         than the tile has (what is left is no group of its own).
     """

@@ -101,7 +101,9 @@ class WgmmaSmemTile(SmemTile):
         return lines * wgmma.LINE if lines % (8 * self.n_tiles_per_lane_group) == 0 else None
 
     def _turn(self, builder: GpuBuilder, line: L.Value) -> L.Value:
-        """The line of a column where tiles take turns: of 8 * t + 2 * q + e for column 2 * beside * q + 2 * t + e."""
+        """Line of a column where 8-column tiles are interleaved: 8 * t + 2 * q + e for column 2 * beside * q + 2 * t +
+        e.
+        """
         bits = self.n_tiles_per_lane_group.bit_length() - 1
         tile = builder.and_(builder.lshr(line, L.I32(1)), L.I32(self.n_tiles_per_lane_group - 1))
         pair = builder.and_(builder.lshr(line, L.I32(1 + bits)), L.I32(3))

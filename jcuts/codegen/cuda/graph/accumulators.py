@@ -35,7 +35,7 @@ def accumulate(
 ) -> None:
     """Adds one element to an accumulator in memory slots (LLVM promotes them to registers).
 
-    Args: several: the accumulator has started from 0.0, not from -0.0 as that of a single term.
+    Args: several: the accumulator has started from 0.0, not from -0.0 as that of a single addend.
     """
     builder = emitter.frame.builder
     old = [builder.load(slot) for slot in slots]
@@ -56,7 +56,7 @@ def accumulate(
 
 
 def _adds_or_not(emitter: Emitter, acc: Acc, node: Node) -> bool:
-    """Whether a term of a float32 sum is 0 unless a condition holds that is known at run time only."""
+    """Whether an addend of a float32 sum is 0 unless a run-time condition holds."""
     if acc.combine != "add" or acc.dtype != "float32" or node.op != "select" or node.dtype != "float32":
         return False
     holds, _, nothing = (emitter.graph.nodes[k] for k in node.args)

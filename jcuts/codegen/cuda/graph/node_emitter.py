@@ -72,7 +72,7 @@ class Emitter:
         self.done: dict[int, E.Lanes] = {}
         self.runs: dict[int, list[int]] = {}
         self.coarse: set[int] = set()
-        """Sums of matrix units, and what is computed from them."""
+        """Accumulators of tensor cores, and values computed from them."""
 
     def bind(self, number: int, lanes: E.Lanes) -> None:
         """Sets the value of a node that is computed elsewhere (an accumulator)."""

@@ -140,7 +140,7 @@ class DepthwiseConv:
             ptx_mma.write_words(builder, target, item * (i * shape.columns + j) * shape.projected_pitch, [word])
 
     def _floats(self, word: L.Value) -> list[L.Value]:
-        """The channels of a word."""
+        """Unpacks the channels of a word to float32."""
         builder = self.builder
         if self.shape.lanes == 1:
             return [builder.bitcast(word, L.F32)]

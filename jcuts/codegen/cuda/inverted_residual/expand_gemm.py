@@ -135,7 +135,7 @@ class ExpandGemm:
                 ptx_mma.write_words(builder, target, shape.item * (offset + run[0][0]), words, inside)
 
     def _pixels(self, step: int) -> list[list[L.Value]]:
-        """Fragments of the input pixels."""
+        """A fragments of the input pixels."""
         shape, found = self.shape, []
         for row in range(shape.m_fragments_in):
             offset = shape.item * row * ROW_TILE * shape.input_pitch + step * STEP
@@ -190,7 +190,7 @@ def left_fragments(builder: GpuBuilder, lane: L.Value, shared: L.Value, row: L.V
 
 
 def _runs(offsets: list[list[int]]) -> list[list[tuple[int, tuple[int, int]]]]:
-    """A lane's columns in runs of 2 or 4 neighbours: (offset, (fragment, which of its two))."""
+    """A lane's columns as runs of 2 or 4 contiguous ones: (offset, (fragment, which of its two))."""
     columns = sorted((offset, (j, k)) for j, two in enumerate(offsets) for k, offset in enumerate(two))
     found: list[list[tuple[int, tuple[int, int]]]] = []
     for column in columns:

@@ -106,13 +106,13 @@ class InvertedResidualKernel:
         store_epilogue(self.frame, shape, self.place, self.down, self.buffers, self.lane, self.row, self.column, totals)
 
     def _clear(self) -> None:
-        """Zeros where pixels outside the image are, and results beyond the tile's."""
+        """Zeroes patch pixels outside the image, and depthwise results beyond the tile's."""
         _, _, _, patch, deep = self.shape.sizes
         size = self.shape.patches * patch + deep
         clear(self.builder, self.patch, size, self.thread, self.shape.threads)
 
     def _loop(self) -> Totals:
-        """All pieces of channels."""
+        """The loop over channel chunks."""
         builder, shape = self.builder, self.shape
         before = builder.block
         loop, after = builder.append_basic_block("pieces"), builder.append_basic_block("pieces.done")
@@ -159,7 +159,7 @@ class InvertedResidualKernel:
         return -(-shape.block.out_channels // EIGHT)
 
     def _project(self, stage: L.Value, sums: Totals) -> Totals:
-        """What a piece of channels adds to the results."""
+        """Project GEMM of one channel chunk: adds to the accumulators."""
         builder, shape = self.builder, self.shape
         kind = TYPES[shape.block.dtype]
         for step in range(shape.chunk // shape.step):

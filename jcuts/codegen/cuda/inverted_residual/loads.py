@@ -58,7 +58,7 @@ class InputLoader:
                 ptx_mma.write_words(builder, target, 0, [ptx_mma.to_tf32(builder, w) for w in words])
 
     def _pieces(self) -> list[tuple[L.Value, L.Value, L.Value, L.Value | None]]:
-        """(shared address, line, its element, whether there is such a piece) of every copy of this thread."""
+        """(shared address, line, its element, predicate) of every copy of this thread."""
         builder, shape = self.builder, self.shape
         found = []
         pieces = self.lines * self.along
@@ -112,7 +112,7 @@ class ChannelChunkLoader:
 
 
 def _width(count: int, item: int) -> int:
-    """Elements of the widest access that takes a part of so many."""
+    """Widest copy, in elements, that divides a size."""
     return next(size // item for size in COPY if count % (size // item) == 0)
 
 

@@ -88,7 +88,9 @@ class MidEpilogue:
 
 
 def _cut(graph: Graph, wanted: int) -> tuple[int, list[tuple[str, Scalar]]]:
-    """A value before it is cut off at constants, as bfloat16, and how it is then, in order."""
+    """Splits off the final clamps at constants (ReLU6), which bfloat16 applies in pairs: the value before them, and the
+    clamps.
+    """
     after: list[tuple[str, Scalar]] = []
     while graph.nodes[wanted].op in ("max", "min") and graph.nodes[wanted].dtype == HALF:
         args = sorted(graph.nodes[wanted].args, key=lambda a: graph.nodes[a].op == "const")

@@ -82,7 +82,7 @@ def store_epilogue(
 
 
 def _guarded(phase: Phase) -> tuple[Graph, tuple[Store, ...]]:
-    """The exit graph and its stores, with loads that read nothing beyond the last column."""
+    """The exit graph and its stores, with loads predicated to existing columns."""
     found, numbers, last = Graph(), {}, phase.ranges()[COLUMNS] - 1
     for number, node in enumerate(phase.exit.nodes):
         index = None if node.index is None else node.index.renumber(numbers)
@@ -96,7 +96,7 @@ def _guarded(phase: Phase) -> tuple[Graph, tuple[Store, ...]]:
 
 
 def _runs(offsets: list[list[int]], whole: bool) -> list[list[tuple[int, tuple[int, int]]]]:
-    """Runs of a lane's neighbouring columns (single ones where the last may be cut): (offset, its accumulator)."""
+    """Runs of a lane's contiguous columns (single ones where the last may be cut off): (offset, accumulator)."""
     columns = sorted((offset, (j, k)) for j, two in enumerate(offsets) for k, offset in enumerate(two))
     runs: list[list[tuple[int, tuple[int, int]]]] = []
     for column in columns:

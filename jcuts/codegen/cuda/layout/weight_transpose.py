@@ -107,7 +107,7 @@ class WeightTransposeKernel:
             asm(builder, text, ir.VoidType(), [place, word, builder.zext(live, L.I32)], effects=True)
 
     def _part(self) -> tuple[L.Value, ...]:
-        """Operand, result, terms, columns and first tile of the matrix that this block belongs to."""
+        """Operand, result, K extent, columns and first tile of this block's matrix."""
         builder, shape = self.builder, self.shape
         leaves: list[tuple[ir.Block, tuple[L.Value, ...]]] = []
 

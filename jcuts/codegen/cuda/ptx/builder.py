@@ -198,7 +198,7 @@ def _leading_zeros(b: GpuBuilder, result: L.Type, args: Sequence[L.Value]) -> L.
 
 
 def _fence(b: GpuBuilder, result: L.Type, args: Sequence[L.Value]) -> L.Value:
-    """A copy that NVVM cannot look into; ptxas removes it."""
+    """An opaque copy that NVVM cannot optimise through; ptxas removes it."""
     return asm(b, f"mov.{_PTX[str(result)]} $0, $1;", result, args)
 
 

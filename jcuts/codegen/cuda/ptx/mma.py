@@ -18,7 +18,7 @@ VOID = ir.VoidType()
 MOST_CONSTANT = 2**31 - 17
 """Bytes, a whole access less than those that fit."""
 STEP = 32
-"""Bytes of terms of one operand row that one instruction takes."""
+"""Bytes of k of one operand row that one instruction takes."""
 
 
 def dynamic_shared(builder: GpuBuilder, name: str, align: int = 128) -> L.Value:
@@ -201,8 +201,8 @@ def mma_f64(
 ) -> list[L.Value]:
     """float64 ``mma`` with eight k: ``mma.m16n8k8``, or, below capability 9.0, the four ``m8n8k4`` that it consists of.
 
-    Args: left: 4 values, of rows ``lane / 4`` and eight more at term ``lane % 4``, then both four terms later; right:
-        2, of column ``lane / 4`` at the same terms; total: 4 values.
+    Args: left: 4 values, of rows ``lane / 4`` and eight more at k ``lane % 4``, then both four k later; right:
+        2, of column ``lane / 4`` at the same k; total: 4 values.
     """
     if builder.capability >= (9, 0):
         text = "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "

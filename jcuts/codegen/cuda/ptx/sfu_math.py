@@ -127,7 +127,7 @@ def _rsqrt(x: Num) -> Num:
 
 
 def _erfc(x: Num) -> Num:
-    """As in `vecmath.error_function`, without its branches; what the unit's reciprocal lost is put back there too."""
+    """As in `vecmath.error_function`, branch-free; with a correction of the reciprocal's approximation error."""
     (pole,), (zero,) = (F32.polynomials[name] for name in ("ERFC_POLE", "ERFC_ZERO"))
     size = abs(x)
     near = 1.0 - x.fma(F32.poly("ERF", x * x), x)

@@ -28,7 +28,7 @@ _SWIZZLED = 1 << 62
 def descriptor(builder: GpuBuilder, place: L.Value, leading: int, stride: int) -> L.Value:
     """Matrix descriptor (i64) of the tile that begins at an address (i32) of shared memory.
 
-    Args: leading: bytes from 64 rows of a term to the next 64 (unused where lines hold terms); stride: bytes from eight
+    Args: leading: bytes from 64 rows of a k to the next 64 (unused where lines hold k); stride: bytes from eight
         lines to the next eight.
     """
     start = builder.zext(builder.and_(builder.lshr(place, L.I32(4)), L.I32(0x3FFF)), L.I64)
@@ -51,10 +51,10 @@ def wgmma_async(
 
     Args:
         kind: ``tf32``, ``bf16`` or ``f16``.
-        pairs: operands: [64 rows of the result][step of `STEP` bytes of terms]; the left one as its descriptor alone,
+        pairs: operands: [64 rows of the result][k-step of `STEP` bytes]; the left one as its descriptor alone,
             or as the four registers of a lane (fragments of ``mma`` of a warp's 16 rows), which nothing may
             change before the group has been waited for; the right one as its descriptor.
-        turned: whether lines of the left, of the right operand hold rows of one term.
+        turned: whether lines of the left, of the right operand hold rows of one k (M/N-major).
         totals: [64 rows][8 columns][4], of a lane.
     """
     columns = 8 * len(totals[0])

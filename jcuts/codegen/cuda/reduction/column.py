@@ -152,7 +152,7 @@ class ColumnReductionKernel:
         )
 
     def _loop(self, body: SlidingWindowKernel, whole: L.Value) -> None:
-        """Groups of ``deep * flight`` terms that all lie inside; at least one where the count is a constant."""
+        """Full groups of ``deep * flight`` reduced points; at least one where the count is a constant."""
         builder = self.builder
         step = L.I32(self.shape.deep * self.shape.flight)
         before = builder.block
@@ -170,7 +170,7 @@ class ColumnReductionKernel:
         builder.position_at_end(after)
 
     def _terms(self, body: SlidingWindowKernel, base: L.Value, pieces: int, *, guarded: bool) -> None:
-        """``pieces`` terms of this thread, the first one at ``base + y``."""
+        """``pieces`` reduced points of this thread, the first one at ``base + y``."""
         fixed = {r.name: Extent(r.name, r.extent, fixed=True) for r in body.phase.reds if r.name != TERM}
         fixed[TERM] = Extent(TERM, pieces, self.shape.deep)
         step = self.shape.deep * self.shape.flight
@@ -184,7 +184,7 @@ class ColumnReductionKernel:
 
     # -- across threads -----------------------------------------------------------------------------------------
     def _finish(self, body: ThreadTileKernel) -> None:
-        """Totals of all rows of threads: thread t takes column ``t % across`` of the vectors' place ``t // across``."""
+        """Totals over all rows of threads: thread t takes column ``t % across`` of vector element ``t // across``."""
         builder, shape, width = self.builder, self.shape, self.lane.unroll
         warps = shape.across < WARP and WARP % shape.across == 0  # a warp holds several rows of threads
         rows = shape.threads // WARP if warps else shape.deep
@@ -245,7 +245,7 @@ class ColumnReductionKernel:
         return builder.add(builder.mul(vector, L.I32(self.lane.unroll)), builder.udiv(thread, across))
 
     def _row_total(self, body: ThreadTileKernel, number: int, point: Point, j: int, warps: bool) -> tuple[L.Value, ...]:
-        """What this thread found for one output (with ``warps``: what the rows of its warp found)."""
+        """This thread's partial result for one output (with ``warps``: combined over the rows of its warp)."""
         builder, acc = self.builder, self.phase.accs[number]
         here = tuple((name, j if name == self.lane.name else offset) for name, offset in point)
         values = tuple(builder.load(slot) for slot in body.slots[number, here, 0])

@@ -209,7 +209,7 @@ class ColumnSoftmaxKernel(RowReductionKernel):
 
     # -- across threads -----------------------------------------------------------------------------------------
     def _totals(self, phase: Phase, found: Totals) -> Totals:
-        """What all threads of a column found together; every one of them gets it."""
+        """Combines the partial results of all threads of a column; each gets the total."""
 
         def merge(number: int, a: tuple[L.Value, ...], b: tuple[L.Value, ...]) -> tuple[L.Value, ...]:
             acc = phase.accs[number]
@@ -218,7 +218,9 @@ class ColumnSoftmaxKernel(RowReductionKernel):
         return self._team_reduce([acc_types(acc) for acc in phase.accs], found, merge)
 
     def _team_reduce(self, kinds: Sequence[Sequence[L.Type]], found: Totals, merge: Merge) -> Totals:
-        """``kinds``: types of every accumulator's values; ``merge(number, a, b)`` joins two threads' values of one."""
+        """Combines threads' values. ``kinds``: types of every accumulator's values; ``merge(number, a, b)`` combines
+        two threads' values of one.
+        """
         builder, layout = self.builder, self.layout
         warps = layout.across < WARP and WARP % layout.across == 0
         if warps:

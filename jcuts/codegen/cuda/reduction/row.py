@@ -82,7 +82,7 @@ class RowReductionKernel:
     at = 0  # the column in hand, where a thread has several
 
     def _column(self) -> dict[str, Index]:
-        """Where the column in hand lies."""
+        """Index of the current column."""
         return {}
 
     def __init__(
@@ -142,7 +142,7 @@ class RowReductionKernel:
 
     @contextmanager
     def _iterations(self) -> Iterator[tuple[Emitter, list[int], bool]]:
-        """(emitter, offsets of the unrolled pieces, whether pieces may lie beyond the row), in a loop if need be."""
+        """(emitter, offsets of the unrolled accesses, whether they may exceed the row), in a loop where necessary."""
         shape, builder = self.shape, self.builder
         if self.resident:
             yield self.emitter, [c * self.step for c in range(self.pieces)], self.length % self.step != 0
@@ -174,7 +174,9 @@ class RowReductionKernel:
         tail: bool,
         accs: Mapping[int, E.Lanes],
     ) -> list[int]:
-        """Instantiates nodes at point ``k + offset`` (None: at the row), with locals replaced by what they hold."""
+        """Instantiates nodes at point ``k + offset`` (None: at the row), with local buffers replaced by their
+        values.
+        """
         target, ranges = emitter.graph, emitter.frame.ranges
         replace = {**self._column(), **({} if offset is None else self._places(phase, offset, ranges))}
         inside = () if offset is None or not tail else (Guard(Index.axis(K) + offset, None, self.length - 1),)
@@ -271,7 +273,7 @@ class RowReductionKernel:
         self.reductions += 1
 
     def _mask_tail(self, emitter: Emitter, acc: Acc, values: tuple[int, ...], offset: int) -> tuple[int, ...]:
-        """The terms, or what changes nothing where the point lies beyond the row."""
+        """The reduced values, or the neutral element where the point lies beyond the row."""
         guard = Guard(Index.axis(K) + offset, None, self.length - 1)
         if guard.always(emitter.frame.ranges):
             return values
@@ -284,7 +286,7 @@ class RowReductionKernel:
         return tuple(result)
 
     def _row_results(self, phase: Phase, accs: Mapping[int, E.Lanes]) -> None:
-        """The exit graph: every thread of the team computes it, the first one stores."""
+        """The exit graph: every cooperating thread computes it, the first one stores."""
         emitter = self.emitter if self.resident else Emitter(self._frame(L.I32(0), 1), Graph(), self.buffers)
         frame = emitter.frame
         numbers = self._copy(emitter, phase, phase.exit, [s.value for s in phase.stores], None, False, accs)
@@ -328,7 +330,7 @@ class RowReductionKernel:
 
     # -- across threads -----------------------------------------------------------------------------------------
     def _team_reduce(self, acc: Acc, values: tuple[L.Value, ...], number: int) -> tuple[L.Value, ...]:
-        """Combines the partial results of the team's threads; every thread gets the total."""
+        """Combines the partial results of the cooperating threads; every thread gets the total."""
         values = self._shuffled(acc, values, min(self.shape.team, WARP))
         warps = self.shape.team // WARP
         if warps <= 1:

@@ -52,7 +52,7 @@ class WelfordKernel(ColumnSoftmaxKernel):
             self._map_phase(phase)
 
     def _results(self, centre: str, totals: Totals) -> None:
-        """Both sums of every column: n * m, and M + n * (m - c)**2."""
+        """The program's two sums of every column: n * m, and M + n * (m - c)**2."""
         builder = self.builder
         sums: Totals = {key: (builder.fmul(mean, count),) for key, (mean, _, count) in totals.items()}
         self._column_results(self.program.phases[0], sums)
@@ -96,7 +96,7 @@ class WelfordKernel(ColumnSoftmaxKernel):
         return {(0, v): (*(builder.load(x) for x in made), count) for v, made in enumerate(self.slots)}
 
     def _chunk(self, phase: Phase, base: L.Value, reach: int, limit: L.Value | None, pieces: int) -> None:
-        """Joins ``pieces`` points of every column; with a ``limit`` only those before it."""
+        """Adds ``pieces`` points of every column; with a ``limit`` only those before it."""
         builder = self.builder
         place = builder.add(base, self._thread_start())
         emitter = Emitter(self._frame(place, max(1, reach)), Graph(), self.buffers)
@@ -151,7 +151,7 @@ class WelfordKernel(ColumnSoftmaxKernel):
         return builder.select(builder.fcmp_ordered("<", count, one), one, count)
 
     def _join(self, a: tuple[L.Value, ...], b: tuple[L.Value, ...]) -> tuple[L.Value, ...]:
-        """The moments of two sets of points together; either may be empty."""
+        """Merges the moments of two sets of points; either may be empty."""
         builder = self.builder
         (mean, squares, count), (other, more, added) = a, b
         total = builder.fadd(count, added)

@@ -118,7 +118,7 @@ class ScanEmitter:
         carry: int | None,
         inside: tuple[Guard, ...] = (),
     ) -> list[int]:
-        """Nodes of a phase at a step; ``carry``: the node that stands for what the local buffer holds."""
+        """Nodes of a phase at a step; ``carry``: the node that replaces the carry buffer."""
         source, target, ranges = phase.exit, emitter.graph, emitter.frame.ranges
         numbers: dict[int, int] = {}
         for number in source.needed(wanted):
@@ -259,7 +259,7 @@ class ScanRowsEmitter(ScanEmitter):
         return E.combine(self.builder, self.combine, self.dtype, (a,), (b,))[0]
 
     def _piece(self, base: L.Value, carry: L.Value) -> L.Value:
-        """Scans and stores the next points; returns the carry behind them."""
+        """Scans and stores the next points; returns the updated carry."""
         builder, shape, time = self.builder, self.shape, self.time
         step = shape.team * shape.vector
         variables = {a.name: self.integers[a.name] for a in self.carry.axes if a is not time}
@@ -301,7 +301,7 @@ class ScanRowsEmitter(ScanEmitter):
         return self._join(carry, total)
 
     def _before(self, mine: L.Value) -> tuple[L.Value, L.Value]:
-        """What the threads before this one have together, and what all of the team have."""
+        """Exclusive prefix over the preceding threads, and the total of all threads of the row."""
         builder, shape = self.builder, self.shape
         inside = builder.urem(self.lane, L.I32(WARP))
         neutral = E.constant(identity(self.combine, self.dtype), self.dtype)

@@ -63,7 +63,7 @@ def merge_modules(sources: list[tuple[str, str]], arch: str = "", *, early: bool
 
 
 def _without_negations(text: str) -> str:
-    """The same code with complements and additions for negated integers, where there are minima or maxima of integers.
+    """The same code with complement and addition instead of integer negation, where there are integer minima or maxima.
 
     ptxas 13.0 (13.5 does not) makes one instruction of two minima, and leaves out the sign of its second operand:
     ``min(min(-a, -b), -c)`` became ``min(-a, b, -c)`` on compute capability 9.0.
@@ -80,7 +80,9 @@ def supports_pdl(arch: str) -> bool:
 
 
 def _waiting(lines: list[str], ready: bool) -> list[str]:
-    """The lines of a PTX kernel that waits, behind the declarations at its beginning. Args: ready: as of `merged`."""
+    """The lines of a PTX kernel that begins with `griddepcontrol.wait`, behind its declarations. Args: ready: as of
+    `merged`.
+    """
     entry = next(k for k, x in enumerate(lines) if _ENTRY.match(x))
     place = lines.index("{", entry) + 1
     while not lines[place].strip() or lines[place].lstrip().startswith((".", "//")):

@@ -13,7 +13,7 @@ LEAST_SHARED = 49_152
 REGISTERS = 65_536
 """32-bit registers of a multiprocessor; a block must fit into them."""
 GROUPED = (9, 0)
-"""The compute capability whose warp groups multiply matrices (``wgmma``): no other one has them."""
+"""The only compute capability with ``wgmma``."""
 OLDEST = (7, 5)
 """Oldest compute capability that code is made for: the assembler of CUDA 13 takes no older one."""
 AMPERE = (8, 0)

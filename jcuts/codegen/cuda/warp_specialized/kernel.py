@@ -2,7 +2,7 @@
 
 Producer warps fill a ring of shared-memory stages with ``cp.async``, consumer warpgroups run ``wgmma``, and an optional
 warp of a third role issues the proxy fences (which wait for products).  float32 activations are rounded to TF32 in
-registers; weights must already be TF32.  Where all warps copy, fetch, round and multiply in step, the units wait at
+registers; weights must already be TF32.  Where all warps copy, fetch, round and multiply in step, tensor cores wait at
 every barrier; here consumers wait for a stage's ``mbarrier`` alone (`mbarrier_ring`): while one warpgroup fetches and
 rounds, others multiply, and while they run the epilogue of a tile, copies of the block's next one are in flight
 (persistent blocks).  Registers are shared out by ``setmaxnreg``.  A convolution's halo may stay in shared memory for
@@ -37,7 +37,7 @@ from jcuts.codegen.llvm import lanes as L
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS, prologue
 
 WHOLE = wgmma.LINE // ptx_mma.STEP
-"""Steps of terms of a tile: all are one group of instructions."""
+"""k-steps of a tile: all are one ``wgmma`` commit group."""
 
 
 class WarpSpecializedKernel(WgmmaKernel):
@@ -90,7 +90,7 @@ class WarpSpecializedKernel(WgmmaKernel):
             asm(self.builder, text, VOID, effects=True)
 
     def _tiles(self, state: list[L.Value], work: Callable[[list[L.Value]], list[L.Value]]) -> None:
-        """Does something for every tile of outputs of the block. Args: state: numbers that go round."""
+        """Runs a body for every output tile of the block (persistent loop). Args: state: loop-carried values."""
         builder, shape = self.builder, self.shape
         if shape.rounds == 1:
             work(state)
@@ -192,7 +192,7 @@ class WarpSpecializedKernel(WgmmaKernel):
         return self._loop_over(state, step, self.shape.share + self.shape.residual_stages)
 
     def _prologue(self) -> Prologue:
-        """What is computed from the left operand, with vectors that come with the first k-tile."""
+        """The prologue of the A operand, whose vectors arrive with the first k-tile."""
         builder, shape = self.builder, self.shape
         place = builder.add(self.shared, L.I32(shape.kept_until))
         return Prologue(self.frame, self.program, shape.share * shape.left.terms, place, self.lane)
@@ -200,7 +200,7 @@ class WarpSpecializedKernel(WgmmaKernel):
     def _loop_over(
         self, state: list[L.Value], step: Callable[[L.Value, list[L.Value]], list[L.Value]], count: int = 0
     ) -> list[L.Value]:
-        """Does something for every k-tile, or so many times."""
+        """Runs a body for every k-tile, or a number of times."""
         builder, before = self.builder, self.builder.block
         loop, after = builder.append_basic_block("terms"), builder.append_basic_block("terms.done")
         builder.branch(loop)
@@ -217,7 +217,7 @@ class WarpSpecializedKernel(WgmmaKernel):
         return state
 
     def _next_run(self, tap: L.Value, run: L.Value) -> L.Value:
-        """The place of the run of pixels behind a tap."""
+        """Address of the run of pixels after a tap."""
         builder, shape = self.builder, self.shape
         assert shape.window is not None
         moved = builder.add(run, L.I32(shape.run))
@@ -238,7 +238,7 @@ class WarpSpecializedKernel(WgmmaKernel):
         self._tiles([L.I32(0), L.I32(0), L.I32(0)], self._tile)
 
     def _tile(self, state: list[L.Value]) -> list[L.Value]:
-        """One tile of outputs. Args: state: the stage that is read next, its parity, the place of the run."""
+        """One output tile of a consumer. Args: state: the next stage to read, its parity, address of the run."""
         builder, shape = self.builder, self.shape
         if isinstance(self.rows, HaloFragments):
             self.rows.begin(self.variables[ROWS], self.row_warp, self.lane)
@@ -299,7 +299,7 @@ class WarpSpecializedKernel(WgmmaKernel):
         return mine, stage, parity
 
     def _step(self, numbers: list[L.Value], totals: Totals) -> tuple[list[L.Value], Totals]:
-        """The products of a k-tile; the stage of the one before is empty then."""
+        """The ``wgmma``s of a k-tile; releases the previous stage."""
         builder, shape, found = self.builder, self.shape, self.shape.window
         number, stage, parity, run = numbers
         self.ring.wait((self.ring.fenced if shape.has_fence_warp else self.ring.full)(stage), parity)
@@ -327,7 +327,7 @@ class WarpSpecializedKernel(WgmmaKernel):
         return [builder.add(number, L.I32(1)), *self.ring.next(stage, parity), run], totals
 
     def _before(self, stage: L.Value) -> L.Value:
-        """The stage before this one."""
+        """The previous stage."""
         builder = self.builder
         first = builder.icmp_signed("==", stage, L.I32(0))
         return builder.select(first, L.I32(self.shape.stages - 1), builder.sub(stage, L.I32(1)))

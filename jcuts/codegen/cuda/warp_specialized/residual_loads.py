@@ -26,7 +26,7 @@ SWIZZLED = 64
 
 
 def _swizzle(builder: GpuBuilder, row: L.Value) -> L.Value:
-    """What the places in a row are turned by."""
+    """XOR mask of byte offsets in a row (swizzle)."""
     return builder.mul(builder.and_(row, L.I32(1)), L.I32(SWIZZLED))
 
 
@@ -67,7 +67,7 @@ class ResidualLoader:
             ptx_mma.cp_async(builder, (into, first * self.kept.pitch), (source, far), PIECE, None)
 
     def _source(self, down: int) -> L.Value:
-        """Global address of this thread's piece of its row, so many rows further, or of the last row."""
+        """Global address of this thread's piece of its row, a number of rows further, clamped to the last row."""
         builder = self.builder
         row = builder.add(self.frame.variables[ROWS], builder.add(self.line, L.I32(down)))
         variables = {**self.frame.variables, ROWS: self._inside(0, row, 1), COLUMNS: self.column}
@@ -76,7 +76,7 @@ class ResidualLoader:
         return builder.add(place, L.I64(constant)) if constant else place
 
     def _inside(self, number: int, place: L.Value, count: int) -> L.Value:
-        """A row (0), or the first of a few columns (1), that there is; what comes of others is never stored."""
+        """A row (0), or first column of a few (1), clamped to an existing one; results of others are never stored."""
         builder, tile = self.builder, self.tiles[number]
         if tile.extent % tile.size == 0:
             return place

@@ -93,7 +93,7 @@ class WarpSpecializedTile(HaloTile):
 
     @property
     def residual_stages(self) -> int:
-        """Stages of a tile of outputs behind those of its terms."""
+        """Stages of an output tile's residual, behind those of its k-tiles."""
         return 0 if self.beside is None else self.warps[0] // WARPS
 
     @property

@@ -39,7 +39,7 @@ class SlidingWindow:
 
 
 def walk_of(program: Program) -> SlidingWindow | None:
-    """The walk that a schedule asks for. Raises CompileRejected where tiles do not divide the axis."""
+    """The sliding window of a schedule. Raises CompileRejected where tiles do not divide the axis."""
     params = dict(program.params)
     if "walk" not in params:
         return None
@@ -57,7 +57,7 @@ Run = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Path:
-    """Values of a variable from ``first`` to before ``end``, at least one, ``step`` apart."""
+    """A loop range: values of a variable from ``first`` to before ``end``, at least one, ``step`` apart."""
 
     name: str
     step: int
@@ -104,7 +104,7 @@ class SlidingWindowKernel(ThreadTileKernel):
         ranges: dict[str, int],
         steps: dict[str, int],
     ) -> None:
-        """The terms of a tile, with all points of one reduction, ``red.unroll`` of them at a time."""
+        """Accumulates a tile over all points of one reduction, ``red.unroll`` at a time."""
         inside = {**fixed, red.name: Extent(red.name, red.unroll)}
         bounds = {**ranges, red.name: red.extent - red.unroll + 1}
         multiples = {**steps, red.name: red.unroll}
@@ -128,7 +128,9 @@ class SlidingWindowKernel(ThreadTileKernel):
         frame: Callable[[L.Value], M.Frame],
         compute: Callable[[L.Value], None],
     ) -> None:
-        """The loop. Args: graph, wanted: of one tile; frame, compute: of the tile where the variable has a value."""
+        """The loop over tiles. Args: graph, wanted: of one tile; frame, compute: of the tile at the variable's
+        value.
+        """
         builder = self.builder
         here = frame(path.first)
         follows = _reused_nodes(path, graph, wanted, here.ranges)
@@ -185,14 +187,14 @@ class SlidingWindowKernel(ThreadTileKernel):
     def _prefetch(
         self, path: _Path, graph: Graph, runs: Sequence[Run], frame: Callable[[L.Value], M.Frame], at: L.Value, by: int
     ) -> dict[Run, list[L.Value]]:
-        """What loads bring that many tiles further on, where there is such a tile."""
+        """Prefetches the loads of the tile so many further on, where there is one."""
         there = self.builder.add(at, L.I32(by * path.step))
         inside = self.builder.icmp_signed("<", there, path.end)
         place = frame(there)
         return {r: self._words(place, graph, r, inside) for r in runs}
 
     def _body_emitter(self, frame: M.Frame, graph: Graph) -> Emitter:
-        """An emitter that has what the walk brings along."""
+        """An emitter with the carried values bound."""
         self.emitter = Emitter(frame, graph, self.buffers)
         for number, lanes in self.given.items():
             self.emitter.bind(number, lanes)
@@ -202,7 +204,7 @@ class SlidingWindowKernel(ThreadTileKernel):
         return Emitter(frame, graph, self.buffers) if self.phase.reds else self._body_emitter(frame, graph)
 
     def _graph(self, ranges: Mapping[str, int]) -> tuple[Graph, list[int]]:
-        """The graph of a tile of an axis' walk, and what is wanted of it."""
+        """The graph of a tile of the sliding axis, and its results."""
         if not self.phase.reds:
             tile = exit_tile(self.phase, self.axes, ranges)
             return tile.graph, [value for _, _, value, _, _ in tile.stores]
@@ -210,14 +212,14 @@ class SlidingWindowKernel(ThreadTileKernel):
         return _terms(body_tile(self.phase, self.axes, reds, ranges))
 
     def _words(self, frame: M.Frame, graph: Graph, run: Run, only: L.Value | None = None) -> list[L.Value]:
-        """The registers of an access; nothing is read unless ``only`` holds."""
+        """The registers of an access, predicated by ``only``."""
         node = graph.nodes[run[0]]
         assert node.index is not None
         fill = fill_bits(node.value, node.dtype)
         return M.load_words(frame, node.buffer, M.item_size(node.dtype), node.index, len(run), node.guards, fill, only)
 
     def _lanes(self, graph: Graph, words: Mapping[Run, Sequence[L.Value]]) -> dict[int, E.Lanes]:
-        """The values that loads have brought, by node."""
+        """Values of the loads, by node."""
         found = {}
         for run, registers in words.items():
             dtype = graph.nodes[run[0]].dtype
@@ -231,7 +233,7 @@ def _terms(tile: Tile) -> tuple[Graph, list[int]]:
 
 
 def _reused_nodes(path: _Path, graph: Graph, wanted: Sequence[int], ranges: Mapping[str, int]) -> dict[int, int]:
-    """Nodes of the next tile -> those of this one that are the same; not those that no tile changes."""
+    """Nodes of the next tile -> equal nodes of this one (reused values); without loop-invariant ones."""
     reach = max(1, ranges[path.name] - path.step)  # of a tile that has a next one
     inside = {**ranges, path.name: reach}
     both = Graph()
@@ -244,7 +246,7 @@ def _reused_nodes(path: _Path, graph: Graph, wanted: Sequence[int], ranges: Mapp
 
 
 def _carried_values(graph: Graph, wanted: Sequence[int], follows: Mapping[int, int]) -> list[int]:
-    """Values that are carried because computing them takes more than a conversion of what is loaded."""
+    """Carried values: those that cost more than a conversion of a loaded value."""
     found, seen, stack = set(), set(), list(wanted)
     while stack:
         number = stack.pop()
@@ -266,5 +268,5 @@ def _axes(node: Node) -> frozenset[str]:
 
 
 def _data(node: Node) -> bool:
-    """Whether the address of a load is known at run time only."""
+    """Whether a load's address is data-dependent."""
     return any(i is not None and i.values() for i in (node.index, *(g.index for g in node.guards)))

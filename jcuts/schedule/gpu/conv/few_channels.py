@@ -49,7 +49,7 @@ RESULT = _FIT.result_instructions
 MOST_SHARE = 64
 """Tiles of a block."""
 MOST_STEPS = 1400
-"""Products of matrix units that one thread's code may have: it is unrolled."""
+"""Most ``mma`` instructions in one thread's code: it is unrolled."""
 
 
 def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterator[Candidate]:

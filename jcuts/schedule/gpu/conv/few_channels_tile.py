@@ -26,7 +26,7 @@ from jcuts.schedule.gpu.machine import WARP
 
 BANKS = 32
 FOUR = 4
-"""Terms that a quarter of a warp's lanes hold."""
+"""k that a quarter of a warp's lanes hold."""
 WORD = 4
 """Bytes of a bank's word."""
 ACCESS = 16
@@ -38,7 +38,7 @@ LINES = DEPTH // WORD
 TILE = 16
 """Pixels of an instruction, and columns whose results a lane stores in one access."""
 SHIFT = 8
-"""Words by which lines of filters are shifted against each other: terms of a four meet different banks."""
+"""Words by which lines of filters are shifted against each other: k of a four lie in different banks."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class FewChannelTile:
     def k_offsets(self) -> list[list[int]]:
         """Offsets in the patch from a pixel's first element to its k, in fours; the last one stands for those beyond K.
 
-        Of 16-bit floats a four of even terms comes before that of the odd ones beside them.
+        For 16-bit floats a four of even k comes before that of the neighbouring odd ones.
         """
         return _fours(self.patches.terms, self.pitch, self.patches.item)
 

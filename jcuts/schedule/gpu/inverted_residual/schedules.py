@@ -73,7 +73,7 @@ LARGE = 256
 SPARED = _CANDIDATES.register_excess_factor
 """What the assembler may have to do without, as a factor of the registers that there are."""
 MOST_UNROLLED = 400
-"""Products of matrix units that one thread's code may have per piece."""
+"""Most ``mma`` instructions in one thread's code per channel chunk."""
 ROOM = {(9, 0): 226 << 10, (8, 0): 162 << 10, (8, 7): 162 << 10}
 LEAST_ROOM = 98 << 10
 """Bytes of shared memory that a thread block may ask for, by compute capability: 1 KiB less than there are."""
@@ -125,7 +125,7 @@ def products(program: Program, machine: GpuMachine, most: int = LISTED) -> Itera
 
 
 def _diverse(ranked: list[tuple[float, InvertedResidualTile]]) -> list[tuple[float, InvertedResidualTile]]:
-    """The same in an order in which neighbours differ in their tiles, pieces and threads, where they count alike."""
+    """The same, reordered so that neighbours of equal cycles differ in tiles, channel chunks and threads."""
     left, found, seen = list(ranked), [], Counter[tuple[str, int, int]]()
 
     def kinds(shape: InvertedResidualTile) -> tuple[tuple[str, int, int], ...]:
@@ -183,26 +183,26 @@ def shapes(found: InvertedResidual, machine: GpuMachine) -> Iterator[InvertedRes
 
 
 def _one_more_block(shape: InvertedResidualTile, machine: GpuMachine) -> Iterator[InvertedResidualTile]:
-    """The same with one more block beside the others, where the registers may do."""
+    """The same with one more resident block per multiprocessor, where registers allow."""
     more = _blocks_per_sm_by_registers(shape) + 1
     if more <= _blocks_per_sm_limit(shape, machine) and more * shape.threads * _registers(shape) <= SPARED * REGISTERS:
         yield replace(shape, beside=more)
 
 
 def _toggle_input_registers(shape: InvertedResidualTile, machine: GpuMachine) -> Iterator[InvertedResidualTile]:
-    """The same with input pixels held in registers where they were not, or not where they were."""
+    """The same with input pixels in registers instead of shared memory, or the reverse."""
     made = replace(shape, held=not shape.held, beside=1)
     if made.fits and made.shared <= ROOM.get(machine.capability, LEAST_ROOM) and _small(made):
         yield replace(made, beside=max(1, min(_blocks_per_sm_by_registers(made), _blocks_per_sm_limit(made, machine))))
 
 
 def _blocks_per_sm_by_registers(shape: InvertedResidualTile) -> int:
-    """Blocks of a multiprocessor that there are registers for."""
+    """Resident blocks per multiprocessor by registers."""
     return max(1, REGISTERS // (shape.threads * _registers(shape)))
 
 
 def _blocks_per_sm_limit(shape: InvertedResidualTile, machine: GpuMachine) -> int:
-    """And that there is other room for."""
+    """Resident blocks per multiprocessor by threads and shared memory."""
     return min(machine.threads_per_sm // shape.threads, BLOCKS, ROOM[9, 0] // (shape.shared + 1024))
 
 
@@ -257,7 +257,7 @@ def _small(shape: InvertedResidualTile) -> bool:
 
 
 def _registers(shape: InvertedResidualTile) -> int:
-    """An estimate of what a thread takes."""
+    """Estimated registers of a thread."""
     wide = shape.chunk // shape.expand[1] // 8
     held = shape.input_registers if shape.held else 8
     alone = (
@@ -310,11 +310,11 @@ def cycles(shape: InvertedResidualTile, machine: GpuMachine) -> float:
 
 
 Counted = tuple[float, float, float, float]
-"""Cycles of a multiprocessor's matrix units, shared memory and issue; instructions."""
+"""Cycles of a multiprocessor's tensor cores, shared memory and issue; instructions."""
 
 
 def _products(shape: InvertedResidualTile) -> Counted:
-    """Both products of a piece of channels."""
+    """Cycles of both GEMMs of a channel chunk."""
     found, chunk, warps = shape.block, shape.chunk, math.prod(shape.expand)
     pixels, outputs = (
         ROW_TILE * shape.m_fragments_in * shape.expand[0],
@@ -343,7 +343,7 @@ def _products(shape: InvertedResidualTile) -> Counted:
 
 
 def _windows(shape: InvertedResidualTile) -> Counted:
-    """The depthwise convolution of a piece of channels."""
+    """Cycles of the depthwise stage of a channel chunk."""
     found, groups = shape.block, shape.threads // shape.words
     strips = -(-shape.strips // groups) * groups
     covered, made, lanes = _covered(found, shape.strip), math.prod(shape.strip), shape.lanes

@@ -43,7 +43,7 @@ _SCAN = fit.coefficients("gpu/reduction", "scan")
 COLUMN_FLIGHTS = {4: 1.0, 8: _COLUMN.flight_8_factor, 2: _COLUMN.flight_2_factor, 1: _COLUMN.flight_1_factor}
 """Factor on the time, by loads in flight of a thread."""
 COLUMN_WAVES = {2: _COLUMN.waves_2_factor, 4: _COLUMN.waves_4_factor}
-"""Factor on the time, by waves of blocks that share the terms."""
+"""Factor on the time, by waves of blocks that split the reduction."""
 SOFTMAX_THREADS = {
     1024: _SOFTMAX.threads_1024_factor,
     512: 1.0,
@@ -264,9 +264,9 @@ def scans(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
 
 
 def _column_tiles(phase: Phase) -> list[tuple[dict[str, int], dict[str, int]]]:
-    """Outputs and terms that a thread takes together: (axis -> unroll, reduction -> unroll).
+    """Register tile of a thread: outputs and reduced points (axis -> unroll, reduction -> unroll).
 
-    A single term of a single output but for windows (filter gradients), whose outputs at different taps share operands.
+    One reduced point of one output but for windows (filter gradients), whose outputs at different taps share operands.
     """
     taps = taps_of(phase)
     if not taps or math.prod(taps.values()) > TAPS:

@@ -212,7 +212,7 @@ def _widths(columns: int, widest: int) -> list[int]:
 
 
 def _stages(counter: WgmmaProblem, way: ConvWindow | None, rows: int, columns: int) -> int:
-    """As many stages as there is shared memory for."""
+    """Pipeline stages: as many as fit in shared memory."""
     free = MOST_SHARED - 3 * MOST_STAGES * BARRIER
     if way is None:
         free -= 4 * counter.vectors * counter.terms

@@ -54,7 +54,7 @@ def windows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
 
 
 def _diverse(found: Sequence[Candidate]) -> Iterator[Candidate]:
-    """The best of every register tile, and the more of them that are alike in kind, the less they count.
+    """The best of every register tile; scores fall with the number of schedules of the same kind.
 
     Estimates of the best differ by less than they are off: neighbours of a thread, and whether it walks, should differ.
     """
@@ -103,7 +103,7 @@ def _tiles(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
 
 
 def _widths(extent: int, size: int) -> list[int]:
-    """Neighbours of a thread: what a warp reads are whole lines in any case."""
+    """Vector widths of a thread: a warp reads whole lines in any case."""
     most = max(1, ACCESS // size)
     return [v for v in (most, most // 2, most // 4) if v and extent % v == 0] or [1]
 
@@ -119,7 +119,7 @@ def _time(
     along: str = "",
     ahead: int = -1,
 ) -> WindowCost:
-    """What is counted. Args: fresh, steps, ahead: of walks along an axis, in so many pieces."""
+    """Counts for the cost model. Args: fresh, steps, ahead: of sliding windows along an axis, in so many pieces."""
     phase = program.phases[0]
     counts = {a.name: -(-a.extent // unroll.get(a.name, 1)) for a in phase.axes}
     covered = math.prod(counts[a.name] * unroll.get(a.name, 1) / a.extent for a in phase.axes)
@@ -144,7 +144,7 @@ def _time(
 
 
 def _least(program: Program) -> float:
-    """Seconds of what must move."""
+    """Seconds of the compulsory traffic."""
     return sum(b.bytes for b in (*program.inputs, *program.outputs)) / fastest_memory()
 
 
@@ -189,7 +189,7 @@ def sliding_windows(program: Program, machine: GpuMachine) -> Iterator[Candidate
 
 
 def _walks(program: Program, machine: GpuMachine, along: Axis, unroll: dict[str, int]) -> Iterator[Candidate]:
-    """Walks of one register tile: pieces of the axis, early loads or not."""
+    """Sliding windows of one register tile: segments of the axis, with or without prefetch."""
     phase, size = program.phases[0], narrowest(program)
     tile, rows = math.prod(unroll.values()), unroll[along.name]
     values = window_values(phase, unroll)

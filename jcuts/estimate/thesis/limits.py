@@ -11,7 +11,7 @@ from jcuts.estimate.thesis.params import FORMATS, Operation, Tiles, check_formul
 from jcuts.estimate.thesis.tables import ceil_div, input_extent
 
 MMA_LANES = 32
-"""Threads that share one "thread" tile when a matrix unit is used: the tile belongs to a warp."""
+"""Threads that share one "thread" tile with tensor cores: the tile belongs to a warp."""
 
 REGISTER_OVERHEAD = 10
 """Registers for addresses, indices and loop counters that no kernel goes without: a floor."""
@@ -55,7 +55,7 @@ def size_shared(op: Operation, tiles: Tiles, *, formula: str = "corrected") -> A
 def registers(op: Operation, tiles: Tiles, *, unit: str = "ffma") -> Any:
     """Lower bound on a thread's registers: its accumulators, one operand row, and ``REGISTER_OVERHEAD``.
 
-    Accumulators are single precision (double for 8-byte elements).  For a matrix unit a warp shares them.
+    Accumulators are single precision (double for 8-byte elements).  With tensor cores a warp shares them.
     """
     n, k, h, w = tiles.thread
     words = max(1, op.element_bytes // 4)

@@ -104,7 +104,7 @@ class Tiles:
 
     Attributes:
         n_block, k_block, h_block, w_block: outputs of a thread block.
-        n_thread, k_thread, h_thread, w_thread: outputs of a thread (of a warp, for the matrix units): powers of two.
+        n_thread, k_thread, h_thread, w_thread: outputs of a thread (of a warp, for tensor cores): powers of two.
         c_input: input channels per iteration of a looped operation.
         format_shared: index into ``FORMATS``.
         prefetch: 1 if the next iteration is fetched during the current one.

@@ -42,7 +42,7 @@ def estimate(op: Operation, tiles: Tiles, arch: GpuArch, *, unit: str = "ffma", 
 
         PUL = GMRatio * SMRatio * WBRatio * COEF_r
 
-    Args: unit: the compute unit; a matrix unit's tile belongs to a warp, whose loads are swizzled (COEF_bc = 1).
+    Args: unit: the compute unit; a tensor core's tile belongs to a warp, whose loads are swizzled (COEF_bc = 1).
     Source: thesis 3.2.3.
     """
     count = max(len(tiles), 1)
@@ -128,7 +128,7 @@ def _balance(op: Operation, tiles: Tiles, arch: GpuArch) -> Any:
 
 
 def _issue(op: Operation, tiles: Tiles, arch: GpuArch, unit: str) -> Any:
-    """Share of the unit's peak that instruction issue and shared-memory banks allow one multiprocessor."""
+    """Fraction of the unit's peak that instruction issue and shared-memory banks allow one multiprocessor."""
     work = comp(op, *tiles.thread)
     loads = n_load(op, *tiles.thread)
     lanes = lanes_per_tile(unit)

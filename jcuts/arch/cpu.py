@@ -1,4 +1,6 @@
-"""What the model knows about a CPU: an extension of the thesis' Table 3.4, documented in ``docs/estimate.md``."""
+"""CPU machine model: cores, SIMD width, caches, ports, bandwidths (an extension of the thesis' Table 3.4,
+``docs/estimate.md``).
+"""
 
 from __future__ import annotations
 

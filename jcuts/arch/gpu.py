@@ -1,4 +1,4 @@
-"""What the model knows about a GPU: Table 3.4 of the thesis, and what the true bound needs besides."""
+"""GPU machine model: Table 3.4 of the thesis, and the rates that the roofline bound needs besides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures what no file tells: sustained bandwidth and GEMM rate of this CPU, with numpy, in well under a second."""
+"""Microbenchmarks of this CPU (NumPy, well under a second): sustained bandwidth and GEMM rate, which no file tells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Content hashes and the fingerprints that make cache keys honest.
+"""Content hashes, and fingerprints of sources, versions and machine for cache keys.
 
 Versions are read with ``importlib.metadata``: nothing here imports jax or numba.
 """

@@ -1,4 +1,4 @@
-"""Every ``JCUTS_*`` environment variable, in one typed place.
+"""All ``JCUTS_*`` environment variables as one typed record, with a scope for tests.
 
     >>> with scope(fuel=3):
     ...     current().fuel

@@ -1,4 +1,4 @@
-"""What a user chose when calling ``jcuts.optimize``: hashable, so that it can be a parameter of the primitive."""
+"""Options of ``jcuts.optimize`` as a frozen, hashable record (a parameter of the primitive), and program variants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An SQLite file of jcuts that survives what users do to it.
+"""Robust SQLite file: busy timeout, schema check, damaged files moved aside.
 
 Rollback journal (not WAL: that needs shared memory, which network file systems lack), full synchronisation, one
 short-lived connection per operation (safe across threads and forks), tables made by whoever comes first.  A damaged or

@@ -1,4 +1,4 @@
-"""Warnings that are given once, however many parts of jcuts run into what they are about."""
+"""Deduplicated warnings: each is logged once, however many parts of jcuts raise it."""
 
 from __future__ import annotations
 

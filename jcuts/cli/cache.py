@@ -1,4 +1,4 @@
-"""Lists, moves and clears what jcuts keeps on disk: the tuning database and the object cache."""
+"""Lists, moves and clears jcuts' files on disk: the tuning database and the object cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure this machine as a cluster file, fit kept measurements again, or list clusters and models."""
+"""Measure this machine as a cluster file, fit stored measurements again, or list clusters and models."""
 
 from __future__ import annotations
 

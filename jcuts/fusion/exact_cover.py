@@ -152,7 +152,7 @@ def _components(count: int, usable: list[_Candidate]) -> dict[int, list[_Candida
 
 
 def _new_cuts(dag: Dag, cover: list[NodeSet]) -> list[_Cut]:
-    """Disjoint cycles of a cover, each as its strongest cut: two subsets that need each other, else all."""
+    """Disjoint cycles of a cover, each as its strongest cut: two mutually dependent subsets, else all of the cycle."""
     cuts: list[_Cut] = []
     left = list(cover)
     while (cycle := quotient_cycle(dag, left)) is not None:
@@ -218,7 +218,7 @@ def _time(cover: list[_Candidate]) -> tuple[float, int]:
 
 
 def _lagrangian_prices(members: list[_Candidate], start: Mapping[int, float] | None = None) -> dict[int, float]:
-    """A price per node such that no candidate costs less than its nodes: their sum bounds every cover from below.
+    """Dual-feasible price per node (no candidate costs less than its nodes): their sum is a lower bound.
 
     Starts from given prices, lowered where a candidate is cheaper, or from each node's cheapest share; then raises
     prices one by one as far as every candidate allows.

@@ -108,7 +108,7 @@ class GreedyFusion:
                 return
 
     def _join_siblings(self) -> None:
-        """Reductions of one tensor over the same dimensions read it once: a sum and a sum of squares."""
+        """Horizontal fusion of reductions of one tensor over the same dimensions: a sum and a sum of squares."""
         alike: dict[object, list[int]] = {}
         for number, cluster in sorted(self.clusters.items()):
             if cluster.roots == 0 or cluster.program is None or cluster.program.template != "reduction":
@@ -149,7 +149,7 @@ class GreedyFusion:
         return True
 
     def _would_cycle(self, first: int, second: int) -> bool:
-        """Is there a path between the two clusters through a node outside both?
+        """Whether a path between the two clusters leads through a node outside both (a merge would create a cycle).
 
         Equations that jcuts leaves out count as nodes of their own, so that the union is convex as well.
         """
@@ -172,7 +172,7 @@ class GreedyFusion:
         return False
 
     def _readers(self, members: frozenset[int]) -> tuple[int, ...]:
-        """Nodes outside a set that read what it makes."""
+        """Users of a set's results outside it."""
         found = self.readers.get(members)
         if found is None:
             outputs = (t for m in members for t in self.graph.nodes[m].outputs)

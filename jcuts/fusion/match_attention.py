@@ -75,7 +75,7 @@ def find(graph: TensorGraph, second: OpNode) -> AttentionMatch | Refusal | None:
 
 
 def _walk(graph: TensorGraph, tensor: int) -> tuple[NodeSet, set[int]]:
-    """Operations before a tensor up to products: those as large as it and those with one value per row."""
+    """Backward walk from a tensor to contractions: operations of its size, and those with one value per row."""
     found: set[int] = set()
     firsts: set[int] = set()
     like = graph.tensors[tensor].type
@@ -94,7 +94,7 @@ def _walk(graph: TensorGraph, tensor: int) -> tuple[NodeSet, set[int]]:
 
 
 def _exclusive_producers(graph: TensorGraph, others: NodeSet, behind: set[int]) -> set[int]:
-    """Of operations that do not depend on the scores those that serve nothing else: masks, broadcasts."""
+    """Operations independent of the scores that nothing else uses: masks, broadcasts."""
     found: set[int] = set()
     for number in sorted(others, reverse=True):
         outputs = graph.nodes[number].outputs
@@ -107,7 +107,7 @@ def _exclusive_producers(graph: TensorGraph, others: NodeSet, behind: set[int]) 
 def _replace_in_partition(
     graph: TensorGraph, cover: dict[NodeSet, Program], pair: AttentionMatch, dag: Dag
 ) -> dict[NodeSet, Program] | Refusal:
-    """The cover with an attention for what its operations were part of."""
+    """The partition with the attention region in place of the regions that held its operations."""
     last = next((s for s in cover if pair.second in s), frozenset())
     tail = descendants(graph, last, pair.second)
     core = pair.between | {pair.first, pair.second}
@@ -136,7 +136,7 @@ def _replace_in_partition(
 
 
 def _with_layout(graph: TensorGraph, members: NodeSet, cover: dict[NodeSet, Program]) -> NodeSet:
-    """The operations with slices, reshapes and numbers that make their operands and serve nothing else."""
+    """The operations plus the slices, reshapes and literals that produce their operands and have no other use."""
     free = {n for s in cover for n in s}
     grown = set(members)
     while True:

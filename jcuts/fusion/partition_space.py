@@ -122,7 +122,7 @@ class Space:
         return self._cover(self.estimates)
 
     def _heaviest(self, subset: NodeSet) -> int:
-        """The operation that makes most of a subset's work: its reduction, else its last one."""
+        """The dominant operation of a region: its reduction, else its last one."""
         roots = [n for n in subset if (op := self.graph.nodes[n].op) is not None and op.is_root]
         return max(roots or subset)
 
@@ -193,7 +193,7 @@ def explore(graph: TensorGraph, grouping: Grouping, limits: Limits = LIMITS) -> 
 
 
 def _atoms(graph: TensorGraph, greedy: Sequence[NodeSet]) -> list[NodeSet]:
-    """Chains of element operations that no cut would improve (see the module)."""
+    """Atoms: chains of element-wise operations that no cut would improve (see the module)."""
     group_of = {n: k for k, members in enumerate(greedy) for n in members}
     plain = _dag_of(graph, [frozenset({node.number}) for node in graph.nodes])
     atom_of = {node.number: frozenset({node.number}) for node in graph.nodes}
@@ -221,7 +221,7 @@ def _is_simple(node: OpNode) -> bool:
 
 
 def _as_many_points(graph: TensorGraph, node: OpNode, user: OpNode) -> bool:
-    """Fused, ``node`` is computed at most as often as alone."""
+    """Whether fusion does not recompute ``node`` more often than alone."""
     assert node.op is not None
     made = sum(graph.tensors[t].type.size for t in node.outputs)
     return node.op.cost == 0 or made >= sum(graph.tensors[t].type.size for t in user.outputs)
@@ -239,7 +239,7 @@ def _bytes(graph: TensorGraph, members: NodeSet) -> float:
 
 
 def _partition_differences(old: Sequence[NodeSet], new: Sequence[NodeSet]) -> list[tuple[list[NodeSet], list[NodeSet]]]:
-    """The smallest parts of two covers that can be exchanged for each other: (old subsets, new subsets) pairs."""
+    """Minimal exchangeable differences of two partitions: (old regions, new regions) pairs."""
     gone, come = [s for s in old if s not in set(new)], [s for s in new if s not in set(old)]
     owner = {n: k for k, subset in enumerate(gone) for n in subset}
     leader = list(range(len(gone)))

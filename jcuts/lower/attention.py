@@ -175,7 +175,7 @@ def _places(
 def _reduction(
     made: _AttentionBuilder, node: OpNode, out: IndexTuple, reds: IndexTuple
 ) -> tuple[tuple[Acc, ...], Graph]:
-    """What a reduction adds up at a point of its result; the current graph has the axes of both."""
+    """The summand of a reduction at a point of its result; the current graph has the axes of both."""
     assert node.op is not None and node.op.reduce is not None
     builder, spec = made.builder, node.op.reduce
     terms = spec.term(builder.context(node), out, reds)  # type: ignore[arg-type]
@@ -184,7 +184,7 @@ def _reduction(
 
 
 def _result(made: _AttentionBuilder, node: OpNode, accs: tuple[Acc, ...], out: IndexTuple) -> int:
-    """A reduction's result in the current graph, known to what follows it."""
+    """Registers a reduction's result in the current graph for its users."""
     assert node.op is not None and node.op.reduce is not None
     builder = made.builder
     values = [builder.target.add(acc_node(k, a)) for k, a in enumerate(accs)]

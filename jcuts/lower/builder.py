@@ -110,7 +110,9 @@ class Builder:
         return self._select(guards, result, fill, info.type.dtype)
 
     def _reads_pieces(self, pieces: StridedConcat) -> bool:
-        """Whether a product reads the pieces, which are made in the subset, and nothing else is known of them."""
+        """Whether to read a strided concatenation at its source: its slices are in the region, and none has a known
+        value yet.
+        """
         cut = {t for number in pieces.slices for t in self.graph.nodes[number].outputs}
         known = self.anchors.keys() | self.locals.keys()
         return self.past_pieces and pieces.slices <= self.subset and not cut & known

@@ -38,7 +38,7 @@ def delinearize(program: Program) -> Program:
 
 
 def _digits(phase: Phase, name: str, extent: int) -> tuple[int, ...]:
-    """Extents of the digits into which quotients and remainders cut an axis, outermost first."""
+    """Extents of the sub-axes into which quotients and remainders split an axis, outermost first."""
     cuts = sorted({1, extent, *(m for index in _indices(phase) for m in _divisors(index, name))})
     if any(b % a for a, b in itertools.pairwise(cuts)):
         return (extent,)
@@ -46,7 +46,7 @@ def _digits(phase: Phase, name: str, extent: int) -> tuple[int, ...]:
 
 
 def _divisors(index: Index, name: str) -> Iterable[int]:
-    """What an address divides an axis by, in one step or several; quotients of anything else are looked into only."""
+    """Divisors that an address applies to an axis, nested ones multiplied; other quotients are only searched."""
     for atom, _ in index.terms:
         if atom.inner is None or name not in atom.inner.axes():
             continue
@@ -57,7 +57,7 @@ def _divisors(index: Index, name: str) -> Iterable[int]:
 
 
 def _alone(index: Index, name: str) -> int | None:
-    """By what the axis was divided where an expression is nothing but a quotient of it."""
+    """The divisor, where an expression is exactly a quotient of the axis."""
     if index.const or len(index.terms) != 1 or index.terms[0][1] != 1:
         return None
     atom = index.terms[0][0]

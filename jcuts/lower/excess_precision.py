@@ -61,5 +61,5 @@ def _has_round_trip(graph: Graph) -> bool:
 
 
 def _is_exact_upcast(node: Node, nodes: Sequence[Node]) -> bool:
-    """Whether it is a conversion to float32 before which nothing need be rounded."""
+    """Whether it is a conversion to float32 whose preceding rounding may be dropped."""
     return node.op == "convert" and node.dtype == WIDE and nodes[node.args[0]].dtype == HALF and not node.declared

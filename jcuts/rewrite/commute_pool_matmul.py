@@ -86,7 +86,7 @@ def _pool_first(pool: Any, program: Program) -> dict[int, list[Any]] | None:
 
 
 def _channel(product: Any) -> int | None:
-    """The dimension that a product mixes and that its result has in the same place; None if it does anything else."""
+    """The channel dimension that a matmul contracts and that its result has in the same position; None otherwise."""
     name = jaxapi.primitive_name(product)
     if name not in (CONVOLUTION, DOT) or product.params.get("out_sharding") is not None:
         return None
@@ -109,7 +109,7 @@ def _keeps(pool: Any, channel: int) -> bool:
 
 
 def _is_per_point(division: Any, channel: int) -> bool:
-    """Whether a value is divided by a number, or by one per point, which then fits any number of channels."""
+    """Whether a divisor is a scalar or one number per point (no channel dimension)."""
     divisor = division.invars[1].aval
     return divisor.ndim == 0 or (divisor.ndim == division.outvars[0].aval.ndim and divisor.shape[channel] == 1)
 

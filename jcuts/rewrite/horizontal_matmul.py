@@ -1,4 +1,4 @@
-"""Horizontal fusion of matmuls that share an operand and have constant weights: one product with concatenated weights.
+"""Horizontal fusion of matmuls that share an operand and have constant weights: one matmul with concatenated weights.
 
     a = x . w1,  b = x . w2,  ...     ->     y = x . [w1 w2 ...],   a, b, ... = slices of y
 
@@ -135,7 +135,7 @@ def _of_dot(eqn: Any, side: int) -> tuple[int, int] | None:
 
 
 def _key(found: _Sibling) -> Any:
-    """Equal for products that can be joined: but for the joined dimension all is the same."""
+    """Grouping key of fusible matmuls: all attributes except the concatenated dimension."""
     eqn, shape = found.eqn, list(found.weights.shape)
     shape[found.along] = -1
     params = str(sorted(eqn.params.items(), key=str))
@@ -144,13 +144,13 @@ def _key(found: _Sibling) -> Any:
 
 
 def _fits(group: Sequence[_Sibling], found: _Sibling) -> bool:
-    """Whether a product may join others: the joined weights may be as large as any other constant that is folded."""
+    """Whether a matmul may be fused: the concatenated weights must not exceed the size limit of constant folding."""
     total = sum(s.weights.size * s.weights.dtype.itemsize for s in (*group, found))
     return len(group) < MOST and total <= FOLD_LIMIT
 
 
 def _is_part(found: _Sibling, program: Program, readers: dict[Any, Any]) -> bool:
-    """Whether a sibling, with element-wise operations behind it, goes straight into a concatenation of its columns."""
+    """Whether a sibling, with its element-wise epilogue, feeds a concatenation along its columns."""
     part = found.eqn.outvars[0]
     while program.uses[part] == 1 and part in readers:
         eqn = readers[part]
@@ -163,7 +163,7 @@ def _is_part(found: _Sibling, program: Program, readers: dict[Any, Any]) -> bool
 
 
 def _joined(group: Sequence[_Sibling], program: Program, readers: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
-    """The product of several, what follows them all, and the slices; and the equations that these replace."""
+    """The fused matmul, the siblings' common epilogue, and the slices; and the equations that these replace."""
     first = group[0]
     weights = np.concatenate([np.asarray(s.weights) for s in group], first.along)
     invars = list(first.eqn.invars)
@@ -213,7 +213,7 @@ def slices(whole: Any, parts: Sequence[Any], place: int, widths: Sequence[int], 
 
 # -- what follows all siblings alike --------------------------------------------------------------------------------
 def _of_most(followers: Sequence[Any], parts: Sequence[Any], widths: Sequence[int]) -> list[Any]:
-    """The followers that most columns have in common and that a constant can make harmless; None for all others."""
+    """The epilogue operations that most columns share and that have a neutral constant; None for all others."""
     by_name: dict[str, int] = {}
     for eqn, part, width in zip(followers, parts, widths, strict=True):
         if eqn is not None and eqn.invars[0] is part and (jaxapi.primitive_name(eqn) in NEUTRAL or _keeps(eqn, parts)):
@@ -235,7 +235,7 @@ def _of_most(followers: Sequence[Any], parts: Sequence[Any], widths: Sequence[in
 
 
 def _keeps(eqn: Any, parts: Sequence[Any]) -> bool:
-    """Whether a conversion changes no value of any part: to a wider type, or back to that of parts that waited."""
+    """Whether a conversion is exact for every sibling: to a wider type, or back to the type of unconverted ones."""
     if jaxapi.primitive_name(eqn) != CONVERT:
         return False
     before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
@@ -246,7 +246,7 @@ def _keeps(eqn: Any, parts: Sequence[Any]) -> bool:
 
 
 def _holds(wide: Any, narrow: Any) -> bool:
-    """Whether every number of a floating type is one of another."""
+    """Whether every value of a floating type is representable in another."""
     if wide == narrow:
         return True
     if not all(jax.numpy.issubdtype(t, np.floating) for t in (wide, narrow)):
@@ -297,7 +297,7 @@ def _common(
 
 
 def _one_value(given: Sequence[Any]) -> bool:
-    """Whether all operands are the same number (a scalar, which fits any shape)."""
+    """Whether all operands are the same scalar."""
     if any(a is None for a in given):
         return False
     scalars = all(jaxapi.is_literal(a) and np.ndim(a.val) == 0 and a.aval.shape == () for a in given)
@@ -307,7 +307,7 @@ def _one_value(given: Sequence[Any]) -> bool:
 def _side_by_side(
     given: Sequence[Any], parts: Sequence[Any], place: int, widths: Sequence[int], program: Program, neutral: float
 ) -> np.ndarray | None:
-    """Constants of the siblings joined along the result's dimension ``place``, the others 1 where they can be.
+    """Constants of the siblings concatenated along the result's dimension ``place``; other dimensions 1 where possible.
 
     ``neutral`` is the constant of a sibling that has none.
     None where one is no constant, where their types differ, or where they are too large to be worth joining.

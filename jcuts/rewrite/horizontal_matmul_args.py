@@ -49,7 +49,7 @@ def horizontal_matmul_args(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
 def _one(
     group: Sequence[Any], order: Order, program: Program, readers: dict[Any, Any], given: frozenset[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """The product of several, their biases, and the parts of the result; and the equations that these replace."""
+    """The fused matmul, its biases, and the slices of the result; and the equations that these replace."""
     first, gone = group[0], list(group)
     widths = [eqn.invars[1].aval.shape[order[0]] for eqn in group]
     weights, eqns = _concatenated([eqn.invars[1] for eqn in group], order[0], first)
@@ -87,7 +87,7 @@ def _bias(part: Any, program: Program, readers: dict[Any, Any], given: frozenset
 
 
 def _concatenated(parts: Iterable[Any], dimension: int, like: Any) -> tuple[Any, list[Any]]:
-    """Values side by side, and the equation that makes them so."""
+    """The concatenation of values, and its equation."""
     parts = list(parts)
     shape = list(parts[0].aval.shape)
     shape[dimension] = sum(part.aval.shape[dimension] for part in parts)

@@ -52,7 +52,7 @@ def _next(closed: jaxapi.Closed) -> jaxapi.Closed | None:
 
 
 def _operands(eqn: Any, program: Program, gone: list[Any]) -> list[Any]:
-    """The parts of a concatenation, with those of concatenations that are parts of it alone, which are ``gone``."""
+    """Flattened operands of a concatenation: nested concatenations with no other use are inlined (``gone``)."""
     found = []
     for atom in eqn.invars:
         inner = program.maker(atom, CONCATENATE)
@@ -65,7 +65,7 @@ def _operands(eqn: Any, program: Program, gone: list[Any]) -> list[Any]:
 
 
 def _is_worth(eqn: Any, operands: Sequence[Any], program: Program) -> bool:
-    """Whether kernels can write all parts but what the array begins with, and no other concatenation reads them."""
+    """Whether kernels can write all operands after the first slice, and no other concatenation reads them."""
     aval = eqn.outvars[0].aval
     if any(jaxapi.is_literal(a) for a in operands) or len(set(operands)) < len(operands) or len(operands) < 2:
         return False
@@ -79,7 +79,7 @@ def _is_worth(eqn: Any, operands: Sequence[Any], program: Program) -> bool:
 
 
 def _is_made(atom: Any, program: Program) -> bool:
-    """Whether a value comes from a product or window through element-wise operations and slices."""
+    """Whether a value is produced by a matmul, convolution or window, through element-wise operations and slices."""
     while atom in program.made:
         eqn = program.made[atom]
         name = jaxapi.primitive_name(eqn)
@@ -136,7 +136,7 @@ def in_place(
 
 
 def _base(operands: Sequence[Any], dim: int, program: Program) -> tuple[Any, int, dict[Any, int]]:
-    """What the array begins with, what of it is before the first part, and the values that it holds, with their places.
+    """The array's initial value, its columns before the first operand, and the values that it holds, with offsets.
 
     It is the wider result whose last columns the first part is, if nothing but slices reads it, and else that part.
     """
@@ -159,7 +159,7 @@ def _base(operands: Sequence[Any], dim: int, program: Program) -> tuple[Any, int
 
 
 def _is_along(eqn: Any, dim: int) -> bool:
-    """Whether an equation cuts its operand along one dimension alone, without steps."""
+    """Whether an equation is a unit-stride slice along one dimension."""
     if jaxapi.primitive_name(eqn) != SLICE or any(s != 1 for s in eqn.params["strides"] or ()):
         return False
     shapes = zip(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, strict=True)
@@ -167,7 +167,7 @@ def _is_along(eqn: Any, dim: int) -> bool:
 
 
 def _branches(rest: Sequence[Any], program: Program) -> dict[int, int]:
-    """Of every equation that a part needs, the number of the first such part: the state that it may read."""
+    """For every equation that an operand depends on, the first such operand: the array state that it may read."""
     found: dict[int, int] = {}
     for number, part in enumerate(rest):
         stack = [part]
@@ -181,7 +181,7 @@ def _branches(rest: Sequence[Any], program: Program) -> dict[int, int]:
 
 
 def _updates(base: Any, rest: Sequence[Any], dim: int, shape: Sequence[int], like: Any) -> tuple[list[Any], list[Any]]:
-    """Equations that put values side by side into an array of a shape, and what the array is after each of them."""
+    """The ``dynamic_update_slice`` equations that write values into an array, and its state after each."""
     zero = jaxapi.new_literal(np.zeros((), base.aval.dtype), jaxapi.ShapedArray((), base.aval.dtype))
     array = new_value(shape, base.aval)
     params = {"shape": tuple(shape), "broadcast_dimensions": (), "sharding": None}
@@ -195,13 +195,13 @@ def _updates(base: Any, rest: Sequence[Any], dim: int, shape: Sequence[int], lik
 
 
 def _update(array: Any, part: Any, result: Any, dim: int, place: int, like: Any) -> Any:
-    """The equation that writes a part into an array from a place on."""
+    """The ``dynamic_update_slice`` equation that writes a value at an offset."""
     starts = [_literal(place if k == dim else 0) for k in range(len(array.aval.shape))]
     return jaxapi.new_eqn([array, part, *starts], [result], jax.lax.dynamic_update_slice_p, {}, like=like)
 
 
 def _cut(array: Any, result: Any, dim: int, place: int, like: Any) -> Any:
-    """The equation that cuts a result from an array, from a place on."""
+    """The slice equation that reads a result at an offset."""
     starts = [place if k == dim else 0 for k in range(len(array.aval.shape))]
     limits = tuple(s + n for s, n in zip(starts, result.aval.shape, strict=True))
     params = {"start_indices": tuple(starts), "limit_indices": limits, "strides": None}
@@ -236,7 +236,7 @@ def undo_eliminated_concat(closed: jaxapi.Closed) -> jaxapi.Closed:
 
 
 def _ordered(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """The program with every equation behind those that it needs, and else in the order that it has."""
+    """The program in a stable topological order."""
     eqns = closed.jaxpr.eqns
     made = {v: k for k, e in enumerate(eqns) for v in e.outvars if not jaxapi.is_dropvar(v)}
     needs = [{made[a] for a in e.invars if not jaxapi.is_literal(a) and a in made} for e in eqns]

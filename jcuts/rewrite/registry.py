@@ -127,7 +127,7 @@ def _in_bodies(eqn: Any, bodies: Sequence[jaxapi.Closed], rule: Rule) -> tuple[A
 
 
 def _in_scan(eqn: Any, body: jaxapi.Closed, consts: dict[Any, Any], rule: Rule) -> tuple[Any, int]:
-    """A scan whose body is rewritten with the constants of the program that it reads in every step.
+    """A scan with its body rewritten, given the program's constants among its loop-invariant operands.
 
     Args: consts: of the program around it; constants that the body needs then are added.
     """
@@ -172,7 +172,7 @@ def _is_pointwise(eqn: Any) -> bool:
 
 
 def _kept_order(numbers: Any) -> bool:
-    """Whether batch and space lie in the same order in the operand and in the result."""
+    """Whether batch and spatial dimensions have the same order in operand and result."""
     return (numbers.lhs_spec[0], *numbers.lhs_spec[2:]) == (numbers.out_spec[0], *numbers.out_spec[2:])
 
 
@@ -189,7 +189,7 @@ def _conv1x1_to_dot(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
 
 
 def _as_dot(eqn: Any) -> list[Any]:
-    """(N, H, W, C) x (C, K) -> (N, H, W, K): all but the features of the operand are rows, as they lie."""
+    """(N, H, W, C) x (C, K) -> (N, H, W, K): all dimensions but the features are rows, without a transpose."""
     lhs, rhs = eqn.invars
     spec = eqn.params["dimension_numbers"].rhs_spec
     features, made = rhs.aval.shape[spec[1]], rhs.aval.shape[spec[0]]
@@ -214,7 +214,7 @@ def _reshape(source: Any, target: Any, like: Any) -> Any:
 
 # -- a factor per channel in the weights ----------------------------------------------------------------------------
 def _fold_scale(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
-    """Factors behind a bias go before it, factors into the weights, then biases of one result become one."""
+    """Scale folding: scales move before biases and into the weights, then biases are merged."""
     closed, _ = _swapped(closed)
     closed, count = _absorbed(closed)
     if count:
@@ -290,7 +290,7 @@ def _joined(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
 
 
 def _absorbed(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
-    """y * s -> the product that makes y, its weights times s."""
+    """y * s -> the matmul or convolution that computes y, with its weights times s."""
     program = Program(closed)
     replaced: dict[int, list[Any]] = {}
     count = 0

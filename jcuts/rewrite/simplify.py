@@ -39,7 +39,7 @@ def simplify(closed: jaxapi.Closed) -> jaxapi.Closed:
 
 
 def _sliced(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """Every ``split`` as one slice per part (which is how XLA has it, too).
+    """Replaces every ``split`` by one slice per part (as XLA does).
 
     A part then fuses into the kernel that uses it; one equation with results of several shapes would keep all parts in
     one kernel, or out of every kernel.
@@ -73,7 +73,7 @@ def _slices(eqn: Any) -> list[Any]:
 
 
 def _there_and_back(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """Without conversions to a wider float and back to the type that a value had (a policy's casts of an input)."""
+    """Removes conversions to a wider float and back (a mixed-precision policy's casts of an input)."""
     made: dict[Any, Any] = {}
     same: dict[Any, Any] = {}
     for eqn in closed.jaxpr.eqns:
@@ -103,7 +103,7 @@ def _pure(eqn: Any) -> bool:
 
 
 def _merge_equal(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """Equal equations on equal operands are computed once (one activation that three layers apply)."""
+    """CSE: equal equations on equal operands are computed once (one activation that three layers apply)."""
     seen: dict[Any, Any] = {}
     renamed: dict[Any, Any] = {}
     eqns: list[Any] = []
@@ -136,7 +136,7 @@ def _merge_equal(closed: jaxapi.Closed) -> jaxapi.Closed:
 
 
 def _fold(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """Evaluates equations whose operands are all constants."""
+    """Constant folding: evaluates equations whose operands are all constants."""
     known: dict[Any, Any] = {
         v: c for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True) if not jaxapi.is_tracer(c)
     }
@@ -268,7 +268,7 @@ def _copied(closed: jaxapi.Closed) -> jaxapi.Closed:
 
 
 def _is_number(eqn: Any) -> bool:
-    """Whether an equation converts a known number, which then is one in every subset that uses it."""
+    """Whether an equation converts a literal, so that every region that uses it sees a literal."""
     return jaxapi.primitive_name(eqn) == CONVERT and jaxapi.is_literal(eqn.invars[0])
 
 

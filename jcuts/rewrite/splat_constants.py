@@ -40,7 +40,7 @@ def splat_constants(closed: jaxapi.Closed) -> jaxapi.Closed:
 
 
 def _with_numbers(eqn: Any, number: Any) -> Any:
-    """The equation on numbers, where it can be; else the same."""
+    """The equation with scalar literals for splat constants, where it accepts them; else the same."""
     name = jaxapi.primitive_name(eqn)
     if name == BROADCAST and len(eqn.invars) == 1:
         value = number(eqn.invars[0])

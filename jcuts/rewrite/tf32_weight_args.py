@@ -130,7 +130,7 @@ def _pays(eqn: Any, order: Order) -> bool:
 
 
 def _calls(closed: jaxapi.Closed, made: dict[tuple[Any, Order], Any]) -> list[Any]:
-    """The equations that make all weights: those that one kernel can turn together, and the rest."""
+    """The equations that prepare all weights: those that one batched-transpose kernel can take, and the rest."""
     by = {v: e for e in closed.jaxpr.eqns for v in e.outvars}
     whole: dict[Any, tuple[Any, Order]] = {}
     for key in made:

@@ -1,4 +1,6 @@
-"""numba.cuda source of a launch: grid and thread index decoding in Python; what a thread computes is an intrinsic."""
+"""numba.cuda source of a launch: grid and thread index decoding in Python around one intrinsic with the
+thread's code.
+"""
 
 from __future__ import annotations
 

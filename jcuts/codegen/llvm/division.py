@@ -1,4 +1,4 @@
-"""Floor division and remainder by a positive constant in LLVM, for addresses of the CPU and the GPU alike.
+"""Strength-reduced integer division: floor division and remainder by a positive constant, for addresses on CPU and GPU.
 
 Where a lower bound of the dividend is known, it is made non-negative and divided unsigned, which LLVM turns into a
 multiplication and shifts.

@@ -1,4 +1,4 @@
-"""One data-flow node -> LLVM IR on lanes.
+"""LLVM IR of one element-wise node of a data-flow graph, on vectors of lanes.
 
 Register types: bfloat16 and float16 are carried as float32, bool as ``i1``, everything else as itself.  bfloat16 is
 rounded where it is stored, converted or compared; float16 after every operation, as XLA does: its range is so much

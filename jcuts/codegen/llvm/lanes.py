@@ -1,4 +1,4 @@
-"""Small helpers over llvmlite builders for code on vectors of lanes.
+"""LLVM builder helpers for vectors of lanes: splats, masks, intrinsics, (masked) loads and stores.
 
 Everything takes either a vector value ``<N x T>`` or a plain scalar ``T`` (one lane), so that a kernel's remainder loop
 can use the same emitters as its body.  Nothing here is specific to a processor: the intrinsics used exist on every LLVM

@@ -1,4 +1,4 @@
-"""``convert_element_type`` on lanes, with the answers that XLA gives on CPU.
+"""Vector code of ``convert_element_type``, with XLA's results on CPU.
 
 Floats to integers truncate, saturate, and take NaN to 0; integers wrap; float64 and integers reach the 16-bit floats by
 way of float32 (two roundings, as XLA does); bfloat16 is rounded on its bits, so that denormals and NaN are kept.

@@ -1,4 +1,4 @@
-"""erf, erfc and erf_inv."""
+"""Vector error functions: erf, erfc and erf_inv, float32 and float64."""
 
 from __future__ import annotations
 

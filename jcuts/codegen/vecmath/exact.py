@@ -1,4 +1,5 @@
-"""Operations with one right answer: the answers of XLA on CPU, edge cases included.
+"""Vector code of operations with one exact result (integer arithmetic, comparisons, min/max, rem, rounding), as XLA on
+CPU.
 
 Floats: ``max`` and ``min`` propagate NaN and order -0 below +0; ``rem`` is C's ``fmod``.  Integers wrap; a division by
 zero gives all ones (-1), its remainder the dividend; INT_MIN / -1 is INT_MIN, remainder 0; shift amounts are read as

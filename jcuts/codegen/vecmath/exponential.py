@@ -1,4 +1,4 @@
-"""e^x and what is made of it, for both formats.
+"""Vector exponentials and functions built on them (exp, exp2, expm1, logistic, tanh, sinh, cosh), float32 and float64.
 
 All start from x = n ln 2 + r, |r| <= ln(2)/2: n ln 2 is subtracted in two parts by FMA, where the first step is exact
 because n * ln2[0] is a multiple of ln2[0]'s last bit and the difference is below 1.

@@ -1,4 +1,4 @@
-"""Lanes with operators: lets the formulas of this package read as formulas.
+"""Operator overloading on LLVM vectors: lets the formulas of this package read as formulas.
 
 ``Num`` wraps a float vector (or scalar), ``Int`` an integer one of the same shape; Python numbers become constants in
 every lane.  Each operation appends one LLVM instruction, without fast-math flags: what is written is what is computed.

@@ -1,4 +1,4 @@
-"""Constants of float32.
+"""float32 constants and minimax polynomial coefficients (generated).
 
 The polynomials are the output of ``benchmarks/vecmath/fit_polynomials.py f32``: its table says what each fits, on which
 interval; the comments give the largest weighted error of the rounded coefficients.

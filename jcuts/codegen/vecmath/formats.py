@@ -1,4 +1,6 @@
-"""What the generic formulas need to know of a float format: its bits and the constants rounded to it."""
+"""Float-format parameters (bits, exponent range, rounded constants) of the generic formulas, and exact splitting and
+scaling.
+"""
 
 from __future__ import annotations
 

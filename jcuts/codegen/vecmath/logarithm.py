@@ -1,4 +1,4 @@
-"""log x and what is made of it, for both formats.
+"""Vector logarithms and functions built on them (log, log1p, asinh, acosh, atanh, pow, cbrt), float32 and float64.
 
 x = 2^e m, m = 1 + f in [sqrt(1/2), sqrt(2)), log x = e ln 2 + f - f^2/2 + rest(f).
 """

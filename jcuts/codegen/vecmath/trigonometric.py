@@ -1,4 +1,4 @@
-"""sin, cos, tan and their inverses, for both formats.
+"""Vector trigonometric functions (sin, cos, tan, asin, acos, atan2) with Cody-Waite and Payne-Hanek range reduction.
 
 Reduction: x = n pi/2 + r, |r| <= pi/4, n pi/2 subtracted in three parts by FMA while |x| <= ``trig_fast``.  Beyond, a
 float32 takes the fraction of x * 2/pi from the right window of the bits of 2/pi (Payne and Hanek), in integer lanes;

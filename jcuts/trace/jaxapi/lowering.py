@@ -1,4 +1,4 @@
-"""Lowering to StableHLO: what a rule knows of the module around it, and emitting a jaxpr in its place."""
+"""Lowering to StableHLO: context of a lowering rule, and inline emission of a jaxpr."""
 
 from __future__ import annotations
 

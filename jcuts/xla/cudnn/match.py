@@ -1,5 +1,4 @@
-"""Pattern matcher ``conv_general_dilated`` -> cuDNN: forward, backward-data or backward-filter, of which layer and
-operands.
+"""Pattern matcher ``conv_general_dilated`` -> cuDNN: forward, backward-data or backward-filter convolution of a layer.
 
 Autodiff writes the gradients of a layer y = conv(x, w) as convolutions of their own (`jax._src.lax.convolution`):
 

@@ -1,4 +1,5 @@
-"""Sliding window in registers: a thread goes from tile to tile along an axis and keeps what the next tile needs again.
+"""Sliding window in registers: a thread iterates over tiles along an axis and reuses the values that consecutive tiles
+share.
 
 A window that slides down an image reads every row once: rows that a tile shares with the next stay in registers, and so
 do values that both compute (which element of a window its maximum was).  The other loads are issued ``ahead`` tiles

@@ -1,4 +1,4 @@
-"""Schedules of ``mma.sync`` GEMMs, and of SIMT ones where more than TF32 is asked for, ranked by `gemm.cost`."""
+"""Schedules of ``mma.sync`` GEMMs, and of SIMT ones for ``precision`` above TF32, ranked by `gemm.cost`."""
 
 from __future__ import annotations
 

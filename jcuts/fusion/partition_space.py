@@ -1,8 +1,8 @@
 """Cost-driven operator fusion: candidate regions, measured lazily, and the partition of least total time.
 
-Algorithm 1 in its subset form (`fusion.partition_search`) over *atoms*, with an exact cover (`fusion.exact_cover`).  An
-atom is a chain of element operations between which no cut can pay: each feeds only the next, which has no fewer points,
-and the greedy grouping (`fusion.greedy`) kept them together.
+Algorithm 1 in its subset form (`fusion.partition_search`) over *atoms*, with exact set partitioning
+(`fusion.exact_cover`).  An atom is a chain of element operations between which no cut can pay: each feeds only the
+next, which has no fewer points, and the greedy grouping (`fusion.greedy`) kept them together.
 
 Measuring every region would take minutes, so regions are measured only where the result can change the answer:
 

@@ -1,7 +1,7 @@
 """Loop transformations: collapsing of neighbouring axes, and substitution of axes in every address and guard.
 
-Two loops become one (loop collapsing) where every address walks through both as through one: a row-major tensor of any
-rank is then one axis.  Lowering and schedules of the CPU and the GPU alike start from the collapsed program.
+Two loops become one (loop collapsing) where every address is affine in the fused index: a row-major tensor of any rank
+is then one axis.  Lowering and schedules of the CPU and the GPU alike start from the collapsed program.
 """
 
 from __future__ import annotations

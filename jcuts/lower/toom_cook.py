@@ -4,8 +4,8 @@ products.
     y = A^T ((G g) * (B^T d)),        in two dimensions        Y = A^T ((G g G^T) * (B^T d B)) A
 
 for an input tile d of n = m + r - 1 values and a filter g (Winograd 1980; Lavin and Gray 2015, arXiv:1509.09308,
-equations 4-8).  They are the Toom-Cook construction: polynomials are evaluated at n - 1 points a_i and at infinity.
-With N_i = prod_{j != i} (a_i - a_j):
+equations 4-8).  This is the Toom-Cook construction: polynomials are evaluated at n - 1 points a_i and at infinity. With
+N_i = prod_{j != i} (a_i - a_j):
 
     A^T[k, i] = a_i^k          G[i, k] = a_i^k / N_i          B^T[i, :] = coefficients of prod_{j != i} (x - a_j)
 

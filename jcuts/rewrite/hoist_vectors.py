@@ -5,7 +5,7 @@
 A batch norm whose parameters are arguments is two vectors in every call.  A kernel that applies the norm would
 recompute them for every few results; after this rewrite it reads two vectors.  All layers' vectors are results of one
 call (or of a few, as a kernel has 4 KiB of parameters), behind one optimisation barrier, so that XLA too keeps them
-together. Nothing but element-wise operations on vectors moves, so values stay the same.
+together. Only element-wise operations on vectors are moved, so values stay the same.
 """
 
 from __future__ import annotations

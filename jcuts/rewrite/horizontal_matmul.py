@@ -2,7 +2,7 @@
 
     a = x . w1,  b = x . w2,  ...     ->     y = x . [w1 w2 ...],   a, b, ... = slices of y
 
-The q, k and v of attention and the branches of an inception block are such siblings.  One product reads x once, fills
+The q, k and v of attention and the branches of an inception block are such siblings.  One matmul reads x once, fills
 more of a GPU than each of its parts, and is one launch.  Weights must be constants: arguments would be joined again in
 every call (`horizontal_matmul_args` does that).  An epilogue that all siblings share, with constants per channel
 (biases, an activation), is applied once, before the result is sliced: XLA can fuse it into the library's call, which a
@@ -20,7 +20,7 @@ A sibling that feeds a concatenation is put last, so that the matmul's result ca
 XLA:GPU joins matrix products itself where one of them moves less than 32 MB (``xla_gpu_dot_merger_threshold_mb``), but
 slices right behind them; it joins no convolutions.
 
-Siblings need nothing but x and constants, so the product stands where the first of them stood.
+Siblings depend on x and constants only, so the fused matmul is placed where the first of them was.
 """
 
 from __future__ import annotations

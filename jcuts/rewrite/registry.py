@@ -12,12 +12,12 @@
                                                                  (`inplace_concat_chain`, `inplace_concat`)
 
 Which of them are applied together is decided in `jit.variant_space`, by measurement.  `scales` (scale folding) turns an
-inference batch norm, also one behind a bias, into one addition, which XLA and jcuts fuse into what makes or uses it.
-Weights and factors must be constants: an argument would be multiplied again in every call.  `dots` hands a pointwise
-convolution to the matrix product's libraries and to XLA's own fused products; `pools` and `siblings` come after it, and
-take convolutions as well.  `rounds` does once what libraries do in every call, for kernels that ask for it.  All but
-`slots` and `vectors` change roundings (of a weight; of the order of a sum), so whoever uses them checks results against
-float64.  A scan's body is rewritten with the constants that the scan hands to it; its weights are not rounded.
+inference batch norm, also one behind a bias, into one addition, which XLA and jcuts fuse into its producer or user.
+Weights and factors must be constants: an argument would be multiplied again in every call.  `dots` makes pointwise
+convolutions available to GEMM libraries and to XLA's own fused matmuls; `pools` and `siblings` come after it, and take
+convolutions as well.  `rounds` does once what libraries do in every call, for kernels that ask for it.  All but `slots`
+and `vectors` change roundings (of a weight; of the order of a sum), so results are checked against float64.  A scan's
+body is rewritten with the constants that the scan hands to it; its weights are not rounded.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Where slice n starts at an affine function of n (as in shifted channel groups), 
 of the source:
 
     concatenate(slice_0(x), ..., slice_n(x))[i]  =  x[start + large (number // minor) + small (number % minor) + rest]
-    with  number, rest  =  divmod(i, extent of a piece)    along the dimension of the concatenation
+    with  number, rest  =  divmod(i, extent of a slice)    along the dimension of the concatenation
 
 Convolutions have addresses of the same kind (quotients of k, affine within a run of k), so a shift before a 1x1
 convolution, padded or not, becomes part of its loads.

@@ -1,10 +1,9 @@
 """Cycle model of a scheduled program on one core (port pressure, latency, spills, cache misses): the CPU's ranking
 score.
 
-Everything is counted from the program alone, tile by tile: what a loop body issues to the arithmetic, load and store
-ports, how long its accumulators wait for themselves, what the register file cannot hold, what a tile costs besides its
-body; and, from the loop order, the lines that come from the second-level cache and from beyond it
-(`schedule.cpu.cache_traffic`).
+Everything is counted from the program alone, tile by tile: port pressure (arithmetic, load, store) of a loop body,
+latency of its accumulation chains, register spills, overhead of a tile outside its body; and, from the loop order, the
+lines that come from the second-level cache and from beyond it (`schedule.cpu.cache_traffic`).
 """
 
 from __future__ import annotations

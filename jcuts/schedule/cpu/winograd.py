@@ -1,12 +1,12 @@
 """Winograd convolution (minimal filtering) on a CPU: stride-1 convolutions with fewer multiplications, as one fused
 kernel.
 
-Recognised is any sum of products ``sum_{t, c} data[d + t, c] * weight[t, c, k]`` of an unscheduled program, whatever
-made it: one or two output axes ``d`` on which the data factor depends only through ``d + t``.  Padding of any kind,
-element operations before and after, batches and odd sizes are what they are in the direct form: the same graphs,
-instantiated at other points.  `lower.toom_cook` has the matrices, their source and their error.
+Recognised is any sum of products ``sum_{t, c} data[d + t, c] * weight[t, c, k]`` of an unscheduled program: one or two
+output axes ``d`` on which the data factor depends only through ``d + t``.  Padding of any kind, element operations
+before and after, batches and odd sizes are handled as in the direct form: by the same graphs, instantiated at other
+points.  `lower.toom_cook` has the matrices, their source and their error.
 
-A task walks over blocks of tiles (and of features) and runs, each in a core's second-level cache,
+A task iterates over blocks of tiles (and of features) and runs, each in a core's second-level cache,
 
     filter    U[p, c, k] = G g G^T               once per block of features
     input     V[q, p, c] = B^T d B               once per block of tiles

@@ -2,12 +2,12 @@
 
 This is the *attention* form.  A block's warps keep their queries' fragments in registers.  Tiles of keys and values
 stream through a ring of shared memory (``cp.async``); the scores of a tile exist as accumulators only: score
-modification happens there (`score_mod`), then rows find their maximum (in four lanes), take exponentials of the
-differences, and multiply them by the values.  Where a tile has a larger score than all before, the running sums are
-rescaled: they are those of exponentials relative to the largest score yet, as exact as if it were known before.  A row
-whose scores are all -inf gives 0 / 0.
+modification happens there (`score_mod`), then the row maximum is reduced over four lanes (``shfl``), and exponentials
+of the differences are multiplied by V.  Where a tile has a larger score than all before, the running sums are rescaled:
+they are those of exponentials relative to the largest score yet, as exact as if it were known before.  A row whose
+scores are all -inf gives 0 / 0.
 
-Warps that split the keys of a tile merge their states in shared memory in the end (`FlashTile.warps`).
+Warps that split the keys of a tile merge their softmax states through shared memory at the end (`FlashTile.warps`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Halo loader and fragment reader of implicit GEMM: runs of activation pixels, swizzled, read by every filter tap.
 
 A pixel's channels fill a line of 128 bytes (or 64), whose pieces of 16 are swizzled by the number of the line (of two
-lines): eight neighbouring lines meet different banks.  A lane reads line ``pixel + offset of the tap`` of its row, or,
-where that tap lies outside the image, a line of zeros.
+lines): eight neighbouring lines have no bank conflicts.  A lane reads line ``pixel + offset of the tap`` of its row,
+or, where that tap lies outside the image, a line of zeros.
 """
 
 from __future__ import annotations

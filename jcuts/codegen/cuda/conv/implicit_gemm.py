@@ -2,11 +2,10 @@
 
 A block's outputs are neighbours, and so are nearly all pixels that they read (`lower.patterns.conv_window`): a run of
 them is copied once per 128 bytes of channels, not once per tap, and read through registers where each tap lies
-(`halo_loads`).  The weights of a tap and its channels go through a ring of stages as in every GEMM, or stay resident
-where the whole filter fits into shared memory.  A block goes on with ``rounds`` output tiles one after the other:
-copies of the next tile are in flight while the one before is finished.  Where there are few outputs the blocks of a
-``cluster`` split the channels of one tile, and push their partial sums to each other
-(`split_k_reduce.reduce_through_dsmem`).
+(`halo_loads`).  Weight tiles (a tap and a channel chunk) go through a ring of stages as in every GEMM, or stay resident
+where the whole filter fits into shared memory.  A block computes ``rounds`` output tiles (persistent): copies of the
+next tile are in flight while the one before is finished.  Where there are few outputs the blocks of a ``cluster`` split
+the channels of one tile, and push their partial sums to each other (`split_k_reduce.reduce_through_dsmem`).
 
 float32 with TF32-pre-rounded weights (see `wgmma_mainloop`), and 16-bit floats.
 """

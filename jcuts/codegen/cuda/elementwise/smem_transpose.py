@@ -1,10 +1,10 @@
 """Element-wise kernel with a shared-memory transpose, for operands that are contiguous along another axis than the
 result.
 
-This is the *transposed* form.  A block takes a tile of both axes.  Threads lie along the operand's own direction
-while they read it, in accesses of up to 16 bytes, and put the elements into shared memory; then they lie along the
-result's direction, pick up their elements there, compute, and write in wide accesses as well.  Rows in shared memory
-have the padding with fewest bank conflicts for a warp that writes and reads, counted in both directions.
+This is the *transposed* form.  A block takes a tile of both axes.  Threads are mapped along the operand's contiguous
+axis to load it (up to 16 bytes each) into shared memory, then along the result's contiguous axis to read their elements
+there, compute, and store as wide.  The padding of shared-memory rows is the one with the fewest bank conflicts of a
+warp's writes and reads together.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Epilogue through shared memory by ``cp.async.bulk``: residual matrices in, results out (capability 9.0).
 
 Copies of the residual rows are issued before the mainloop, and an ``mbarrier`` counts their bytes (PTX ISA,
-``cp.async.bulk``, ``mbarrier``); results that lanes have put into shared memory leave by bulk copies of rows.  Neither
-takes registers or groups of ``cp.async``, and memory is busy while the tensor cores work.
+``cp.async.bulk``, ``mbarrier``); results that lanes have written into shared memory are stored by bulk copies of rows.
+Neither needs registers or ``cp.async`` groups, and memory is busy while the tensor cores work.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Prefetches epilogue operands during the mainloop: bias vectors into L1, residual matrices into L2.
 
-A GEMM with a small K ends soon after its first copies have come; without the prefetch the operands of its epilogue
-would be waited for once more.  Vectors along the columns are read into the L1 cache; whole matrices are brought into
-the L2 cache by ``prefetch.global.L2``, by the blocks of a cluster in turns.
+A GEMM with a small K ends soon after its first copies have arrived; without the prefetch it would then wait for memory
+again.  Vectors along the columns are read into the L1 cache; whole matrices are brought into the L2 cache by
+``prefetch.global.L2``, divided among the blocks of a cluster.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ lies in shared memory by parts of eight k, 64 bytes per line, so that two lines 
 bytes more than a multiple of 64 apart.
 
 A warp has at least four accumulator tiles of 16x8.  ptxas (13.0 and 13.5) lets an instruction follow another one with
-the same accumulators without a scoreboard; within a loop body it keeps them 64 cycles apart, but 30 to 35 where a
-loop's last instruction and its first one meet, which is too early on an H200: kernels of two tiles whose order it had
+the same accumulators without a scoreboard; within a loop body it keeps them 64 cycles apart, but 30 to 35 from a loop's
+last instruction to the next iteration's first, which is too early on an H200: kernels of two tiles whose order it had
 changed gave wrong results.
 """
 

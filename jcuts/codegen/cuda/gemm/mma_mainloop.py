@@ -1,10 +1,10 @@
 """GEMM on tensor cores with ``mma.sync``: a multistage ``cp.async`` pipeline, ``ldmatrix`` fragments, fused epilogue.
 
-The *product* form (schedule parameter ``cuda``).  A block computes ``rows x columns`` outputs.  Its threads copy
-tiles of both operands into a ring of ``stages`` stages in shared memory, ``stages - 1`` k-tiles ahead; warps read
-fragments, round float32 to TF32 and multiply.  Warps share the tile's rows and columns and, where the third number of
-``warps`` is more than 1, the k-steps of every k-tile (slice-K); the blocks of a ``cluster`` share the k-tiles (split-K
-through DSMEM).  Partial accumulators are added up by `split_k_reduce`; the exit graph then runs on them in registers
+The *product* form (schedule parameter ``cuda``).  A block computes ``rows x columns`` outputs.  Its threads copy tiles
+of both operands into a ring of ``stages`` stages in shared memory, ``stages - 1`` k-tiles ahead; warps read fragments,
+round float32 to TF32 and multiply.  Warps divide the tile's rows and columns and, where the third number of ``warps``
+is more than 1, the k-steps of every k-tile (slice-K); the blocks of a ``cluster`` divide the k-tiles (split-K through
+DSMEM).  Partial accumulators are added up by `split_k_reduce`; the exit graph then runs on them in registers
 (`epilogue`).
 
 The program is that of `lower.patterns.gemm`; split-K over the grid is an axis ``s`` of the outputs (`split_kernels`).

@@ -3,8 +3,8 @@
 A tile lies in shared memory as the operand lies in memory: K-major (lines along K, one per row or column) or M/N-major
 (lines of rows, one per k).  Lines are padded so that a warp's reads have no bank conflicts.
 
-Ragged sizes: rows beyond the operand's last one are clamped to it (what comes of them is never stored); k beyond the
-last become zeros in both operands.
+Ragged sizes: rows beyond the operand's last one are clamped to it (their results are never stored); k beyond the last
+become zeros in both operands.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ channels between the GEMMs in chunks:
    operations; rounded, into shared memory;
 3. project: fragments of those times a chunk of weights, accumulated in registers.
 
-Weights of the next chunk are copied meanwhile (``cp.async``).  Pixels outside the image are zeros that nobody writes
-again.  Where there is no expand GEMM, chunks of an operand are copied into two patches in turn.
+Weights of the next chunk are copied meanwhile (``cp.async``).  Pixels outside the image are zeros, written once.  Where
+there is no expand GEMM, chunks of an operand are copied into two patches alternately (double buffering).
 """
 
 from __future__ import annotations

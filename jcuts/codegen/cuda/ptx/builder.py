@@ -2,8 +2,8 @@
 
 NVVM's IR is LLVM 7's for compute capabilities below 10, and its optimiser contracts a multiplication and an addition
 into one FMA.  Code whose error bound rests on separate roundings must not be contracted, so float arithmetic is emitted
-as intrinsics that round explicitly (``add.rn``, ``mul.rn``); an FMA is one where `lanes.fma` asks for it.  What LLVM 7
-lacks becomes inline PTX or a function of libdevice.
+as intrinsics that round explicitly (``add.rn``, ``mul.rn``); only `lanes.fma` emits an FMA.  What LLVM 7 lacks becomes
+inline PTX or a function of libdevice.
 """
 
 from __future__ import annotations

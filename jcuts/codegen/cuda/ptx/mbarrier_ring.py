@@ -2,9 +2,10 @@
 
 A barrier counts arrivals; each time that all have come, its phase ends.  Producer threads arrive at a stage's *full*
 barrier when their copies have landed, without waiting for them (``cp.async.mbarrier.arrive``).  A warp with nothing
-else in flight may wait there, issue the proxy fence, and arrive at the *fenced* one: the fence would wait for copies
-and products of the warp that issues it.  Consumer warps arrive at *empty* when they have read the stage.  Waiting names
-the parity of the phase: a new barrier counts as one whose phase of parity 1 has ended (PTX ISA, "mbarrier").
+else in flight may wait there, issue the proxy fence, and arrive at the *fenced* one: the fence would wait for the
+copies and ``wgmma``s of the warp that issues it.  Consumer warps arrive at *empty* when they have read the stage.
+Waiting names the parity of the phase: a new barrier counts as one whose phase of parity 1 has ended (PTX ISA,
+"mbarrier").
 """
 
 from __future__ import annotations

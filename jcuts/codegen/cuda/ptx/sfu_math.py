@@ -6,7 +6,7 @@ the last place of the stated type, for results that are normal numbers of float3
 gradually.  Values of 16-bit types are carried in float32: their functions need an error well below half a unit of
 the 16-bit type only.
 
-Source of the units' own errors: PTX ISA, ``ex2.approx``, ``rcp.approx``, ``rsqrt.approx``, ``tanh.approx``.
+Source of the SFU's own errors: PTX ISA, ``ex2.approx``, ``rcp.approx``, ``rsqrt.approx``, ``tanh.approx``.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Column reduction: a block of threads reduces neighbouring outputs together (column sums, filter gradients).
 
 This is the *columns* form.  The reduced points of an output lie far apart, those of neighbouring outputs side by side.
-``across`` threads lie along the last axis, each with a vector of outputs, so that a row of them reads whole lines;
-``deep`` such rows share the reduced points, ``flight`` of which a thread loads at once.  Partial sums meet by shuffles
-(rows within a warp) and in shared memory, one line per row of threads.
+``across`` threads lie along the last axis, each with a vector of outputs, so that a row of them reads whole lines
+(coalesced); ``deep`` such rows divide the reduced points, ``flight`` of which a thread has in flight.  Partial sums are
+combined by shuffles (rows within a warp) and through shared memory, one line per row of threads.
 
-`codegen.cuda.split_kernels` brings a program into the shape that is read here: axes ``s`` (the group of points of a
-block, where the reduction is split over the grid) and ``f`` (points of a group), and short reductions inside that a
-thread unrolls.
+`codegen.cuda.split_kernels` brings a program into the form expected here: axes ``s`` (the group of points of a block,
+where the reduction is split over the grid) and ``f`` (points of a group), and short reductions inside that a thread
+unrolls.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Softmax, norms and statistics along a dimension that is not the last, several phases in one kernel.
 
 This is the *column_rows* form.  A block takes neighbouring columns and all their points: ``across`` threads with
-``vector`` columns each lie along the last axis, ``deep`` of them share the points of a column.  After every reduction
-all threads of a column have its total, so phases follow each other in one kernel, as in `reduction.row`; few points per
-thread stay in registers.
+``vector`` columns each lie along the last axis, ``deep`` of them divide the points of a column.  After every reduction
+all threads of a column have its total, so all phases run in one kernel, as in `reduction.row`; few points per thread
+stay in registers.
 """
 
 from __future__ import annotations

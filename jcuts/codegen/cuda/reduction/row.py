@@ -1,8 +1,8 @@
 """Row reduction by cooperating threads: softmax, layer norm, statistics, row and full reductions.
 
-This is the *team* form: part of a warp, a warp, or a whole block has a row; partial results are combined by ``shfl``
-and, across warps, through shared memory.  Every thread of the group then holds the row's values, so what phases pass on
-to each other stays in registers.
+This is the *team* form: a sub-warp, a warp, or a whole block computes a row; partial results are combined by ``shfl``
+and, across warps, through shared memory.  Every thread of the group then holds the row's values, so values between
+phases stay in registers.
 
 Where a thread's part of the row is small (*resident*), all phases are one straight-line graph: a load that two phases
 need is one node and happens once.  Otherwise every phase is a loop over the row, which then comes from the L2 cache.

@@ -1,11 +1,11 @@
 """Parallel scan: along rows by cooperating threads (shuffles, shared memory), along columns serially in one thread
 each.
 
-These are the *scan_rows* and *scan_columns* forms.  Along a dimension that is not the last, neighbouring threads
-take neighbouring columns and scan down them; long columns are split into groups whose carries are computed before
-(`lower.split_scan`).  Along the last dimension a team takes ``team * vector`` points of a row at a time: every
-thread scans its own, totals are scanned by shuffles and in shared memory, and the carry of what came before is
-added.  Nothing depends on the order in which threads run.
+These are the *scan_rows* and *scan_columns* forms.  Along a dimension that is not the last, neighbouring threads take
+neighbouring columns and scan down them; long columns are split into groups whose carries are computed before
+(`lower.split_scan`).  Along the last dimension ``team`` cooperating threads take ``team * vector`` points of a row at a
+time: every thread scans its own, totals are scanned by shuffles and in shared memory, and the carry of what came before
+is added.  Nothing depends on the order in which threads run.
 """
 
 from __future__ import annotations

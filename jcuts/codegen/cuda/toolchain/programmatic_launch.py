@@ -4,9 +4,9 @@ A kernel may be launched before the one in front of it has ended (PTX ISA, ``gri
 complete it may compute, but touch no memory that others touch.  The address arithmetic of a kernel's first copies takes
 a hundred instructions and more, up to a third of a microsecond: it comes before the wait.
 
-ptxas moves the wait to the front and what is computed behind it, where registers are fewest.  An instruction that does
-nothing, and is not executed either unless many bits of many numbers are zero, stands between them: it reads the first
-numbers that are used behind the wait, and ptxas leaves it and the wait in order.
+ptxas would move the wait to the front and the computation behind it, to save registers.  A dummy instruction between
+them, predicated so that it practically never executes, reads the first values that are used behind the wait; ptxas
+keeps it and the wait in order.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """PTX -> cubin with ptxas or nvJitLink, without a GPU; registers, stack and shared memory as the cubin says.
 
-The assembler is ``ptxas`` (of the CUDA wheels beside this Python, or on the PATH), else the nvJitLink library.
+The assembler is ``ptxas`` (from the CUDA wheels of this Python, or on the PATH), else the nvJitLink library.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Warp-specialised ``wgmma`` GEMM and implicit-GEMM convolution: producer warps, consumer warpgroups (capability 9.0).
 
 Producer warps fill a ring of shared-memory stages with ``cp.async``, consumer warpgroups run ``wgmma``, and an optional
-warp of a third role issues the proxy fences (which wait for products).  float32 activations are rounded to TF32 in
-registers; weights must already be TF32.  Where all warps copy, fetch, round and multiply in step, tensor cores wait at
-every barrier; here consumers wait for a stage's ``mbarrier`` alone (`mbarrier_ring`): while one warpgroup fetches and
-rounds, others multiply, and while they run the epilogue of a tile, copies of the block's next one are in flight
-(persistent blocks).  Registers are shared out by ``setmaxnreg``.  A convolution's halo may stay in shared memory for
-all taps (`halo_loads`); a residual matrix may come through stages of its own, behind those of a tile's k-tiles
+warp of a third role issues the proxy fences (which wait for pending ``wgmma``).  float32 activations are rounded to
+TF32 in registers; weights must already be TF32.  Where all warps copy, fetch, round and multiply in step, tensor cores
+wait at every barrier; here consumers wait for a stage's ``mbarrier`` alone (`mbarrier_ring`): while one warpgroup
+fetches and rounds, others multiply, and while they run the epilogue of a tile, copies of the block's next one are in
+flight (persistent blocks).  ``setmaxnreg`` distributes the registers.  A convolution's halo may stay in shared memory
+for all taps (`halo_loads`); a residual matrix may come through stages of its own, behind those of a tile's k-tiles
 (`residual_loads`).
 """
 

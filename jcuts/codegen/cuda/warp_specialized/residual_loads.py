@@ -1,8 +1,8 @@
 """Residual (source matrix C) loads through the pipeline stages of the warp-specialised kernel.
 
 Behind the last k-tile the producer warps go on with the residual: one stage for each consumer warpgroup, filled while
-the warpgroups still multiply, or run the epilogue of the tile before.  So nobody waits for memory, and producers are as
-many stages ahead in the epilogue as in the mainloop.
+the warpgroups still multiply, or run the epilogue of the tile before.  So the epilogue does not wait for memory, and
+producers are as many stages ahead in the epilogue as in the mainloop.
 
 Rows of a warpgroup's results follow each other without gaps.  In odd ones every two pieces of 64 bytes are exchanged
 (swizzle): the lanes of an access read 64 bytes of an even row and of the next, without bank conflicts.

@@ -1,10 +1,10 @@
 """Block tile of flash attention: shared-memory layout of K/V stages, split of queries and keys over warps.
 
 A block takes ``rows`` queries of one head and goes over the keys, ``keys`` at a time: tiles of keys and of values lie
-side by side in a ring of ``stages``.  Warps share the rows, and, where ``warps[1]`` is more than 1, the keys of every
-tile: those merge in the end.  Lines have an odd number of 16 bytes, so that a warp's reads have no bank conflicts: keys
-and 16-bit values are read as matrices (``ldmatrix``), float32 values as pairs of neighbours of two lines that follow
-each other.
+side by side in a ring of ``stages``.  Warps divide the rows, and, where ``warps[1]`` is more than 1, the keys of every
+tile: their softmax states are merged at the end.  Lines have an odd number of 16 bytes, so that a warp's reads have no
+bank conflicts: keys and 16-bit values are read as matrices (``ldmatrix``), float32 values as pairs of neighbours of two
+lines that follow each other.
 """
 
 from __future__ import annotations

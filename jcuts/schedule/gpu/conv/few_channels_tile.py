@@ -4,8 +4,9 @@ A block computes ``rows x pixels`` outputs of ``columns`` filters.  The patch th
 memory, line by line; a line begins up to three elements early, so that copies of 16 bytes are aligned.  Filters lie
 behind it, one line of columns per k.
 
-Lines of an odd number of 16-bit elements begin in the middle of a word in turns.  So they do in shared memory, where
-the pitch is odd, too: a tile whose first line begins in the middle lies one element further on, and words stay words.
+With an odd number of 16-bit elements, every second line begins in the middle of a word.  The same holds in shared
+memory, where the pitch is odd, too: a tile whose first line begins in the middle lies one element further on, and words
+stay words.
 
 The k are numbered in fours.  A lane of a warp holds k ``lane % 4`` of two fours and pixel ``lane / 4`` of its fragment:
 a four is a *pattern* (where its elements lie, seen from the first one), for which a lane has one address, and a

@@ -3,7 +3,7 @@
 A block is counted together with the other resident blocks of its multiprocessor:
 
     cycles = waves * (begin + k-tiles * longest(units, shared memory, issue, L2 cache, loads in flight) + epilogue)
-             and what moves by the memory's rate: the longer of both, and a fraction of the shorter
+             and memory traffic at its rate: the longer of both, and a fraction of the shorter
 
 Blocks of a cluster are scheduled at once, and clusters lie in groups of multiprocessors: fewer of them run at once than
 blocks would.  The constants are fitted to 4,600 schedules of nine GEMMs and convolutions on an H200, drawn without the

@@ -3,7 +3,7 @@
 Small grids are counted by `gemm.cost`.  As there, a k-tile takes the longest of the resources that work concurrently,
 and a fraction of the others:
 
-    the units, the port of shared memory, the L2 cache, a load's latency over the tiles in flight
+    tensor cores, shared-memory port, L2 cache, a load's latency over the tiles in flight
 
 plus, where a multiprocessor has one resident block, an unhidden gap per ``wgmma`` commit group.
 """

@@ -2,14 +2,14 @@
 latency.
 
 Several blocks of a multiprocessor overlap each other's copies, multiplications and epilogues, so tiles are smaller and
-stages fewer than where the units are the limit; the epilogue's matrices are prefetched before the mainloop.  Counted
-per block of those that are resident, and what the variants of epilogue and copies take over that:
+stages fewer than where tensor cores are the limit; the epilogue's matrices are prefetched before the mainloop.  Counted
+per resident block, with a factor for the variants of epilogue and copies:
 
     cycles = waves * (CHAIN + resident * work) * exp(sum of the ways)
 
-with the longest of units, shared memory's port and memory, and a fraction of the rest, as work.  Constants come from
-194 schedules of eight GEMMs on an H200 (``benchmarks/gpu_kernels/residual_epilogue.py``); the best that was measured
-of the first three took at most 5 % more than the fastest.
+where work is the longest of tensor cores, shared-memory port and memory, plus a fraction of the others.  Constants come
+from 194 schedules of eight GEMMs on an H200 (``benchmarks/gpu_kernels/residual_epilogue.py``); the best that was
+measured of the first three took at most 5 % more than the fastest.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ Where there is nothing to expand, a chunk of the operand's channels is copied, a
 patches.
 
 Shared memory: two chunks (or the only one) of both GEMMs' weights, input pixels, patches, the depthwise results.  Input
-pixels may be kept in registers (parameter ``held``), each lane its part, read once: then patches take their place.
+pixels may be staged in registers (parameter ``held``), each lane its part, read once: then the patches reuse their
+shared memory.
 
 Patch and depthwise results have the type of the GEMMs' operands (`Block.dtype`); a thread sums the windows of one
 channel of float32, of two neighbours of bfloat16.

@@ -1,6 +1,6 @@
 """Cost model of window kernels, with and without a sliding window: bytes, lines, instructions, loads in flight.
 
-    seconds = (bytes / memory + lines / L1 + instructions / issue + what is read again / L2)
+    seconds = (bytes / memory + lines / L1 + instructions / issue + repeated reads / L2)
               * unhidden latency of loads * idle part of the last wave
 
 Narrow accesses are as good as wide ones where the threads of a warp read whole lines; they need fewer registers, and

@@ -133,7 +133,7 @@ def as_gemm(program: Program, *, exact: bool = False) -> Program | None:
 def k_tiles_per_split(total: int, terms: int, split: int) -> tuple[int, int]:
     """(k-tiles of ``terms`` per split, splits) of a split-K GEMM with at most ``split`` splits.
 
-    >>> shares(1000, 32, 5)
+    >>> k_tiles_per_split(1000, 32, 5)
     (7, 5)
     """
     tiles = -(-total // terms)

@@ -94,7 +94,7 @@ class Plan:
         default.
 
         >>> Plan(data=16, pipeline=2, micro=2, zero=1, recompute="full", optimizer="host").short()
-        'd16 p2 b2, zero 1, full recompute, O to host'
+        'd16 p2 b2, zero 1, 1f1b, full recompute, O to host'
         """
         axes = zip("dtpce", (self.data, self.tensor, self.pipeline, self.context, self.expert), strict=True)
         shown = [" ".join([f"{name}{size}" for name, size in axes if size > 1] + [f"b{self.micro}"])]

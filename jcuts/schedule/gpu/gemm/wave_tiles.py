@@ -34,9 +34,9 @@ def wave_filling_tiles(
 
     Args: waves: of blocks of one tile each, at most.
 
-    >>> shapes(3072, 768, 1, 132)[-3:]
+    >>> wave_filling_tiles(3072, 768, 1, 132)[-3:]
     ((192, 128, 3), (192, 112, 3), (192, 96, 3))
-    >>> shapes(200704, 256, 1, 132)
+    >>> wave_filling_tiles(200704, 256, 1, 132)
     ()
     """
     found = []
@@ -51,7 +51,7 @@ def wave_filling_tiles(
 def even_widths(columns: int) -> tuple[int, ...]:
     """The widths into which columns divide with the least that is left over, widest first.
 
-    >>> widths(768), widths(100)
+    >>> even_widths(768), even_widths(100)
     ((256, 192, 160, 128, 112, 96), (112,))
     """
     counts = range(-(-columns // WIDEST), max(1, columns // LEAST) + 1)

@@ -34,7 +34,7 @@ def cluster_slices(high: int, wide: int, step: int, sharers: int) -> tuple[int, 
 
     Args: step: tiles side by side that stay together.
 
-    >>> portions(2, 4, 2, 4), portions(1, 4, 1, 2), portions(2, 2, 2, 8)
+    >>> cluster_slices(2, 4, 2, 4), cluster_slices(1, 4, 1, 2), cluster_slices(2, 2, 2, 8)
     ((2, 2), (1, 2), (2, 1))
     """
     ways = [
@@ -49,7 +49,7 @@ def cluster_slices(high: int, wide: int, step: int, sharers: int) -> tuple[int, 
 def dsmem_bytes(high: int, wide: int, step: int, sharers: int, lanes: int) -> int:
     """Bytes of shared memory in which a block gets what all blocks of its cluster have for it.
 
-    >>> room(1, 24, 2, 4, 128)
+    >>> dsmem_bytes(1, 24, 2, 4, 128)
     49152
     """
     down, aside = cluster_slices(high, wide, step, sharers)

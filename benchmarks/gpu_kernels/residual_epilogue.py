@@ -116,8 +116,9 @@ def schedules(case: Layer, most: int, tiles: Sequence[Sequence[int]]) -> list[An
     from jcuts.lower.tensor_graph import build_graph
     from jcuts.rewrite.simplify import simplify
     from jcuts.schedule.gpu.candidates import GpuMachine
+    from jcuts.schedule.gpu.contraction import contraction_schedules
     from jcuts.schedule.gpu.gemm import mma as gemm_mma
-    from jcuts.schedule.gpu.gemm.wgmma import WgmmaTile, contraction_schedules
+    from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
     from jcuts.trace.inline import inline
 
     graph = build_graph(simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case)))).jaxpr)

@@ -154,10 +154,11 @@ def schedules(case: Layer, most: int) -> list[Any]:
     """Programs of a layer: those of the sweep, and those of the ranking of both families."""
     from jcuts.schedule.gpu.gemm import mma as gemm_mma
     from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+    from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
     from jcuts.schedule.gpu.machine import GpuMachine
 
     made = product(case)
-    counter = gemm_wgmma.WgmmaProblem(made, GpuMachine(132))
+    counter = WgmmaProblem(made, GpuMachine(132))
     found = [tiling.of(made) for tiling in sweep(counter, most)]
     found += [p for p, _ in gemm_wgmma.wgmma_schedules(counter)]
     if not counter.before:

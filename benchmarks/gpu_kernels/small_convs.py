@@ -86,12 +86,13 @@ def layer(batch: int, size: int, channels: int, features: int, taps: tuple[int, 
 
 def halves(case: Case, most: int) -> list[Any]:
     """Programs of a layer of bfloat16: the ranking, and so many schedules of few blocks."""
-    from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+    from jcuts.schedule.gpu import contraction
+    from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
     from jcuts.schedule.gpu.machine import GpuMachine
 
     made = product(case)
-    counter = gemm_wgmma.WgmmaProblem(made, GpuMachine(132))
-    found = [p for p, _ in gemm_wgmma.contraction_schedules(made, GpuMachine(132))]
+    counter = WgmmaProblem(made, GpuMachine(132))
+    found = [p for p, _ in contraction.contraction_schedules(made, GpuMachine(132))]
     found += [tiling.of(made) for tiling in best_tiles(counter.small_grid if counter.few else counter, most)]
     return list({p.digest: p for p in found}.values())
 
@@ -99,12 +100,13 @@ def halves(case: Case, most: int) -> list[Any]:
 def schedules(case: Case, most: int) -> list[Any]:
     """Programs of a layer: so many of either kind, the best by their counted cycles."""
     from jcuts.lower.patterns.conv_window import match_conv_window
+    from jcuts.schedule.gpu import contraction
     from jcuts.schedule.gpu.conv import implicit_gemm_cluster
-    from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+    from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
     from jcuts.schedule.gpu.machine import GpuMachine
 
     made = product(case)
-    counter, kept = gemm_wgmma.WgmmaProblem(made, GpuMachine(132)), match_conv_window(made)
+    counter, kept = WgmmaProblem(made, GpuMachine(132)), match_conv_window(made)
     found = [tiling.of(made) for tiling in best_tiles(counter, most)]
     if kept is not None:
         clusters: dict[tuple[int, ...], Any] = {}
@@ -113,7 +115,7 @@ def schedules(case: Case, most: int) -> list[Any]:
             stays = tiling.stages == kept.k_tiles // tiling.cluster
             clusters.setdefault((tiling.rows, tiling.columns, tiling.cluster, stays, tiling.unrolled), tiling)
         found += [tiling.of(made) for tiling in list(clusters.values())[: 2 * most]]
-    ranked = [p for p, _ in gemm_wgmma.contraction_schedules(made, GpuMachine(132))]
+    ranked = [p for p, _ in contraction.contraction_schedules(made, GpuMachine(132))]
     return list({p.digest: p for p in (*ranked[:2], *found)}.values())
 
 
@@ -122,7 +124,7 @@ def behind(path: Path) -> dict[str, list[float]]:
 
     Returns: case -> times over the best one, for every number of `TRIED` (infinite where none of them was measured).
     """
-    from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+    from jcuts.schedule.gpu import contraction
     from jcuts.schedule.gpu.machine import GpuMachine
 
     def known(params: Any) -> str:
@@ -133,7 +135,7 @@ def behind(path: Path) -> dict[str, list[float]]:
     for row in json.loads(path.read_text()):
         times = {known(p["params"].items()): p["median"] for n, p in row["programs"].items() if n.isdigit()}
         order = sorted(
-            gemm_wgmma.contraction_schedules(product(cases[row["case"]]), GpuMachine(132)), key=lambda pair: -pair[1]
+            contraction.contraction_schedules(product(cases[row["case"]]), GpuMachine(132)), key=lambda pair: -pair[1]
         )
         ranked = [times.get(known(program.params), np.inf) for program, _ in order]
         found[row["case"]] = [min(ranked[:n]) / min(times.values()) for n in TRIED]

@@ -137,6 +137,8 @@ def schedules(case: Case, most: int, along: bool, tiles: Sequence[Sequence[Any]]
     from jcuts.schedule.gpu.conv import implicit_gemm
     from jcuts.schedule.gpu.gemm import mma as gemm_mma
     from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+    from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
+    from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
     from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
     from jcuts.trace.inline import inline
 
@@ -157,10 +159,10 @@ def schedules(case: Case, most: int, along: bool, tiles: Sequence[Sequence[Any]]
             for numbers in tiles
             if isinstance(numbers, dict)
         ] + [
-            gemm_wgmma.WgmmaTile(rows, columns, terms, (groups, 1), stages, 0, split, cluster, 1, *how).of(made)
+            WgmmaTile(rows, columns, terms, (groups, 1), stages, 0, split, cluster, 1, *how).of(made)
             for rows, columns, terms, groups, stages, split, cluster, *how in (t for t in tiles if isinstance(t, list))
         ]
-    counter = gemm_wgmma.WgmmaProblem(made, machine)
+    counter = WgmmaProblem(made, machine)
     fed = [p for p, _ in warp_specialized_schedules.candidates(counter, made, most)] if along else []
     found = [p for p, _ in implicit_gemm.candidates(counter, made, most)] if along else []
     if found:  # taps that share their pixels, beside the best that do not

@@ -28,6 +28,8 @@ def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[A
     from jcuts.schedule.gpu.candidates import GpuMachine
     from jcuts.schedule.gpu.gemm import mma as gemm_mma
     from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+    from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
+    from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 
     program, _ = program_of(case)
     made = None if program is None else as_gemm(program)
@@ -38,9 +40,9 @@ def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[A
     if asked:
         found = []
         for rows, columns, terms, along, *more in asked:
-            found.append(gemm_wgmma.WgmmaTile(rows, columns, terms, (along, 1), *more).of(made))
+            found.append(WgmmaTile(rows, columns, terms, (along, 1), *more).of(made))
         return found + [p for p, _ in gemm_mma.mma_schedules(made, machine, 1)]
-    found = [p for p, _ in gemm_wgmma.wgmma_schedules(gemm_wgmma.WgmmaProblem(made, machine), most, alike=True)]
+    found = [p for p, _ in gemm_wgmma.wgmma_schedules(WgmmaProblem(made, machine), most, alike=True)]
     return found + [p for p, _ in gemm_mma.mma_schedules(made, machine, OTHERS)] if found else []
 
 

@@ -24,15 +24,16 @@ from jcuts.lower.patterns.few_channel_conv import as_few_channel_conv
 from jcuts.lower.patterns.gemm import ROWS, as_gemm, gemm_operands
 from jcuts.lower.patterns.inverted_residual import InvertedResidual, match_inverted_residual
 from jcuts.schedule.gpu import candidates as gpu_candidates
+from jcuts.schedule.gpu import contraction
 from jcuts.schedule.gpu.attention import schedules as attention_schedules
 from jcuts.schedule.gpu.attention.tile import FlashTile
 from jcuts.schedule.gpu.attention.tile import shape_of as attention_of
 from jcuts.schedule.gpu.conv import few_channels, implicit_gemm
 from jcuts.schedule.gpu.conv.few_channels_tile import FewChannelTile, conv_geometry
 from jcuts.schedule.gpu.conv.few_channels_tile import shape_of as patch_of
-from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
-from jcuts.schedule.gpu.gemm.mma import STEP, GemmProblem, MmaTile
-from jcuts.schedule.gpu.gemm.wgmma import WgmmaProblem
+from jcuts.schedule.gpu.gemm import cost as gemm_cost
+from jcuts.schedule.gpu.gemm.problem import STEP, GemmProblem, MmaTile
+from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_schedules
 from jcuts.schedule.gpu.inverted_residual.tile import InvertedResidualTile
@@ -56,7 +57,7 @@ def space_of(program: Program) -> Draw:
     if program.template == "block":
         return _block(program)
     made = as_gemm(program) if program.template in ("contraction", "convolution") else None
-    if made is not None and any(True for _ in gemm_wgmma.contraction_schedules(made, MACHINE)):
+    if made is not None and any(True for _ in contraction.contraction_schedules(made, MACHINE)):
         return _product(made)
     patched = as_few_channel_conv(program) if program.template == "convolution" else None
     if patched is not None:
@@ -267,7 +268,7 @@ def counted(program: Program) -> float | None:
         more = {name: int(params.get(name, 1)) for name in ("split", "cluster")}
         if "groups" not in params:
             tiling = MmaTile(rows, columns, terms, tuple(params["warps"]), params["stages"], **more)
-            return GemmProblem(program, MACHINE).cycles(tiling)
+            return gemm_cost.warp_cycles(GemmProblem(program, MACHINE), tiling)
         counter, groups = WgmmaProblem(program, MACHINE), tuple(params["groups"])
         if "fed" in params:
             kept = {name: int(params.get(name, least)) for name, least in (("pixels", 0), ("rounds", 1), ("early", 0))}

@@ -9,7 +9,7 @@ import pytest
 
 from jcuts.base.errors import CompileRejected
 from jcuts.schedule.gpu import candidates as gpu_candidates
-from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+from jcuts.schedule.gpu import contraction
 from jcuts.xla import devices as xla_devices
 from jcuts.xla.ffi_call import call_kernel
 from jcuts.xla.kernel_cache import kernel_for
@@ -162,7 +162,7 @@ def test_every_candidate_behind_a_norm_of_bfloat16(size):
     normed = np.maximum((x.astype(np.float32) * s + t).astype(jnp.bfloat16), 0).astype(np.float64)
     wanted = normed @ w.astype(np.float64)
     traced = programs.trace(behind_a_norm, *arguments)
-    found = [program for program, _ in gemm_wgmma.contraction_schedules(traced.product(), xla_devices.machine())]
+    found = [program for program, _ in contraction.contraction_schedules(traced.product(), xla_devices.machine())]
     assert found
     for program in found:
         kernel = kernel_for(program)

@@ -22,11 +22,11 @@ from jcuts.lower.excess_precision import drop_bf16_round_trips
 from jcuts.lower.patterns.gemm import ROWS, as_gemm, gemm_operands
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as BLOCK
 from jcuts.schedule import fit
+from jcuts.schedule.gpu import contraction
 from jcuts.schedule.gpu.attention import schedules as attention_schedules
 from jcuts.schedule.gpu.conv import few_channels
 from jcuts.schedule.gpu.elementwise.schedules import maps
 from jcuts.schedule.gpu.gemm import mma as gemm_mma
-from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
 from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_schedules
 from jcuts.schedule.gpu.machine import (
     RESIDENT,
@@ -122,7 +122,7 @@ def _all(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         if found:
             yield from (*found, *(_simt_reduction(program, machine, found[0][1]) if length <= TAPS else ()))
             return
-    if made is not None and (found := list(gemm_wgmma.contraction_schedules(made, machine))):
+    if made is not None and (found := list(contraction.contraction_schedules(made, machine))):
         if made.phases[0].ranges()[ROWS] == 1:  # bound by memory: plain sums may be as fast, and are exact
             found = found[: gemm_mma.MOST // 2]
             sums = list(_gemv(made, machine))

@@ -17,8 +17,9 @@ from jcuts.lower.region import lower_region
 from jcuts.lower.tensor_graph import build_graph
 from jcuts.rewrite.simplify import simplify
 from jcuts.schedule.gpu import candidates as gpu_candidates
+from jcuts.schedule.gpu import contraction
 from jcuts.schedule.gpu.conv import implicit_gemm, implicit_gemm_cluster
-from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.trace.inline import inline
 
 MACHINE = gpu_candidates.GpuMachine(132)
@@ -83,7 +84,7 @@ LAYERS = {
 @pytest.mark.parametrize("layer", LAYERS)
 def test_schedules_are_what_their_blocks_take(layer):
     program = convolution(*LAYERS[layer])
-    counter, found = gemm_wgmma.WgmmaProblem(program, MACHINE), match_conv_window(program)
+    counter, found = WgmmaProblem(program, MACHINE), match_conv_window(program)
     assert found is not None
     tilings = list(implicit_gemm.tilings(counter, found))
     assert tilings
@@ -96,11 +97,11 @@ def test_schedules_are_what_their_blocks_take(layer):
 
 def test_they_are_tried_before_others():
     program = convolution(*LAYERS["28x28x128"])
-    found = [dict(p.params) for p, _ in gemm_wgmma.contraction_schedules(program, MACHINE)]
+    found = [dict(p.params) for p, _ in contraction.contraction_schedules(program, MACHINE)]
     assert sum("pixels" in p for p in found) >= implicit_gemm.MOST and "pixels" in found[0]
     assert any("pixels" not in p for p in found) and any("fed" in p for p in found)
     other = replace(MACHINE, capability=(8, 0))
-    assert not any("pixels" in dict(p.params) for p, _ in gemm_wgmma.contraction_schedules(program, other))
+    assert not any("pixels" in dict(p.params) for p, _ in contraction.contraction_schedules(program, other))
 
 
 SMALL = {
@@ -116,9 +117,9 @@ SMALL = {
 def test_single_images_are_shared_among_blocks(layer):
     """With pixels that are kept and without, in clusters all; what estimates count is what blocks take."""
     program = convolution(*SMALL[layer])
-    counter, found = gemm_wgmma.WgmmaProblem(program, MACHINE), match_conv_window(program)
+    counter, found = WgmmaProblem(program, MACHINE), match_conv_window(program)
     assert found is not None
-    ranked = [dict(p.params) for p, _ in gemm_wgmma.contraction_schedules(program, MACHINE)]
+    ranked = [dict(p.params) for p, _ in contraction.contraction_schedules(program, MACHINE)]
     clusters = [p for p in ranked if "cluster" in p and "pixels" in p]
     assert len(clusters) == implicit_gemm_cluster.MOST and any("pixels" not in p for p in ranked)
     tilings = list(implicit_gemm_cluster.cluster_tiles(counter, found))
@@ -133,7 +134,7 @@ def test_single_images_are_shared_among_blocks(layer):
 def test_clusters_that_a_smaller_gpu_does_not_have_at_once_share_multiprocessors():
     """Of 132 multiprocessors 13 clusters of 8 blocks have one per block, of 78 only 7."""
     program = convolution(*SMALL["7x7x512"])
-    large, small = (gemm_wgmma.WgmmaProblem(program, replace(MACHINE, sms=sms)) for sms in (132, 78))
+    large, small = (WgmmaProblem(program, replace(MACHINE, sms=sms)) for sms in (132, 78))
     found = match_conv_window(program)
     assert found is not None
     tilings = [t for t in implicit_gemm_cluster.cluster_tiles(small, found) if (t.columns, t.cluster) == (64, 8)]
@@ -144,16 +145,16 @@ def test_clusters_that_a_smaller_gpu_does_not_have_at_once_share_multiprocessors
 
 def test_older_units_and_tiny_layers_have_no_clusters():
     program = convolution(*SMALL["7x7x512"])
-    older = gemm_wgmma.WgmmaProblem(program, replace(MACHINE, capability=(8, 0)))
+    older = WgmmaProblem(program, replace(MACHINE, capability=(8, 0)))
     assert not implicit_gemm_cluster.candidates(older, program)
     tiny = convolution((1, 5, 5, 64), (32, 3, 3, 64))
-    assert not implicit_gemm_cluster.candidates(gemm_wgmma.WgmmaProblem(tiny, MACHINE), tiny)
+    assert not implicit_gemm_cluster.candidates(WgmmaProblem(tiny, MACHINE), tiny)
 
 
 def test_the_best_are_tried_in_other_ways():
     for layer in ("56x56x64", "28x28x128", "7x7x512"):
         program = convolution(*LAYERS[layer])
-        ranked = sorted(gemm_wgmma.contraction_schedules(program, MACHINE), key=lambda found: -found[1])
+        ranked = sorted(contraction.contraction_schedules(program, MACHINE), key=lambda found: -found[1])
         found = [p for p in (dict(p.params) for p, _ in ranked) if "pixels" in p and "fed" not in p]
         assert {p.get("fetched", 0) for p in found[:4]} == {0, 1}
         assert any(p.get("unrolled") for p in found) or layer == "28x28x128"  # no registers for all addresses
@@ -165,6 +166,6 @@ def test_filters_stay_where_they_have_a_place():
     program = convolution(*LAYERS["56x56x64"])
     found = match_conv_window(program)
     assert found is not None
-    stay = [dict(p.params) for p, _ in gemm_wgmma.contraction_schedules(program, MACHINE)]
+    stay = [dict(p.params) for p, _ in contraction.contraction_schedules(program, MACHINE)]
     stay = [p for p in stay if "pixels" in p and p["stages"] == found.k_tiles == 18]
     assert len(stay) >= 2 and all(three(p["tile"])[1] == 64 for p in stay)

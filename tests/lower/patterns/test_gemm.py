@@ -21,6 +21,9 @@ from jcuts.lower.region import lower_region
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.gemm import mma as gemm_mma
 from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+from jcuts.schedule.gpu.gemm.problem import MmaTile
+from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
+from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 from tests import programs
 from tests.ops.cases import conv
 
@@ -118,12 +121,12 @@ def test_what_is_computed_before_a_product():
     for candidate, _ in gpu_candidates.candidates(rounded, MACHINE, 100):
         verify(candidate)
         assert Program.from_json(candidate.to_text()).digest == candidate.digest
-    counter = gemm_wgmma.WgmmaProblem(made, MACHINE)
+    counter = WgmmaProblem(made, MACHINE)
     assert counter.vectors == 2
     for tiling in (t for t in gemm_wgmma.tilings(counter) if t.split == 1):
         assert counter.shared(tiling) == group_shape(tiling.of(made)).shared
     with pytest.raises(CompileRejected, match="no product of tiles"):
-        product_shape(gemm_mma.MmaTile(32, 32, 16, (2, 2, 1), 3, 1).of(made))
+        product_shape(MmaTile(32, 32, 16, (2, 2, 1), 3, 1).of(made))
 
 
 def test_runs_of_terms():
@@ -218,7 +221,7 @@ def test_large_products_are_for_warp_groups_too(dtype, rate):
     assert len(tilings) == gemm_wgmma.MOST and all("groups" in params for params, _ in large)
     made = as_gemm(programs.trace(lambda x, w: x @ w, *(np.zeros((4096, 4096), jnp.dtype(dtype)),) * 2).program())
     assert made is not None
-    counter = gemm_wgmma.WgmmaProblem(made, MACHINE)
+    counter = WgmmaProblem(made, MACHINE)
     assert counter.least == 4096**3 / (132 * rate)
     others = gemm_mma.mma_schedules(made, MACHINE, 3, counter.least)
     assert min(score for _, score in large[:3]) > max(score for _, score in others)
@@ -235,8 +238,8 @@ def test_large_products_are_for_warp_groups_too(dtype, rate):
 def test_cycles_of_rounded_weights():
     """By hand: tiles of 128x256x32 whose units, port and cache take 1152, 1024 and 793 cycles, in 132 blocks."""
     x, w = np.zeros((12 * 128, 4096), np.float32), np.zeros((11 * 256, 4096), np.float32)
-    counter = gemm_wgmma.WgmmaProblem(programs.trace(lambda x, w: x @ w.T, x, w).product(), MACHINE)
-    tiling = gemm_wgmma.WgmmaTile(128, 256, 32, (2, 1), 4, rounded=1)
+    counter = WgmmaProblem(programs.trace(lambda x, w: x @ w.T, x, w).product(), MACHINE)
+    tiling = WgmmaTile(128, 256, 32, (2, 1), 4, rounded=1)
     assert tiling in set(gemm_wgmma.tilings(counter))
     limits = [128 * 256 * 32 / 910, (2 * (64 + 256) + 128 + 256) * 128 / 128, (128 + 256) * 128 / 62, 900 / 2 + 50]
     tile = limits[0] + 0.15 * sum(limits[1:]) + 19 * 4
@@ -249,8 +252,8 @@ def test_cycles_of_rounded_weights():
 def test_cycles_of_few_rows():
     """By hand: 24 clusters of four blocks of 64x192, each of which copies its six tiles of terms at once."""
     x, w = np.zeros((384, 768), np.float32), np.zeros((768, 768), np.float32)
-    counter = gemm_wgmma.WgmmaProblem(programs.trace(lambda x, w: x @ w.T, x, w).product(), MACHINE)
-    tiling = gemm_wgmma.WgmmaTile(64, 192, 32, (1, 1), 6, cluster=4, rounded=1, steps=0, push=1, early=1)
+    counter = WgmmaProblem(programs.trace(lambda x, w: x @ w.T, x, w).product(), MACHINE)
+    tiling = WgmmaTile(64, 192, 32, (1, 1), 6, cluster=4, rounded=1, steps=0, push=1, early=1)
     assert tiling in set(gemm_wgmma.tilings(counter))
     limits = [64 * 192 * 32 / 887, 2 * (64 + 192) * 128 / 151, (64 + 192) * 128 / 68, 1015 / 6 + 40]
     tile = limits[2] + 0.35 * (limits[0] + limits[1] + limits[3]) + 46

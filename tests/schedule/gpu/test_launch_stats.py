@@ -13,7 +13,7 @@ from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.lower.patterns.gemm import as_gemm
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu import coalescing, launch_stats
-from jcuts.schedule.gpu.gemm.mma import MmaTile
+from jcuts.schedule.gpu.gemm.problem import MmaTile
 from tests import programs
 from tests.ops.cases import conv
 

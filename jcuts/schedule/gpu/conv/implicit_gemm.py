@@ -19,7 +19,8 @@ from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.conv_window import ConvWindow, match_conv_window, weights_need_no_transform
 from jcuts.lower.patterns.gemm import gemm_operands
 from jcuts.schedule import fit
-from jcuts.schedule.gpu.gemm.mma import MEMORY, GemmProblem
+from jcuts.schedule.gpu.gemm.mma import MEMORY
+from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import GROUP, HIGH, LINE, can_swap_lanes
 from jcuts.schedule.gpu.machine import Candidate, scheduled
 
@@ -153,7 +154,7 @@ class ImplicitGemmTile:
 
 
 def implicit_gemm_schedules(
-    counter: GemmProblem, program: Program, most: int = MOST
+    counter: WgmmaProblem, program: Program, most: int = MOST
 ) -> Iterator[tuple[float, ImplicitGemmTile]]:
     """Schedules of a product that is such a convolution, with their cycles, best first."""
     if counter.machine.capability != GROUPED or counter.rows * counter.columns * counter.terms < LEAST_PRODUCTS:
@@ -191,7 +192,7 @@ def _weights_resident(found: ConvWindow, tiling: ImplicitGemmTile) -> bool:
     return tiling.stages == found.k_tiles
 
 
-def candidates(counter: GemmProblem, program: Program, most: int = MOST) -> list[Candidate]:
+def candidates(counter: WgmmaProblem, program: Program, most: int = MOST) -> list[Candidate]:
     """The same as programs with scores; the best also in the ways that cost registers or code."""
     found: list[Candidate] = []
     kept = match_conv_window(program)
@@ -216,7 +217,7 @@ def _variants(found: ConvWindow, tiling: ImplicitGemmTile) -> list[ImplicitGemmT
     return [*(replace(tiling, unrolled=code, fetched=1) for code in sorted(more)), tiling]
 
 
-def tilings(counter: GemmProblem, found: ConvWindow) -> Iterator[ImplicitGemmTile]:
+def tilings(counter: WgmmaProblem, found: ConvWindow) -> Iterator[ImplicitGemmTile]:
     """All schedules that fit the convolution and the multiprocessor."""
     ways = (0, 1) if _full_line_fraction(found, 1) < WORTH else (0,)
     for (rows, groups), columns, short in itertools.product((*HEIGHTS, *TALLER), _widths(counter.columns), ways):
@@ -296,11 +297,11 @@ def _resident(found: ConvWindow, tiling: ImplicitGemmTile) -> int:
     )
 
 
-def _tiles(counter: GemmProblem, tiling: ImplicitGemmTile) -> int:
+def _tiles(counter: WgmmaProblem, tiling: ImplicitGemmTile) -> int:
     return -(-counter.rows // tiling.rows) * -(-counter.columns // tiling.columns)
 
 
-def cycles(counter: GemmProblem, found: ConvWindow, tiling: ImplicitGemmTile) -> float:
+def cycles(counter: WgmmaProblem, found: ConvWindow, tiling: ImplicitGemmTile) -> float:
     """Estimated cycles of a launch."""
     rows, columns, sms = tiling.rows, tiling.columns, counter.machine.sms
     tiles = -(-counter.rows // rows)

@@ -24,7 +24,7 @@ from jcuts.lower.patterns.conv_window import ConvWindow, match_conv_window, weig
 from jcuts.schedule.gpu.conv import implicit_gemm as kept
 from jcuts.schedule.gpu.conv.implicit_gemm import ImplicitGemmTile
 from jcuts.schedule.gpu.gemm import cost as gemm_cost
-from jcuts.schedule.gpu.gemm.mma import GemmProblem
+from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, GROUP, HIGH, dsmem_tile_bytes
 from jcuts.schedule.gpu.machine import WARP
 
@@ -48,7 +48,7 @@ RATES = gemm_cost.GROUPS["rounded"]
 PUSH = gemm_cost.PUSH["rounded"]
 
 
-def candidates(counter: GemmProblem, program: Program) -> list[Program]:
+def candidates(counter: WgmmaProblem, program: Program) -> list[Program]:
     """Scheduled programs, best first; none for products that are no such convolutions, or not small."""
     found = match_conv_window(program)
     if (
@@ -69,7 +69,7 @@ def candidates(counter: GemmProblem, program: Program) -> list[Program]:
     return [tiling.of(program) for _, tiling in sorted(best.values(), key=lambda pair: pair[0])[:MOST]]
 
 
-def cluster_tiles(counter: GemmProblem, found: ConvWindow) -> Iterator[ImplicitGemmTile]:
+def cluster_tiles(counter: WgmmaProblem, found: ConvWindow) -> Iterator[ImplicitGemmTile]:
     """All schedules that fit the convolution and the multiprocessor."""
     for (rows, groups), columns, cluster in itertools.product(HEIGHTS, WIDTHS, SIZES):
         tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
@@ -97,7 +97,7 @@ def shared(found: ConvWindow, tiling: ImplicitGemmTile) -> int:
     return kept.shared(found, tiling) + pushed + BARRIER
 
 
-def cycles(counter: GemmProblem, found: ConvWindow, tiling: ImplicitGemmTile) -> float:
+def cycles(counter: WgmmaProblem, found: ConvWindow, tiling: ImplicitGemmTile) -> float:
     """Estimated cycles of a launch."""
     rows, columns, cluster = tiling.rows, tiling.columns, tiling.cluster
     lines, size = found.channel_tiles // cluster, found.bytes

@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from jcuts.arch.sm_limits import SM_90
 from jcuts.lower.patterns.gemm import GemmOperand, k_tiles_per_split
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm import smem_layout_f64
+from jcuts.schedule.gpu.gemm.problem import GemmProblem, MmaTile
+from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 from jcuts.schedule.gpu.machine import WARP
-
-if TYPE_CHECKING:
-    from jcuts.schedule.gpu.gemm.mma import GemmProblem, MmaTile
-    from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 
 CLUSTERS = fit.coefficients("gpu/gemm", "concurrent_clusters")
 AT_ONCE = {
@@ -128,6 +125,13 @@ def smem_bytes(sides: tuple[GemmOperand, GemmOperand], tiling: MmaTile) -> int:
     return total
 
 
+def block_smem(counter: GemmProblem, tiling: MmaTile) -> int:
+    """Bytes of shared memory of a block, with padding."""
+    alone = tiling.warps[2] == tiling.cluster == 1
+    meet = 0 if alone else counter.total * tiling.rows * tiling.columns * tiling.warps[2]
+    return max(smem_bytes(counter.sides, tiling) * tiling.stages, meet)
+
+
 def _whole(counter: GemmProblem, rates: CostCoefficients, total: float, split: int) -> float:
     """With what the memory takes, and a second launch."""
     moved = counter.moved / rates.memory_bytes_per_cycle
@@ -185,7 +189,7 @@ def warp_cycles(counter: GemmProblem, tiling: MmaTile) -> float:
     alone = bool(counter.fma) or counter.double  # nothing but the products of all warps decides
     registers = min(registers_of(counter, tiling), OWN_REGISTERS.maximum)
     tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
-    held = blocks_per_sm(counter.machine.threads_per_sm, tiling.threads, registers, counter.shared(tiling))
+    held = blocks_per_sm(counter.machine.threads_per_sm, tiling.threads, registers, block_smem(counter, tiling))
     blocks, even = tiles * tiling.split * tiling.cluster, FMA_EVEN if alone else EVEN
     beside, waves = occupancy(blocks, tiling.cluster, held, counter.machine.sms, even)
     line = tiling.terms * counter.item

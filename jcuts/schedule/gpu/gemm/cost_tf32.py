@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from jcuts.lower.patterns.gemm import k_tiles_per_split
 from jcuts.schedule import fit
-from jcuts.schedule.gpu.gemm.mma import EXIT, MEMORY, PORT, SECOND, STEP, GemmProblem
+from jcuts.schedule.gpu.gemm.mma import EXIT, MEMORY, PORT, SECOND
+from jcuts.schedule.gpu.gemm.problem import STEP, GemmProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import HIGH, WgmmaTile
 
 

@@ -17,17 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from jcuts.arch.sm_limits import SM_90
 from jcuts.lower.patterns.gemm import k_tiles_per_split
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm.epilogue_smem import LOADED, SENT, STORED, staged_epilogue
 from jcuts.schedule.gpu.gemm.mma import MEMORY, PORT
+from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, HIGH, WgmmaTile
-
-if TYPE_CHECKING:
-    from jcuts.schedule.gpu.gemm.wgmma import WgmmaProblem
 
 SHAPES = (
     (64, 64, 1),

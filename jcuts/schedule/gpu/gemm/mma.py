@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from jcuts.arch.sm_limits import SM_90
-from jcuts.kernel_ir.program import ITEM_SIZE, Program
-from jcuts.lower.patterns.gemm import COLUMNS, ROWS, WIDE, B, GemmOperand, K, gemm_operands, k_tiles_per_split, prologue
+from jcuts.kernel_ir.program import Program
+from jcuts.lower.patterns.gemm import WIDE, GemmOperand, gemm_operands, k_tiles_per_split, prologue
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm import cost as gemm_cost
 from jcuts.schedule.gpu.gemm import smem_layout_f64
-from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine, scheduled
+from jcuts.schedule.gpu.gemm.problem import GemmProblem, MmaTile
+from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine
 
 MOST = 8
 """Candidates of one product on matrix units: each takes a few hundred milliseconds to compile and to measure."""
@@ -37,8 +38,6 @@ CLUSTERED = (9, 0)
 """Compute capability from which on blocks form clusters."""
 SHORT = 128
 """Terms up to which matrices of float32 that are added are asked for early."""
-STEP = 32
-"""Bytes of terms per instruction of a matrix unit."""
 PLACE = _CANDIDATES.address_registers
 FMA_MOST = _CANDIDATES.ffma_registers_maximum
 DOUBLE_MOST = _CANDIDATES.float64_registers_maximum
@@ -72,46 +71,6 @@ SECOND = _BOUND.split_k_launch_cycles
 """Cycles of a second launch."""
 
 
-@dataclass(frozen=True)
-class MmaTile:
-    """One schedule of an ``mma.sync`` (or SIMT) GEMM.
-
-    Attributes:
-        rows, columns: outputs of a block's tile.
-        terms: k per k-tile.
-        warps: warps along rows, along columns, along K.
-        stages: stages of the shared-memory ring.
-        split: split-K over the grid.
-        cluster: blocks that split K and add up through DSMEM.
-        early: whether epilogue operands are prefetched.
-        fma: whether the kernel is SIMT (``fma.rn.f32``), not ``mma``.
-    """
-
-    rows: int
-    columns: int
-    terms: int
-    warps: tuple[int, int, int]
-    stages: int
-    split: int
-    cluster: int = 1
-    early: int = 0
-    fma: int = 0
-
-    @property
-    def threads(self) -> int:
-        """Of a block."""
-        return WARP * math.prod(self.warps)
-
-    def of(self, program: Program) -> Program:
-        """The scheduled program."""
-        found = (("split", self.split), ("cluster", self.cluster))
-        more = tuple((name, count) for name, count in found if count > 1) + ((("early", 1),) if self.early else ())
-        more += (("fma", 1),) if self.fma else ()
-        tile = (self.rows, self.columns, self.terms)
-        params = (("tile", tile), ("warps", self.warps), ("stages", self.stages), *more)
-        return scheduled(program, "product", self.threads, *params)
-
-
 def mma_schedules(
     program: Program,
     machine: GpuMachine,
@@ -124,10 +83,10 @@ def mma_schedules(
     Args: least: cycles that scores are counted with, where another family has faster units; counter: of another unit.
     """
     counter = counter or GemmProblem(program, machine)
-    least = least or counter.least
+    least = least or least_cycles(counter)
     best: dict[tuple[int, ...], tuple[float, MmaTile]] = {}
     for tiling in _tilings(program, counter):
-        cycles = counter.cycles(tiling)
+        cycles = gemm_cost.warp_cycles(counter, tiling)
         key = (tiling.rows, tiling.columns, tiling.warps[2], tiling.split, tiling.cluster)
         if key not in best or cycles < best[key][0]:
             best[key] = (cycles, tiling)
@@ -139,7 +98,8 @@ def mma_schedules(
         seen[kind] = seen.get(kind, 0) + 1
         scored.append((score, tiling))
     for place, (score, tiling) in enumerate(sorted(scored, key=lambda found: -found[0])[:most]):
-        asks = counter.asks and place == 0  # a prefetch is worth a tenth there, and costs a little elsewhere
+        # a prefetch is worth a tenth there, and costs a little elsewhere
+        asks = counter.adds_words and counter.terms <= SHORT and place == 0
         yield (replace(tiling, early=1) if asks else tiling).of(program), score
 
 
@@ -181,7 +141,7 @@ def _tilings(program: Program, counter: GemmProblem) -> Iterator[MmaTile]:
                 if groups != ways or (ways > 1 and share < 2) or stages > share + 1 or (stages == 2 and share > 1):
                     continue
                 tiling = MmaTile(rows, columns, terms, warps, stages, split, cluster, fma=counter.fma)
-                if counter.shared(tiling) <= MOST_SHARED and counter.fits_registers(tiling):
+                if gemm_cost.block_smem(counter, tiling) <= MOST_SHARED and fits_registers(counter, tiling):
                     yield tiling
 
 
@@ -194,52 +154,23 @@ def _fits(side: GemmOperand, terms: int, across: int) -> bool:
     return (terms if side.along_terms else across) % side.width == 0
 
 
-class GemmProblem:
-    """Counts shared memory, registers and cycles of a GEMM's schedules."""
+def least_cycles(counter: GemmProblem) -> float:
+    """A lower bound on the cycles of any schedule: what must move, what must be multiplied, the latency."""
+    products = float(counter.batch * counter.rows * counter.columns * counter.terms)
+    unit = gemm_cost.rates_of(counter).products_per_cycle
+    return max(counter.moved / MEMORY, products / (counter.machine.sms * unit), LATENCY)
 
-    def __init__(self, program: Program, machine: GpuMachine, fma: int = 0) -> None:
-        """Args: fma: whether products are fused multiply-adds."""
-        phase = program.phases[0]
-        extents = phase.ranges()
-        self.machine, self.sides = machine, gemm_operands(program)
-        self.batch, self.rows, self.columns = (extents.get(name, 1) for name in (B, ROWS, COLUMNS))
-        self.terms, self.item = extents[K], self.sides[0].item
-        self.fma, self.double = fma, self.sides[0].dtype == WIDE
-        self.total, self.step = (
-            (8, smem_layout_f64.LINE) if self.double else (4, STEP)
-        )  # bytes: a total, terms of a step
-        self.moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
-        self.results = float(sum(b.bytes for b in program.outputs))
-        used = {n.buffer for n in phase.exit.nodes if n.op == "load"}
-        self.results += sum(b.bytes for b in program.inputs if b.name in used)
-        added = [b for b in program.inputs if b.name in used and b.size >= program.outputs[0].size]
-        self.asks = any(ITEM_SIZE[b.dtype] == 4 for b in added) and self.terms <= SHORT
-        self.partial = float(sum(self.total * b.size for b in program.outputs[:1]))
-        products = float(self.batch * self.rows * self.columns * self.terms)
-        self.least = max(
-            self.moved / MEMORY, products / (machine.sms * gemm_cost.rates_of(self).products_per_cycle), LATENCY
-        )
 
-    def shared(self, tiling: MmaTile) -> int:
-        """Bytes of shared memory of a block, with padding."""
-        alone = tiling.warps[2] == tiling.cluster == 1
-        meet = 0 if alone else self.total * tiling.rows * tiling.columns * tiling.warps[2]
-        return max(gemm_cost.smem_bytes(self.sides, tiling) * tiling.stages, meet)
-
-    def fits_registers(self, tiling: MmaTile) -> bool:
-        """Whether the registers of a thread should do, where its totals take most of them."""
-        if not (self.fma or self.double):
-            return True
-        places = 0.0  # of copies whose addresses a thread keeps
-        for side, size, extent in zip(
-            self.sides, (tiling.rows, tiling.columns), (self.rows, self.columns), strict=True
-        ):
-            apart = bool(side.guards) or side.index.stride(side.outer) is None or extent % size > 0
-            places += size * tiling.terms / side.width / tiling.threads if apart and side.along_terms else 0.0
-        if self.double and tiling.threads > MOST_THREADS:
-            return False
-        return gemm_cost.registers_of(self, tiling) + PLACE * places <= (FMA_MOST if self.fma else DOUBLE_MOST)
-
-    def cycles(self, tiling: MmaTile) -> float:
-        """Estimated cycles of a launch, and of the second one where terms are split."""
-        return gemm_cost.warp_cycles(self, tiling)
+def fits_registers(counter: GemmProblem, tiling: MmaTile) -> bool:
+    """Whether the registers of a thread should do, where its totals take most of them."""
+    if not (counter.fma or counter.double):
+        return True
+    places = 0.0  # of copies whose addresses a thread keeps
+    for side, size, extent in zip(
+        counter.sides, (tiling.rows, tiling.columns), (counter.rows, counter.columns), strict=True
+    ):
+        apart = bool(side.guards) or side.index.stride(side.outer) is None or extent % size > 0
+        places += size * tiling.terms / side.width / tiling.threads if apart and side.along_terms else 0.0
+    if counter.double and tiling.threads > MOST_THREADS:
+        return False
+    return gemm_cost.registers_of(counter, tiling) + PLACE * places <= (FMA_MOST if counter.fma else DOUBLE_MOST)

@@ -1,39 +1,28 @@
-"""Schedules of ``wgmma`` GEMMs (capability 9.0), and the choice among all families that compute contractions.
+"""Schedules of ``wgmma`` GEMMs (capability 9.0), ranked by counted cycles.
 
 Only GEMMs with enough to compute have any: their tiles are large, and every candidate costs compiling and measuring.
 Cycles are counted by `gemm.cost`, those of pre-rounded weights in many blocks by `gemm.cost_tf32`, of memory-bound
-GEMMs by `gemm.memory_bound`, of convolutions with halo reuse by `conv.implicit_gemm`.
+GEMMs by `gemm.memory_bound`.
 """
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
-from jcuts.arch.sm_limits import SM_90
-from jcuts.kernel_ir.program import Program
-from jcuts.lower.patterns.conv_window import gather_per_copy
-from jcuts.lower.patterns.gemm import GemmOperand, k_tiles_per_split, k_vectors, prologue, prologue_is_zero_safe
+from jcuts.lower.patterns.gemm import k_tiles_per_split
 from jcuts.schedule import fit
-from jcuts.schedule.gpu.conv import implicit_gemm, implicit_gemm_cluster
-from jcuts.schedule.gpu.gemm import cost as gemm_cost
-from jcuts.schedule.gpu.gemm import cost_tf32, wave_tiles
 from jcuts.schedule.gpu.gemm import memory_bound as gemm_memory_bound
-from jcuts.schedule.gpu.gemm import mma as gemm_mma
-from jcuts.schedule.gpu.gemm.mma import LATENCY, MEMORY, GemmProblem
-from jcuts.schedule.gpu.gemm.wgmma_tile import HIGH, LINE, SHARED, WgmmaTile, can_swap_lanes, smem_with_dsmem
-from jcuts.schedule.gpu.machine import Candidate, GpuMachine
-from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
+from jcuts.schedule.gpu.gemm import wave_tiles
+from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
+from jcuts.schedule.gpu.gemm.wgmma_tile import LINE, WgmmaTile, can_swap_lanes
+from jcuts.schedule.gpu.machine import Candidate
 
 MOST = 6
 """Tilings of one product for warp groups."""
 _CANDIDATES = fit.coefficients("gpu/gemm", "wgmma_candidates")
 AGAIN = _CANDIDATES.alike_score_factor
 """What every further candidate with the same tile counts."""
-RESIDUAL_REGISTERS_PER_ACC = _CANDIDATES.residual_registers_per_accumulator
-"""Registers per total for each operand that is added to the results one by one: the assembler asks for it early."""
 PLAIN = _CANDIDATES.unspread_score_factor
 """What schedules without copies among the steps of products count where a block has more tiles of terms than stages."""
 BEHIND_FIRST = _CANDIDATES.cluster_conv_score_factor
@@ -57,8 +46,6 @@ SMALL_GRID_CANDIDATES = 5
 MMA_SCORE_FACTOR = _CANDIDATES.mma_score_factor
 """What schedules without warp groups count of their score beside those: of 17 layers at batch 1 the best schedule was
 among them twice, by 5 and 0 %; counted in full, the eight best of both took 8 % more than the fastest (worst 48)."""
-FEW_POINTS = 128 * 128
-"""Outputs per multiprocessor up to which a product has few blocks."""
 SHAPES = (
     (64, 64, 1),
     (64, 128, 1),
@@ -88,10 +75,6 @@ ROUNDED = ((1, 2, 1), (1, 3, 1), (2, 2, 1), (2, 3, 1))
 WEIGHTS = ((1, 3, 0), (1, 4, 0), (1, 5, 0), (1, 6, 0), (1, 8, 0))
 """Of 16-bit types, of float32, of float32 with rounded weights: lines of terms per tile, tiles in shared memory, tiles
 that wait in registers."""
-FRAGMENTS = 16
-"""Registers of fragments on their way to the units, per 64 rows of a warpgroup."""
-WHOLE = 32
-"""The same where all k-steps of a tile are one instruction group."""
 MIN_SCORE_RATIO = _CANDIDATES.minimum_score_ratio
 """Scores, over that of the best other schedule, down to which kept pixels are tried, and warps that copy."""
 ENOUGH = 3
@@ -106,67 +89,6 @@ WIDE_CLUSTERS = (2, 3, 4, 5, 6, 7, 8)
 """Blocks of one whose blocks store into each other's shared memory."""
 MOST_UNDER_WAY = 12
 """Tiles of a block that are copied at once."""
-MOST_SHARED = 226 << 10
-"""Bytes of shared memory of a block."""
-MOST_REGISTERS = 248
-"""Registers of a thread."""
-MOST_WAITING = 80
-"""Registers of a thread for tiles in flight."""
-FILE = SM_90.registers_per_sm
-UNIT = {4: _CANDIDATES.tf32_products_per_cycle, 2: _CANDIDATES.half_products_per_cycle}
-"""Products per cycle and multiprocessor that long sums reach, by bytes of an operand."""
-
-
-def contraction_schedules(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
-    """Schedules of both families for a program that `products.as_product` has made, the best of every kind of tile.
-
-    Scores are a bound over counted cycles: what must move at the memory's rate, or what must be multiplied at that of
-    the fastest units that the program has schedules for.
-    """
-    counter = WgmmaProblem(program, machine)
-    found = list(wgmma_schedules(counter))
-    kept = implicit_gemm.candidates(counter, program)
-    if kept and found:
-        best, other = max(score for _, score in found), max(score for _, score in kept)
-        kept = [pair for pair in kept if pair[1] >= MIN_SCORE_RATIO * best]
-        if kept and other >= best:
-            found = sorted(found, key=lambda pair: -pair[1])[:ENOUGH]
-        elif kept:  # the best of either form comes first
-            kept = [(p, score / other * best) for p, score in kept]
-    few = list(wgmma_schedules(counter.small_grid, SMALL_GRID_CANDIDATES)) if counter.few else []
-    if counter.short:
-        few += _interleave_cluster_conv(found, implicit_gemm_cluster.candidates(counter, program))
-    if kept and not found:  # few outputs: blocks of both families are as small, and of the other one more share a sum
-        found = list(gemm_mma.mma_schedules(program, machine, gemm_mma.MOST, counter.least))
-        best = max((score for _, score in found), default=0.0)
-        kept = [pair for pair in kept if pair[1] >= MIN_SCORE_RATIO * best][:ENOUGH]
-        yield from (*few, *kept)
-        yield from _append_mma(few, found[: gemm_mma.MOST - len(kept)])
-        return
-    found = kept + found
-    fed = warp_specialized_schedules.candidates(counter, program) if found else []
-    if fed:
-        best = max(score for _, score in found)
-        yield from ((made, min(score, best)) for made, score in fed if score >= MIN_SCORE_RATIO * best)
-    yield from (*found, *few)
-    if counter.before or len(found) >= ENOUGH:  # the other family has no prologues, and hardly ever wins
-        return
-    least = counter.least if found else None
-    yield from _append_mma(few, gemm_mma.mma_schedules(program, machine, gemm_mma.MOST - len(found), least))
-
-
-def _append_mma(few: Sequence[Candidate], others: Iterable[Candidate]) -> Iterator[Candidate]:
-    """Schedules of the other family beside those of few blocks."""
-    return ((made, score * (MMA_SCORE_FACTOR if few else 1.0)) for made, score in others)
-
-
-def _interleave_cluster_conv(found: list[Candidate], others: list[Program]) -> list[Candidate]:
-    """Clusters that keep pixels, in turns with those that do not: which are faster is not for estimates to say."""
-    scores = sorted((score for _, score in found), reverse=True)
-    if not scores:
-        return []
-    places = [scores[min(2 * number, len(scores) - 1)] for number in range(len(others))]
-    return [(made, BEHIND_FIRST * place) for made, place in zip(others, places, strict=True)]
 
 
 def wgmma_schedules(counter: WgmmaProblem, most: int = MOST, *, alike: bool = False) -> Iterator[Candidate]:
@@ -295,107 +217,3 @@ def _k_pipelines(counter: WgmmaProblem, block: tuple[int, int, int], split: int,
             push=int((counter.rounded or counter.short) and cluster > 1),
             early=int(counter.short),
         )
-
-
-def _fits(side: GemmOperand, size: int) -> bool:
-    """Whether a tile can be copied in whole pieces of 16 bytes (float32 across terms: in squares)."""
-    if side.width * side.item != 16:
-        return False
-    return side.along_terms or (size % 32 == 0 and not side.guards)
-
-
-class WgmmaProblem(GemmProblem):
-    """Counts shared memory, registers and cycles of a GEMM's ``wgmma`` schedules."""
-
-    def __init__(self, program: Program, machine: GpuMachine) -> None:
-        super().__init__(program, machine)
-        used = {n.buffer for n in program.phases[0].exit.nodes if n.op == "load"}
-        self.beside = sum(b.name in used and b.size >= program.outputs[0].size for b in program.inputs)
-        self.program = program
-        self.narrow = self.item == 2 and not self.sides[1].along_terms  # lanes have two columns side by side
-        by_terms = all(side.along_terms for side in self.sides)
-        self.rounded = int(by_terms and program.buffer(self.sides[1].buffer).tf32)
-        self.before, self.vectors = prologue(program) is not None, len(k_vectors(program))
-        self.through = int(self.rounded or (self.before and self.item == 2))
-        self.ragged = self.before and prologue_is_zero_safe(program)
-        self.pieces = gather_per_copy(program, *self.sides)
-        products = float(self.batch * self.rows * self.columns * self.terms)
-        few = self.batch * self.rows * self.columns <= machine.sms * FEW_POINTS
-        self.short, self.few = bool(self.rounded) and few, self.item == 2 and few
-        self.rates = replace(cost_tf32.RATES, products_per_cycle=UNIT[2]) if self.item == 2 else cost_tf32.RATES
-        self.unit = self.rates.products_per_cycle if self.rounded else UNIT[self.item]
-        self.least = max(self.moved / MEMORY, products / (machine.sms * self.unit), LATENCY)
-
-    @property
-    def small_grid(self) -> WgmmaProblem:
-        """The same for schedules of few blocks."""
-        made = copy.copy(self)
-        made.short, made.few = True, False
-        return made
-
-    def fits_prologue(self, terms: int, split: int = 1) -> bool:
-        """Whether what stands before the product allows for blocks of so many terms, and so many parts of the grid."""
-        if not self.before:
-            return True
-        whole = self.terms % (terms * split) == 0
-        return bool(self.through) and (whole or (self.ragged and split == 1))
-
-    def k_tiles_per_block(self, tiling: WgmmaTile) -> int:
-        """k-tiles of a block."""
-        return k_tiles_per_split(self.terms, tiling.terms, tiling.split * tiling.cluster)[0]
-
-    def fits(self, tiling: WgmmaTile) -> bool:
-        """Whether a multiprocessor has a block's shared memory and registers."""
-        registers = min(MOST_REGISTERS, FILE // tiling.threads)
-        return self.shared(tiling) <= MOST_SHARED and self.registers(tiling) <= registers
-
-    def shared(self, tiling: WgmmaTile) -> int:  # type: ignore[override]
-        """Bytes of shared memory of a block."""
-        rows, columns = (
-            size if side.along_terms or side.item == 4 else -(-size // HIGH) * HIGH
-            for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True)
-        )
-        kept = (rows + columns) * tiling.terms * self.item * tiling.stages
-        kept += 4 * self.vectors * self.k_tiles_per_block(tiling) * tiling.terms
-        if not tiling.push:
-            return max(kept, 4 * rows * columns if tiling.cluster > 1 else 0)
-        return smem_with_dsmem(kept, tiling.room)
-
-    def copies_are_16_bytes(self, rows: int, columns: int) -> bool:
-        """Whether such tiles are copied in whole pieces."""
-        return all(_fits(side, size) for side, size in zip(self.sides, (rows, columns), strict=True))
-
-    def staging_registers(self, tiling: WgmmaTile) -> int:
-        """What a thread takes of a tile of float32: whole pieces, or squares, of each operand."""
-        total = 0
-        for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True):
-            piece = side.width if side.along_terms else 16
-            total += -(-size * tiling.terms // (piece * tiling.threads)) * piece
-        return total
-
-    def registers(self, tiling: WgmmaTile) -> int:
-        """32-bit registers of a thread, roughly."""
-        total = tiling.rows * tiling.columns // tiling.threads
-        waiting = tiling.flight * self.staging_registers(tiling)
-        if tiling.rounded:
-            waiting = (FRAGMENTS if tiling.steps else WHOLE) * tiling.rows // tiling.groups[0] // HIGH
-        total += int(RESIDUAL_REGISTERS_PER_ACC * total) * self.beside if tiling.rounded else 0
-        return 56 + total + (waiting or 8) + (0 if waiting <= MOST_WAITING else MOST_REGISTERS)
-
-    def _blocks(self, tiling: WgmmaTile) -> tuple[int, int]:
-        """Blocks side by side on a multiprocessor, and how often they are replaced."""
-        tiles = self.batch * -(-self.rows // tiling.rows) * -(-self.columns // tiling.columns)
-        resident = min(SHARED // (self.shared(tiling) + 1024), FILE // (tiling.threads * self.registers(tiling)))
-        resident = max(1, min(resident, self.machine.threads_per_sm // tiling.threads))
-        queue = -(-tiles * tiling.split * tiling.cluster // self.machine.sms)
-        if tiling.cluster == 1:
-            return min(resident, queue), -(-queue // resident)
-        once = gemm_cost.concurrent_clusters(tiling.cluster, self.machine.sms)
-        return min(resident, queue), math.ceil(tiles / (resident * once))
-
-    def cycles(self, tiling: WgmmaTile) -> float:  # type: ignore[override]
-        """Estimated cycles of a launch, and of the second one where terms are split."""
-        if tiling.rounded and not self.short:
-            beside, waves = self._blocks(tiling)
-            return cost_tf32.cycles(self, tiling, beside, waves, self.rates)
-        return gemm_cost.group_cycles(self, tiling, self.shared(tiling), before=self.before)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jcuts.arch.sm_limits import SM_90
 from jcuts.kernel_ir.program import Program
-from jcuts.schedule.gpu.gemm.mma import STEP
+from jcuts.schedule.gpu.gemm.problem import STEP
 from jcuts.schedule.gpu.machine import WARP, scheduled
 
 GROUP = 4 * WARP

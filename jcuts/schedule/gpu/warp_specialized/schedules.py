@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.conv_window import ConvWindow, match_conv_window, weights_need_no_transform
@@ -19,11 +18,9 @@ from jcuts.lower.patterns.gemm import gemm_operands, k_tiles_per_split
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm.epilogue_smem import LOADED, StagedMatrix, staged_epilogue
 from jcuts.schedule.gpu.gemm.mma import MEMORY
+from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, GROUP, HIGH, LINE
 from jcuts.schedule.gpu.machine import WARP, Candidate, scheduled
-
-if TYPE_CHECKING:
-    from jcuts.schedule.gpu.gemm.wgmma import WgmmaProblem
 
 _FIT = fit.coefficients("gpu/warp_specialized", "cycles")
 _STAGED = fit.coefficients("gpu/warp_specialized", "staged_residual")

@@ -17,8 +17,9 @@ from jcuts.codegen.cuda.launch_source import emit_source
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.gemm.epilogue_smem import LOADED, SENT, STORED, staged_epilogue
 from jcuts.schedule.gpu.gemm.memory_bound import best, blocks_per_sm, cycles, memory_bound_tiles
-from jcuts.schedule.gpu.gemm.mma import MmaTile
-from jcuts.schedule.gpu.gemm.wgmma import WgmmaProblem, WgmmaTile
+from jcuts.schedule.gpu.gemm.problem import MmaTile
+from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
+from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 from tests import programs
 from tests.codegen.cuda.gemm.test_mma import SM90, compare, compiled, normal, product_of, run, tf32
 from tests.codegen.cuda.gemm.test_wgmma import EPS, run_rounded

@@ -21,7 +21,7 @@ from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.verify import verify
 from jcuts.lower.patterns.gemm import as_gemm, k_tiles_per_split
 from jcuts.schedule.gpu import candidates as gpu_candidates
-from jcuts.schedule.gpu.gemm.mma import MmaTile
+from jcuts.schedule.gpu.gemm.problem import MmaTile
 from jcuts.tune.problem import Output
 from jcuts.tune.verify.acceptance import check_output
 from jcuts.tune.verify.expected import OutputReference

@@ -16,6 +16,7 @@ from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.gemm import as_gemm
 from jcuts.schedule.gpu import candidates as gpu_candidates
+from jcuts.schedule.gpu import contraction
 from jcuts.schedule.gpu.candidates import GpuMachine
 from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
 from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
@@ -232,7 +233,7 @@ def test_norms_of_few_rows_have_candidates(size):
     half = jnp.bfloat16
     x, w, s, b = np.zeros((m, k + 32), half), np.zeros((k, n), half), normal(k), normal(k)
     found = [
-        p for p, _ in gemm_wgmma.contraction_schedules(programs.trace(behind_a_norm, x, w, s, b).product(), MACHINE)
+        p for p, _ in contraction.contraction_schedules(programs.trace(behind_a_norm, x, w, s, b).product(), MACHINE)
     ]
     assert found and all("groups" in dict(p.params) for p in found)
     for program in found:

@@ -18,7 +18,7 @@ from jcuts.lower.patterns.strided_concat import match_strided_concat
 from jcuts.lower.tensor_graph import build_graph
 from jcuts.rewrite.simplify import simplify
 from jcuts.schedule.gpu import candidates as gpu_candidates
-from jcuts.schedule.gpu.gemm.mma import MmaTile
+from jcuts.schedule.gpu.gemm.problem import MmaTile
 from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline

@@ -9,7 +9,8 @@ from scipy import special
 
 from jcuts.schedule.gpu.gemm import wave_tiles
 from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
-from jcuts.schedule.gpu.gemm.wgmma import WgmmaTile
+from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
+from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 from jcuts.schedule.gpu.machine import GpuMachine
 from tests import programs
 from tests.codegen.cuda.gemm.test_mma import compare, compiled, normal, tf32
@@ -76,7 +77,7 @@ def test_fitted_tiles_waste_less(terms, columns):
         assert wide % wave_tiles.STEP == 0 and count * wide - columns < count * wave_tiles.STEP
     x, w = np.zeros((3072, terms), np.float32), np.zeros((columns, terms), np.float32)
     made = marked(programs.trace(lambda x, w: x @ w.T, x, w).product())
-    counter = gemm_wgmma.WgmmaProblem(made, GpuMachine(132))
+    counter = WgmmaProblem(made, GpuMachine(132))
     found = list(gemm_wgmma.tilings(counter))
     best = min(found, key=counter.cycles)
     assert counter.cycles(best) <= min(counter.cycles(t) for t in found if t.columns in (64, 96, 128, 192, 256))
@@ -87,7 +88,7 @@ def test_fitted_tiles_waste_less(terms, columns):
 def counter_of(m, k, n):
     x, w = np.zeros((m, k), np.float32), np.zeros((n, k), np.float32)
     made = marked(programs.trace(lambda x, w: x @ w.T, x, w).product())
-    return gemm_wgmma.WgmmaProblem(made, GpuMachine(132))
+    return WgmmaProblem(made, GpuMachine(132))
 
 
 def test_tiles_of_known_sizes_are_tried_beside_others():

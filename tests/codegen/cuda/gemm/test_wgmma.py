@@ -19,7 +19,7 @@ from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.lower.patterns.gemm import as_gemm, gemm_operands, k_tiles_per_split
 from jcuts.lower.region import lower_region
 from jcuts.schedule.gpu import candidates as gpu_candidates
-from jcuts.schedule.gpu.gemm.wgmma import WgmmaTile
+from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 from tests import programs
 from tests.codegen.cuda.gemm.test_mma import (
     CONVOLUTIONS,

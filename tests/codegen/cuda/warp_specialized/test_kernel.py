@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from jcuts.codegen.cuda import compile as compiler
-from jcuts.schedule.gpu.gemm.wgmma import WgmmaTile
+from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 from jcuts.schedule.gpu.warp_specialized.schedules import WarpSpecializedTile
 from tests import programs
 from tests.codegen.cuda.conv.test_implicit_gemm import CASES, exact

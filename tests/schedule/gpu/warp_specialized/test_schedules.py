@@ -15,7 +15,7 @@ from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.codegen.cuda.warp_specialized.tile import fed_shape
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.candidates import GpuMachine
-from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
 from tests import programs
 from tests.gpu.test_products import MOST, ROUNDED, STAGED
@@ -47,7 +47,7 @@ def product_of(fn, *shapes):
 
 def found(program, most=8):
     """Its schedules, with what a block does."""
-    counter = gemm_wgmma.WgmmaProblem(program, MACHINE)
+    counter = WgmmaProblem(program, MACHINE)
     return [
         (made, fed_shape(made), score) for made, score in warp_specialized_schedules.candidates(counter, program, most)
     ]

@@ -1,0 +1,91 @@
+"""A matrix product as the schedules see it (`GemmProblem`), and one schedule of it for ``mma.sync`` (`MmaTile`).
+
+Plain data: what a schedule takes is counted by `schedule.gpu.gemm.cost`, and which schedules fit is decided where they
+are enumerated (`schedule.gpu.gemm.mma`, `schedule.gpu.gemm.wgmma`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jcuts.kernel_ir.program import ITEM_SIZE, Program
+from jcuts.lower.patterns.gemm import COLUMNS, ROWS, WIDE, B, K, gemm_operands
+from jcuts.schedule.gpu.gemm import smem_layout_f64
+from jcuts.schedule.gpu.machine import WARP, GpuMachine, scheduled
+
+STEP = 32
+"""Bytes of terms per instruction of a matrix unit."""
+
+
+@dataclass(frozen=True)
+class MmaTile:
+    """One schedule of an ``mma.sync`` (or SIMT) GEMM.
+
+    Attributes:
+        rows, columns: outputs of a block's tile.
+        terms: k per k-tile.
+        warps: warps along rows, along columns, along K.
+        stages: stages of the shared-memory ring.
+        split: split-K over the grid.
+        cluster: blocks that split K and add up through DSMEM.
+        early: whether epilogue operands are prefetched.
+        fma: whether the kernel is SIMT (``fma.rn.f32``), not ``mma``.
+    """
+
+    rows: int
+    columns: int
+    terms: int
+    warps: tuple[int, int, int]
+    stages: int
+    split: int
+    cluster: int = 1
+    early: int = 0
+    fma: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return WARP * math.prod(self.warps)
+
+    def of(self, program: Program) -> Program:
+        """The scheduled program."""
+        found = (("split", self.split), ("cluster", self.cluster))
+        more = tuple((name, count) for name, count in found if count > 1) + ((("early", 1),) if self.early else ())
+        more += (("fma", 1),) if self.fma else ()
+        tile = (self.rows, self.columns, self.terms)
+        params = (("tile", tile), ("warps", self.warps), ("stages", self.stages), *more)
+        return scheduled(program, "product", self.threads, *params)
+
+
+class GemmProblem:
+    """The extents, operands and traffic of one matrix product on one GPU.
+
+    Attributes:
+        batch, rows, columns, terms: extents of the batch, M, N and K. sides: operands A and B. item: bytes of an
+            element of either.
+        fma: whether products are fused multiply-adds; double: whether they are float64.
+        total, step: bytes of an accumulator; of the K extent of one instruction.
+        moved, results, partial: bytes of all operands and results; of results and what the epilogue reads; of the
+            accumulators of all results.
+        adds_words: whether the epilogue adds a matrix of a 4-byte type.
+    """
+
+    def __init__(self, program: Program, machine: GpuMachine, fma: int = 0) -> None:
+        """Args: fma: whether products are fused multiply-adds."""
+        phase = program.phases[0]
+        extents = phase.ranges()
+        self.machine, self.sides = machine, gemm_operands(program)
+        self.batch, self.rows, self.columns = (extents.get(name, 1) for name in (B, ROWS, COLUMNS))
+        self.terms, self.item = extents[K], self.sides[0].item
+        self.fma, self.double = fma, self.sides[0].dtype == WIDE
+        self.total, self.step = (
+            (8, smem_layout_f64.LINE) if self.double else (4, STEP)
+        )  # bytes: a total, terms of a step
+        self.moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
+        self.results = float(sum(b.bytes for b in program.outputs))
+        used = {n.buffer for n in phase.exit.nodes if n.op == "load"}
+        self.results += sum(b.bytes for b in program.inputs if b.name in used)
+        added = [b for b in program.inputs if b.name in used and b.size >= program.outputs[0].size]
+        self.adds_words = any(ITEM_SIZE[b.dtype] == 4 for b in added)
+        self.partial = float(sum(self.total * b.size for b in program.outputs[:1]))

@@ -58,17 +58,17 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
         "a GPU kernel family",
         "schedules, the thread's code, and where both are dispatched",
         (
-            "jcuts/schedule/gpu/candidates.py",
+            "jcuts/schedule/gpu/families.py",
+            "jcuts/schedule/gpu/enumeration.py",
             "jcuts/codegen/cuda/compile.py",
             "jcuts/codegen/cuda/launch_source.py",
-            "jcuts/schedule/gpu/launch_stats.py",
             "docs/kernels/README.md",
         ),
     ),
     (
         "a GPU schedule for row reductions (softmax, norms)",
-        "`_row_reduction`, `_row_reduction_teams`; the kernel",
-        ("jcuts/schedule/gpu/candidates.py", "jcuts/codegen/cuda/reduction/row.py"),
+        "`row_reduction`, `row_reduction_teams`; the kernel",
+        ("jcuts/schedule/gpu/reduction/row.py", "jcuts/codegen/cuda/reduction/row.py"),
     ),
     (
         "a GPU schedule for column reductions",

@@ -8,15 +8,11 @@ import pytest
 
 from scripts.import_graph import circles, long_functions, read_graph
 
-KNOWN = frozenset({"jcuts.schedule.gpu.gemm", "jcuts.schedule.gpu.warp_specialized"})
-"""Folders whose modules still import each other for types only."""
-
 
 def test_no_module_imports_itself_through_others():
     graph = read_graph()
-    assert circles(graph.module_edges(("module",))) == []
-    left = [g for g in circles(graph.module_edges()) if not {graph.folder_of(m) for m in g} <= KNOWN]
-    assert left == [], [graph.between(group) for group in left]
+    found = circles(graph.module_edges())
+    assert found == [], [graph.between(group) for group in found]
 
 
 def test_folders_are_small():

@@ -25,6 +25,7 @@ from jcuts.lower.patterns.gemm import ROWS, as_gemm, gemm_operands
 from jcuts.lower.patterns.inverted_residual import InvertedResidual, match_inverted_residual
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu import contraction
+from jcuts.schedule.gpu import machine as gpu_machine
 from jcuts.schedule.gpu.attention import schedules as attention_schedules
 from jcuts.schedule.gpu.attention.tile import FlashTile
 from jcuts.schedule.gpu.attention.tile import shape_of as attention_of
@@ -39,6 +40,7 @@ from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_
 from jcuts.schedule.gpu.inverted_residual.tile import InvertedResidualTile
 from jcuts.schedule.gpu.inverted_residual.tile import shape_of as block_of
 from jcuts.schedule.gpu.machine import GpuMachine, scheduled, tiled, transposed_axis, unroll_period
+from jcuts.schedule.gpu.reduction import row as gpu_row
 from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
 from jcuts.schedule.gpu.window import schedules as window_schedules
 
@@ -67,13 +69,13 @@ def space_of(program: Program) -> Draw:
         if {g.axis for g in program.grid} == set(program.serial):
             return lambda rng: _team(program, rng)
         return _column_rows(collapse_program(program))
-    if phase.reds and gpu_candidates._along_rows(phase) and _terms(phase) > gpu_candidates.TAPS:
+    if phase.reds and gpu_row.reduces_rows(phase) and _terms(phase) > gpu_machine.TAPS:
         return lambda rng: _team(program, rng)
     plain = collapse_program(program)
     phase = plain.phases[0]
     if not phase.reds:
         return lambda rng: _transposed(plain, rng) if rng.random() < 0.3 else _point(plain, rng)
-    if _terms(phase) <= gpu_candidates.TAPS:
+    if _terms(phase) <= gpu_machine.TAPS:
         return lambda rng: _walk(plain, rng) if rng.random() < 0.5 else _point(plain, rng)
     return _columns(plain)
 
@@ -374,9 +376,9 @@ def _transposed(plain: Program, rng: random.Random) -> Program | None:
 
 # -- rows and columns -------------------------------------------------------------------------------------------------
 def _team(program: Program, rng: random.Random) -> Program | None:
-    _, length = gpu_candidates._row_shape(program)
-    vector, team, chunks = rng.choice([1, 2, 4, 8]), rng.choice(gpu_candidates.TEAMS), rng.randint(1, 16)
-    if length % vector or vector * chunks > 2 * gpu_candidates.RESIDENT:
+    _, length = gpu_row.row_shape(program)
+    vector, team, chunks = rng.choice([1, 2, 4, 8]), rng.choice(gpu_row.TEAMS), rng.randint(1, 16)
+    if length % vector or vector * chunks > 2 * gpu_machine.RESIDENT:
         return None
     threads = team if team > 32 else team * rng.choice([k for k in (1, 2, 4, 8, 16, 32) if team * k % 32 == 0])
     phase = program.phases[0]

@@ -103,7 +103,7 @@ class TensorGraph:
 MOST_JOINED = 16
 """Operands of a concatenation whose points a kernel may tell apart by guards."""
 MOST_SWITCHED = 64
-"""As many where a kernel can branch once for all its threads' points (`schedule.gpu.candidates`)."""
+"""As many where a kernel can branch once for all its threads' points (`schedule.gpu.elementwise.schedules`)."""
 
 
 def build_graph(

@@ -22,12 +22,11 @@ from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.codegen.cuda.toolchain.target import OLDEST, CudaTarget
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.attention import TEMPLATE as ATTENTION
-from jcuts.lower.patterns.inverted_residual import TEMPLATE as BLOCK
 from jcuts.pipeline.computation import Computation, Fuel, Region, group
 from jcuts.rewrite.simplify import simplify
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu import launch_stats
+from jcuts.schedule.gpu.families import needs_tensor_cores
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 
@@ -164,7 +163,7 @@ def _ranked(
     found = [Scored(p, schedule(p), score) for p, score in gpu_candidates.candidates(program, machine, limit, percent)]
     refused = None
     if not found:
-        product = program.template in ("contraction", "convolution", BLOCK, ATTENTION) and not machine.multiplies
+        product = needs_tensor_cores(program.template) and not machine.multiplies
         refused = Refusal(program.template, NO_FORM if product else NO_SCHEDULE)
     if target is not None:
         found = [_assembled(candidate, arch, target) for candidate in found]

@@ -13,6 +13,7 @@ from benchmarks.pruning import gpu_space as space
 from benchmarks.pruning.gpu_operations import OPERATIONS
 from jcuts.arch.load import load_gpu
 from jcuts.schedule.gpu import candidates as gpu_candidates
+from jcuts.schedule.gpu.machine import scheduled
 
 H200 = load_gpu("H200")
 COUNTED = (
@@ -55,9 +56,7 @@ def test_what_no_form_takes_is_not_legal():
     program = OPERATIONS["gemm 1024x512x512, ReLU"].program
     found, *_ = space.pool(program, 10, "seed")
     tile = dict(found[0].params) | {"stages": 1}
-    assert not space.legal(
-        gpu_candidates.scheduled(found[0], "product", 96, *((k, v) for k, v in tile.items() if k != "cuda"))
-    )
+    assert not space.legal(scheduled(found[0], "product", 96, *((k, v) for k, v in tile.items() if k != "cuda")))
 
 
 def row_of(name, times, order):

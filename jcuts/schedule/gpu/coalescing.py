@@ -1,6 +1,6 @@
 """Coalescing statistics of cooperative loads: row reductions, column reductions, shared-memory transposes.
 
-`launch_stats` counts from addresses for threads on their own; for these kernel families the statistics follow from the
+`traffic.py` counts from addresses for threads on their own; for these kernel families the statistics follow from the
 schedule's shape: how many 128-byte lines their accesses touch per line of data, bytes in flight per thread, and how
 often operands are read.
 """
@@ -39,27 +39,36 @@ class CoalescingStats:
     active: float = 1.0
 
 
-def access_of(program: Program) -> CoalescingStats | None:
-    """The accesses of a scheduled program of these forms, None of others."""
+def row_access(program: Program) -> CoalescingStats:
+    """Of a team of threads per row."""
     params: Any = dict(program.params)
-    form = params.get("cuda")
-    if form == "team":
-        return _team(program, int(params["team"]), int(params["vector"]), int(params["chunks"]))
-    if form in ("column_rows", "moments"):
-        return _points(program, int(params["across"]), int(params["vector"]), int(params["chunks"]))
-    if form == "columns":
-        vector = program.phases[0].axes[-1].unroll
-        size = narrowest(program)
-        flight = int(params.get("flight", 1)) * max(1, int(params.get("ahead", 1)))
-        deep = max(1, int(params["threads"]) // int(params["across"]))
-        share = math.prod(-(-r.extent // r.unroll) for r in program.phases[0].reds) / int(params.get("split", 1)) / deep
-        rounds = math.ceil(share)  # of a block's rows of threads; a short share leaves the last one, or more, idle
-        lines, used = _of_columns(int(params["across"]), vector, size), min(1.0, rounds / int(params.get("flight", 1)))
-        return CoalescingStats(lines, flight * used * _loaded(program), active=share / rounds)
-    if form == "transposed":
-        size = narrowest(program)
-        return CoalescingStats(1.0, int(params["rows"]) * int(params["columns"]) * size / int(params["threads"]))
-    return None
+    return _team(program, int(params["team"]), int(params["vector"]), int(params["chunks"]))
+
+
+def column_points_access(program: Program) -> CoalescingStats:
+    """Of threads that have several points of their columns at once."""
+    params: Any = dict(program.params)
+    return _points(program, int(params["across"]), int(params["vector"]), int(params["chunks"]))
+
+
+def column_access(program: Program) -> CoalescingStats:
+    """Of threads that have a vector of outputs of a column reduction."""
+    params: Any = dict(program.params)
+    vector = program.phases[0].axes[-1].unroll
+    size = narrowest(program)
+    flight = int(params.get("flight", 1)) * max(1, int(params.get("ahead", 1)))
+    deep = max(1, int(params["threads"]) // int(params["across"]))
+    share = math.prod(-(-r.extent // r.unroll) for r in program.phases[0].reds) / int(params.get("split", 1)) / deep
+    rounds = math.ceil(share)  # of a block's rows of threads; a short share leaves the last one, or more, idle
+    lines, used = _of_columns(int(params["across"]), vector, size), min(1.0, rounds / int(params.get("flight", 1)))
+    return CoalescingStats(lines, flight * used * _loaded(program), active=share / rounds)
+
+
+def transpose_access(program: Program) -> CoalescingStats:
+    """Of tiles that are transposed in shared memory."""
+    params: Any = dict(program.params)
+    size = narrowest(program)
+    return CoalescingStats(1.0, int(params["rows"]) * int(params["columns"]) * size / int(params["threads"]))
 
 
 def _team(program: Program, team: int, vector: int, chunks: int) -> CoalescingStats:

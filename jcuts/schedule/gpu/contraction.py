@@ -7,15 +7,31 @@ many of each are tried.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
+from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.kernel_ir.program import Program
+from jcuts.lower.patterns.gemm import gemm_operands
+from jcuts.schedule import fit
 from jcuts.schedule.gpu.conv import implicit_gemm, implicit_gemm_cluster
 from jcuts.schedule.gpu.gemm import mma as gemm_mma
 from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
-from jcuts.schedule.gpu.machine import Candidate, GpuMachine
+from jcuts.schedule.gpu.machine import Candidate, GpuMachine, fastest_memory
+from jcuts.schedule.gpu.reduction import column as reduction_column
+from jcuts.schedule.gpu.reduction.row import row_reduction
 from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
+from jcuts.schedule.gpu.window.cost import CLOCK
+from jcuts.schedule.gpu.window.schedules import windows
+
+_CANDIDATES = fit.coefficients("gpu/reduction", "candidates")
+MULTIPLIERS = 128
+"""Products per cycle of a multiprocessor without matrix units."""
+PLAIN = _CANDIDATES.simt_compute_factor
+"""What sums by threads on their own take, over their products at the peak (measured)."""
+FEW = _CANDIDATES.simt_memory_limit
+"""The same over the memory's time, up to which they are tried beside matrix units."""
 
 
 def contraction_schedules(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -68,3 +84,24 @@ def _interleave_cluster_conv(found: list[Candidate], others: list[Program]) -> l
         return []
     places = [scores[min(2 * number, len(scores) - 1)] for number in range(len(others))]
     return [(made, gemm_wgmma.BEHIND_FIRST * place) for made, place in zip(others, places, strict=True)]
+
+
+def simt_reductions(program: Program, machine: GpuMachine, best: float) -> list[Candidate]:
+    """Sums of few terms by threads on their own, the best two, where products do not decide. Args: best: score."""
+    phase = program.phases[0]
+    products = math.prod(x.extent for x in (*phase.axes, *phase.reds))
+    moved = sum(b.bytes for b in (*program.inputs, *program.outputs))
+    if PLAIN * products / (machine.sms * MULTIPLIERS * CLOCK) > FEW * moved / fastest_memory():
+        return []
+    found = sorted(windows(collapse_program(program), machine), key=lambda item: (-item[1], item[0].digest))[:2]
+    return [(p, score / found[0][1] * best * gemm_mma.AGAIN) for p, score in found]
+
+
+def matvec_reductions(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """A matrix times one vector as a sum of rows or of columns: the best few schedules."""
+    sums = (
+        row_reduction(program, machine)
+        if gemm_operands(program)[1].along_terms
+        else reduction_column.columns(program, machine)
+    )
+    yield from sorted(sums, key=lambda found: (-found[1], found[0].digest))[: gemm_mma.MOST // 2]

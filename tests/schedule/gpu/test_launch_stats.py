@@ -12,8 +12,10 @@ from jcuts.arch.load import load_gpu
 from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.lower.patterns.gemm import as_gemm
 from jcuts.schedule.gpu import candidates as gpu_candidates
-from jcuts.schedule.gpu import coalescing, launch_stats
+from jcuts.schedule.gpu import launch_stats
+from jcuts.schedule.gpu.families import family_of
 from jcuts.schedule.gpu.gemm.problem import MmaTile
+from jcuts.schedule.gpu.machine import scheduled
 from tests import programs
 from tests.ops.cases import conv
 
@@ -30,7 +32,7 @@ def point(fn, arguments, threads, *block, **unroll):
     phase = program.phases[0]
     axes = tuple(replace(a, unroll=unroll.get(a.name, 1)) for a in phase.axes)
     program = replace(program, phases=(replace(phase, axes=axes),))
-    return gpu_candidates.scheduled(program, "point", threads, *((("block", block),) if block else ()))
+    return scheduled(program, "point", threads, *((("block", block),) if block else ()))
 
 
 def moved(program, blocks):
@@ -98,7 +100,7 @@ def test_loads_under_way():
     (use,) = launch_stats.launch_stats(point(lambda x: x + 1, (zeros(4096),), 256, d0=4), [(4, 256, 32, 0)])
     assert use.under_way == 16
     program = programs.trace(lambda x: x.sum(1), zeros(512, 1024)).program()
-    team = gpu_candidates.scheduled(program, "team", 128, ("team", 32), ("vector", 4), ("chunks", 8))
+    team = scheduled(program, "team", 128, ("team", 32), ("vector", 4), ("chunks", 8))
     (use,) = launch_stats.launch_stats(team, [(128, 128, 40, 0)])
     assert use.under_way == 4 * 8 * 4
     assert use.moved == 512 * 1024 * 4 + 512 * 4
@@ -106,7 +108,7 @@ def test_loads_under_way():
 
 def test_a_split_pays_for_its_partial_results():
     program = programs.trace(lambda x: x.sum(0), zeros(8192, 64)).program()
-    split = gpu_candidates.scheduled(program, "point", 128, ("split", 64))
+    split = scheduled(program, "point", 128, ("split", 64))
     first, second = launch_stats.launch_stats(split, [(32, 128, 32, 0), (64, 128, 32, 0)])
     partial = 64 * 64 * 4
     assert first.moved == 8192 * 64 * 4 + 64 * 4 + partial
@@ -131,10 +133,16 @@ def test_every_candidate_gets_a_score():
         assert 0 < found.pul <= 1 and found.seconds > 0
 
 
+def coalescing_of(program):
+    """How a scheduled program's accesses use lines, as its family says."""
+    stats = family_of(program).statistics.coalescing
+    return None if stats is None else stats(program)
+
+
 def access(fn, arguments, form, **params):
     program = programs.trace(fn, *arguments).program()
     program = program if form == "team" else collapse_program(program)
-    found = coalescing.access_of(gpu_candidates.scheduled(program, form, params.pop("threads"), *params.items()))
+    found = coalescing_of(scheduled(program, form, params.pop("threads"), *params.items()))
     assert found is not None
     return found
 
@@ -174,5 +182,5 @@ def test_columns_touch_whole_lines_where_threads_lie_side_by_side(across, lines)
     phase = program.phases[0]
     axes = tuple(replace(a, unroll=4) for a in phase.axes)
     program = replace(program, phases=(replace(phase, axes=axes),))
-    found = coalescing.access_of(gpu_candidates.scheduled(program, "columns", 256, ("across", across), ("flight", 4)))
+    found = coalescing_of(scheduled(program, "columns", 256, ("across", across), ("flight", 4)))
     assert found is not None and found.lines == lines and found.under_way == 4 * 4 * 4

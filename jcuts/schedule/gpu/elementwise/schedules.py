@@ -30,7 +30,8 @@ _TRANSPOSE = fit.coefficients("gpu/elementwise", "transpose")
 SWITCH = "part"  # the axis that numbers a concatenation's operands
 
 
-def maps(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+def register_tiles(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Register tiles of a map: a vector of neighbours per thread, of one row or more; concatenations by operand."""
     phase = program.phases[0]
     if not phase.axes:
         yield scheduled(program, "point", 32), 1.0
@@ -69,8 +70,6 @@ def maps(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                         yield scheduled(tiled, "point", threads, ("block", shape)), score
                     score *= _SCORES.strided_unblocked_factor
                 yield scheduled(tiled, "point", threads), score
-    if crossed is not None:
-        yield from _smem_transpose(program, crossed, machine)
 
 
 def _with_operand_axis(program: Program) -> Program | None:
@@ -132,10 +131,15 @@ def smem_staged_loads(phase: Phase, crossed: str) -> list[Node]:
     return list(dict.fromkeys(found))
 
 
-def _smem_transpose(program: Program, crossed: Axis, machine: GpuMachine) -> Iterator[Candidate]:
-    """Tiles of the operand's direction times the result's, through shared memory."""
+def smem_transposes(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Tiles of the operand's direction times the result's, through shared memory; only of maps that transpose."""
     phase = program.phases[0]
+    if not phase.axes:
+        return
     lane = phase.axes[-1]
+    crossed = transposed_axis(phase, lane.name)
+    if crossed is None:
+        return
     held = sum(ITEM_SIZE[n.dtype] for n in smem_staged_loads(phase, crossed.name))
     if min(crossed.extent, lane.extent) < 8 or not held:
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS, WIDE, B, K, gemm_operands
@@ -56,6 +57,35 @@ class MmaTile:
         tile = (self.rows, self.columns, self.terms)
         params = (("tile", tile), ("warps", self.warps), ("stages", self.stages), *more)
         return scheduled(program, "product", self.threads, *params)
+
+
+@dataclass(frozen=True)
+class GemmTile:
+    """What the schedules of all tiled GEMMs have in common, whichever instruction multiplies.
+
+    Attributes:
+        rows, columns: outputs of a block's tile. terms: k per k-tile. threads: of a block.
+        stages: stages of the shared-memory ring.
+        split: split-K over the grid. cluster: blocks that split K and add up through DSMEM.
+        fma: whether the kernel is SIMT (``fma.rn.f32``).
+    """
+
+    rows: int
+    columns: int
+    terms: int
+    threads: int
+    stages: int
+    split: int = 1
+    cluster: int = 1
+    fma: bool = False
+
+
+def gemm_tile(program: Program) -> GemmTile:
+    """The tile of a scheduled GEMM."""
+    params: Any = dict(program.params)
+    rows, columns, terms = params["tile"]
+    split, cluster = params.get("split", 1), params.get("cluster", 1)
+    return GemmTile(rows, columns, terms, params["threads"], params["stages"], split, cluster, "fma" in params)
 
 
 class GemmProblem:

@@ -1,1 +1,1 @@
-"""Reduction schedules along columns; those along rows are in `schedule/gpu/candidates.py`."""
+"""Reduction schedules along rows (`row.py`) and along columns (`column.py`), scans included."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jcuts.kernel_ir.program import Phase, Program
+from jcuts.kernel_ir.program import Axis, Phase, Program
 from jcuts.lower import split_scan
 from jcuts.lower.scan_axes import LANE, TIME
 from jcuts.schedule import fit
@@ -217,31 +217,45 @@ def welford(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                 yield scheduled(program, "moments", across * deep, *params), score
 
 
-def scans(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
-    """Scan schedules: cooperating threads along rows, single threads along columns (split into groups where columns are
-    few).
-    """
-    phase = program.phases[0]
-    time = next(a for a in phase.axes if a.name == TIME)
-    size = narrowest(program)
-    others = math.prod(a.extent for a in phase.axes if a is not time)
-    associates = split_scan.scan_operator(program) is not None
+def _scans_rows(program: Program) -> bool:
+    """Whether a scan runs along the dimension that is contiguous in memory."""
     loads = [n.index for p in program.phases for n in p.exit.nodes if n.op == "load" and n.index is not None]
-    along = any(abs(i.stride(TIME) or 0) == 1 for i in loads)
-    if along and associates:
-        for vector in vectors(time.extent, size):
-            for team in (32, 64, 128, 256, 512):
-                if team > 32 and team * vector > 2 * time.extent:
-                    continue
-                pieces = -(-time.extent // (team * vector))
-                fill = min(1.0, others * team / machine.threads)
-                score = time.extent / (pieces * team * vector)
-                score *= _SCAN.row_occupancy_base + _SCAN.row_occupancy_slope * fill
-                score *= min(1.0, vector * size / ACCESS)
-                params = (("team", team), ("vector", vector))
-                yield scheduled(program, "scan_rows", 128 if team == WARP else team, *params), score
+    return any(abs(i.stride(TIME) or 0) == 1 for i in loads)
+
+
+def _time_axis(phase: Phase) -> tuple[Axis, int]:
+    """The axis of a scan, and how many scans there are."""
+    time = next(a for a in phase.axes if a.name == TIME)
+    return time, math.prod(a.extent for a in phase.axes if a is not time)
+
+
+def row_scans(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Scan schedules along rows: cooperating threads share each."""
+    if not _scans_rows(program) or split_scan.scan_operator(program) is None:
+        return
+    time, others = _time_axis(program.phases[0])
+    size = narrowest(program)
+    for vector in vectors(time.extent, size):
+        for team in (32, 64, 128, 256, 512):
+            if team > 32 and team * vector > 2 * time.extent:
+                continue
+            pieces = -(-time.extent // (team * vector))
+            fill = min(1.0, others * team / machine.threads)
+            score = time.extent / (pieces * team * vector)
+            score *= _SCAN.row_occupancy_base + _SCAN.row_occupancy_slope * fill
+            score *= min(1.0, vector * size / ACCESS)
+            params = (("team", team), ("vector", vector))
+            yield scheduled(program, "scan_rows", 128 if team == WARP else team, *params), score
+
+
+def column_scans(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Scan schedules along columns: single threads, and groups of the scan in parallel where columns are few."""
+    phase = program.phases[0]
+    time, others = _time_axis(phase)
+    size = narrowest(program)
+    associates = split_scan.scan_operator(program) is not None
     lane = phase.axes[-1]
-    if along or lane.name != LANE:
+    if _scans_rows(program) or lane.name != LANE:
         return  # neighbouring threads would read far apart
     for vector in vectors(lane.extent, size):
         threads = others / vector

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from jcuts.kernel_ir.program import Axis, Phase, Program
@@ -46,27 +46,40 @@ WALKERS = (128, 64, 96)
 
 def windows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """Window schedules: register tiles, with and without a sliding window."""
+    yield from register_tiles(program, machine)
+    yield from sliding_tiles(program, machine)
+
+
+def register_tiles(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Schedules of register tiles with all taps of the window unrolled."""
     program = fully_unrolled(program)
     if not program.phases[0].axes:
         yield scheduled(program, "point", 32), 0.5
         return
-    yield from _diverse([*_tiles(program, machine), *sliding_windows(program, machine)])
+    yield from _diverse(_tiles(program, machine))
 
 
-def _diverse(found: Sequence[Candidate]) -> Iterator[Candidate]:
+def sliding_tiles(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """Schedules of register tiles that slide along an axis of the window, all taps unrolled."""
+    program = fully_unrolled(program)
+    if program.phases[0].axes:
+        yield from _diverse(sliding_windows(program, machine))
+
+
+def _diverse(found: Iterable[Candidate]) -> Iterator[Candidate]:
     """The best of every register tile; scores fall with the number of schedules of the same kind.
 
-    Estimates of the best differ by less than they are off: neighbours of a thread, and whether it walks, should differ.
+    Estimates of the best differ by less than they are off: neighbours of a thread should differ.
     """
     seen: set[object] = set()
-    kinds: dict[object, int] = {}
+    kinds: dict[int, int] = {}
     for program, score in sorted(found, key=lambda item: (-item[1], item[0].params)):
-        phase, params = program.phases[0], dict(program.params)
-        tile = (*(a.unroll for a in phase.axes), "walk" in params)
+        phase = program.phases[0]
+        tile = tuple(a.unroll for a in phase.axes)
         if tile in seen:
             continue
         seen.add(tile)
-        kind = phase.axes[-1].unroll, "walk" in params
+        kind = phase.axes[-1].unroll
         yield program, score * AGAIN ** kinds.get(kind, 0)
         kinds[kind] = kinds.get(kind, 0) + 1
 

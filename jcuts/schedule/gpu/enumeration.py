@@ -1,0 +1,135 @@
+"""Which kernel families are asked for the schedules of a program, and how those of several compete.
+
+`RULES` are asked in order; the first that matches and has schedules decides.  Most rules take the schedules of their
+families (`schedule.gpu.families`) as they are; ``combine`` weighs those of families that differ in what limits them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from jcuts.kernel_ir.program import Program
+from jcuts.lower.patterns.gemm import ROWS
+from jcuts.schedule.gpu import contraction
+from jcuts.schedule.gpu.families import FAMILIES
+from jcuts.schedule.gpu.gemm import mma as gemm_mma
+from jcuts.schedule.gpu.machine import TAPS, Candidate, GpuMachine
+from jcuts.schedule.gpu.problem import GpuProblem
+
+SHORT_SUMS = ("thread_tile", "sliding_window")
+"""Families whose threads take all values of an output: tried beside tensor cores where there are few."""
+MATVEC = ("row_reduction", "column_reduction", "thread_tile")
+"""Families of matrix-vector products as reductions."""
+
+
+@dataclass(frozen=True)
+class EnumerationRule:
+    """Programs that the same families compete for.
+
+    Attributes:
+        name: for messages and tests.
+        families: whose schedules there may be.
+        match: whether a program is one of the rule's, given that no earlier rule decided.
+        combine: schedules with scores; None: those of all families, as they are.
+        is_final: whether no later rule is asked where this one has no schedules either.
+    """
+
+    name: str
+    families: tuple[str, ...]
+    match: Callable[[GpuProblem], bool]
+    combine: Callable[[GpuProblem], Iterable[Candidate]] | None = None
+    is_final: bool = True
+
+    def schedules(self, problem: GpuProblem) -> list[Candidate]:
+        """All schedules of a program of the rule."""
+        if self.combine is not None:
+            return list(self.combine(problem))
+        return [candidate for name in self.families for candidate in FAMILIES[name].schedules_of(problem)]
+
+
+def enumerate_schedules(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """All schedules that the families propose for a program, with scores."""
+    problem = GpuProblem(program, machine)
+    for rule in RULES:
+        if not rule.match(problem):
+            continue
+        found = rule.schedules(problem)
+        yield from found
+        if found or rule.is_final:
+            return
+
+
+# -- rules that weigh families against each other ---------------------------------------------------------------------
+def _matvec(problem: GpuProblem) -> Iterable[Candidate]:
+    return contraction.matvec_reductions(problem.gemm, problem.machine) if problem.gemm else ()
+
+
+def _is_exact_gemm(problem: GpuProblem) -> bool:
+    made = problem.exact_gemm if problem.machine.multiplies else None
+    return made is not None and made.phases[0].ranges()[ROWS] > 1
+
+
+def _exact_gemm(problem: GpuProblem) -> list[Candidate]:
+    found = [c for name in ("simt_gemm", "mma_f64") for c in FAMILIES[name].schedules_of(problem)]
+    if found and problem.length <= TAPS:
+        found += contraction.simt_reductions(problem.program, problem.machine, found[0][1])
+    return found
+
+
+def _tensor_core_gemm(problem: GpuProblem) -> list[Candidate]:
+    made, machine = problem.gemm, problem.machine
+    if made is None or not (found := list(contraction.contraction_schedules(made, machine))):
+        return []
+    if problem.is_matvec:  # bound by memory: plain sums may be as fast, and are exact
+        found = found[: gemm_mma.MOST // 2]
+        sums = list(contraction.matvec_reductions(made, machine))
+        found += [(p, score / sums[0][1] * found[0][1]) for p, score in sums]
+    elif problem.length <= TAPS:  # few terms: a thread may take them all, without rounding them
+        found += contraction.simt_reductions(problem.program, machine, found[0][1])
+    return found
+
+
+def _few_channels(problem: GpuProblem) -> list[Candidate]:
+    found = list(FAMILIES["few_channels_conv"].schedules_of(problem))
+    if found and problem.length <= TAPS:
+        best = max(score for _, score in found)
+        found += contraction.simt_reductions(problem.program, problem.machine, best)
+    return found
+
+
+RULES: tuple[EnumerationRule, ...] = (
+    EnumerationRule("scan", ("scan_rows", "scan_columns"), lambda p: p.is_scan),
+    EnumerationRule("attention", ("flash_attention",), lambda p: p.is_attention),
+    EnumerationRule("inverted residual", ("inverted_residual",), lambda p: p.is_inverted_residual),
+    EnumerationRule("norm of rows", ("row_reduction",), lambda p: p.is_row_norm),
+    EnumerationRule("norm of columns", ("column_softmax", "welford"), lambda p: p.is_column_norm),
+    EnumerationRule("map", ("thread_tile", "smem_transpose"), lambda p: p.is_map),
+    EnumerationRule(
+        "matrix-vector product without tensor cores",
+        MATVEC,
+        lambda p: not p.machine.multiplies and p.is_matvec,
+        _matvec,
+    ),
+    EnumerationRule(
+        "GEMM of more than TF32", ("simt_gemm", "mma_f64", *SHORT_SUMS), _is_exact_gemm, _exact_gemm, is_final=False
+    ),
+    EnumerationRule(
+        "GEMM on tensor cores",
+        ("warp_specialized", "implicit_gemm", "wgmma", "mma", *MATVEC, "sliding_window"),
+        lambda p: p.machine.multiplies and p.gemm is not None,
+        _tensor_core_gemm,
+        is_final=False,
+    ),
+    EnumerationRule(
+        "convolution of few channels",
+        ("few_channels_conv", *SHORT_SUMS),
+        lambda p: p.machine.multiplies and p.is_convolution,
+        _few_channels,
+        is_final=False,
+    ),
+    EnumerationRule("reduction of rows", ("row_reduction",), lambda p: p.is_row_reduction),
+    EnumerationRule("reduction of columns", ("column_reduction", "thread_tile"), lambda p: p.is_column_reduction),
+    EnumerationRule("window", SHORT_SUMS, lambda p: p.is_window),
+)
+"""In the order in which they are asked."""

@@ -1,0 +1,330 @@
+"""Registry of the GPU kernel families, scheduling half: schedules, tile, statistics and documentation of each.
+
+`FAMILIES` has one `ScheduleFamily` per kernel family.  The kernel half (emitter, launch, split into kernels) is
+`jcuts.codegen.cuda.families.FAMILIES`, under the same names.  Which families are asked for the schedules of a program,
+and how those of several compete, is said by `schedule.gpu.enumeration.RULES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from jcuts.base.errors import CompileRejected
+from jcuts.base.registry import Registry
+from jcuts.kernel_ir.program import Program
+from jcuts.lower import horizontal, weight_transpose, welford
+from jcuts.lower.attention import TEMPLATE as ATTENTION
+from jcuts.lower.patterns.gemm import WIDE, gemm_operands
+from jcuts.lower.patterns.inverted_residual import TEMPLATE as INVERTED_RESIDUAL
+from jcuts.schedule.gpu import coalescing as gpu_coalescing
+from jcuts.schedule.gpu import traffic as gpu_traffic
+from jcuts.schedule.gpu.attention import schedules as attention_schedules
+from jcuts.schedule.gpu.attention import tile as attention_tile
+from jcuts.schedule.gpu.coalescing import CoalescingStats
+from jcuts.schedule.gpu.conv import few_channels, few_channels_tile, implicit_gemm
+from jcuts.schedule.gpu.elementwise import schedules as elementwise_schedules
+from jcuts.schedule.gpu.family import FamilyStatistics, ScheduleFamily
+from jcuts.schedule.gpu.gemm import mma as gemm_mma
+from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
+from jcuts.schedule.gpu.gemm.problem import gemm_tile
+from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_schedules
+from jcuts.schedule.gpu.inverted_residual import tile as inverted_residual_tile
+from jcuts.schedule.gpu.machine import Candidate
+from jcuts.schedule.gpu.problem import CONTRACTIONS, GpuProblem
+from jcuts.schedule.gpu.reduction import column as reduction_column
+from jcuts.schedule.gpu.reduction import row as reduction_row
+from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
+from jcuts.schedule.gpu.window import schedules as window_schedules
+
+TENSOR_CORES = (8, 0)
+"""The least compute capability with ``cp.async`` and TF32 ``mma.sync``."""
+WARPGROUPS = (9, 0)
+"""The compute capability with ``wgmma.mma_async``."""
+
+
+# -- statistics that several share -----------------------------------------------------------------------------------
+def _coalesced(
+    stats: Callable[[Program], CoalescingStats], kernels: Callable[[Program], Sequence[Program]] | None = None
+) -> FamilyStatistics:
+    """Of families whose accesses are known from their schedules (`schedule.gpu.coalescing`)."""
+    return FamilyStatistics(
+        traffic=lambda program, blocks, threads: gpu_traffic.coalesced_traffic(program, stats(program)),
+        bytes_in_flight=lambda program: max(stats(program).under_way, 1.0),
+        coalescing=stats,
+        kernels=kernels,
+    )
+
+
+_REGISTER_TILES = FamilyStatistics(traffic=gpu_traffic.thread_tile_traffic)
+_TENSOR_CORE_GEMM = FamilyStatistics(gpu_traffic.mma_unit, gpu_traffic.gemm_traffic, gpu_traffic.gemm_bytes_in_flight)
+_SIMT_GEMM = FamilyStatistics(gpu_traffic.ffma_unit, gpu_traffic.gemm_traffic, gpu_traffic.gemm_bytes_in_flight)
+
+
+# -- what they propose ------------------------------------------------------------------------------------------------
+def _register_tiles(problem: GpuProblem) -> Iterable[Candidate]:
+    if problem.is_map:
+        return elementwise_schedules.register_tiles(problem.collapsed, problem.machine)
+    return window_schedules.register_tiles(problem.collapsed, problem.machine) if problem.is_window else ()
+
+
+def _row_teams(problem: GpuProblem) -> Iterable[Candidate]:
+    if problem.is_row_norm:
+        return reduction_row.row_reduction_teams(problem.program, problem.machine, 1)
+    return reduction_row.row_reduction(problem.program, problem.machine) if problem.is_row_reduction else ()
+
+
+def _is_float64(program: Program) -> bool:
+    return gemm_operands(program)[0].dtype == WIDE
+
+
+def _exact_gemm(is_wide: bool) -> Callable[[GpuProblem], Iterable[Candidate]]:
+    """Schedules of products that ask for more than TF32, of float64 or of float32."""
+
+    def schedules(problem: GpuProblem) -> Iterable[Candidate]:
+        made = problem.exact_gemm
+        return gemm_mma.ffma_schedules(made, problem.machine) if made and _is_float64(made) == is_wide else ()
+
+    return schedules
+
+
+# -- the registry -----------------------------------------------------------------------------------------------------
+FAMILIES: Registry[ScheduleFamily] = Registry("kernel family")
+"""Every kernel family by name."""
+
+
+def _enter(*families: ScheduleFamily) -> None:
+    for family in families:
+        FAMILIES.register(family.name)(family)
+
+
+_enter(
+    ScheduleFamily(
+        "thread_tile",
+        "point",
+        "Register tiling: a thread computes a tile of output points, and all values that are reduced for them.",
+        "docs/kernels/elementwise.md",
+        templates=("map", "window", "reduction", *CONTRACTIONS),
+        propose=_register_tiles,
+        excluded=("walk",),
+        statistics=_REGISTER_TILES,
+    ),
+    ScheduleFamily(
+        "sliding_window",
+        "point",
+        "Register tiles that slide along one axis of a window: rows loaded for one tile are kept for the next.",
+        "docs/kernels/window.md",
+        templates=("window", *CONTRACTIONS),
+        propose=lambda p: window_schedules.sliding_tiles(p.collapsed, p.machine) if p.is_window else (),
+        required=("walk",),
+        statistics=_REGISTER_TILES,
+    ),
+    ScheduleFamily(
+        "smem_transpose",
+        "transposed",
+        "Transposes through a padded tile of shared memory, so that loads and stores are both coalesced.",
+        "docs/kernels/elementwise.md",
+        templates=("map",),
+        propose=lambda p: elementwise_schedules.smem_transposes(p.collapsed, p.machine) if p.is_map else (),
+        statistics=_coalesced(gpu_coalescing.transpose_access),
+    ),
+    ScheduleFamily(
+        "horizontal",
+        horizontal.FORM,
+        "Horizontal fusion: independent one-dimensional maps in one launch.",
+        "docs/kernels/elementwise.md",
+    ),
+    ScheduleFamily(
+        "weight_transpose",
+        weight_transpose.FORM,
+        "Batched transpose of weight matrices, rounded to TF32, in one launch.",
+        "docs/kernels/layout.md",
+    ),
+)
+_enter(
+    ScheduleFamily(
+        "row_reduction",
+        "team",
+        "Row reductions: 8 to 1,024 threads share a row and combine by `shfl.sync` and shared memory.",
+        "docs/kernels/reduction.md",
+        templates=("rows", "reduction", *CONTRACTIONS),
+        propose=_row_teams,
+        statistics=_coalesced(gpu_coalescing.row_access),
+    ),
+    ScheduleFamily(
+        "column_reduction",
+        "columns",
+        "Column reductions: a thread has a vector of outputs and its share of the reduced values, `split` over blocks.",
+        "docs/kernels/reduction.md",
+        templates=("reduction", *CONTRACTIONS),
+        propose=lambda p: reduction_column.columns(p.collapsed, p.machine) if p.is_column_reduction else (),
+        statistics=_coalesced(gpu_coalescing.column_access),
+    ),
+    ScheduleFamily(
+        "column_softmax",
+        "column_rows",
+        "Softmax, norms and statistics along a dimension that is not contiguous: several passes over columns.",
+        "docs/kernels/reduction.md",
+        templates=("rows",),
+        propose=lambda p: reduction_column.column_softmax(p.collapsed, p.machine) if p.is_column_norm else (),
+        statistics=_coalesced(gpu_coalescing.column_points_access),
+    ),
+    ScheduleFamily(
+        "welford",
+        "moments",
+        "Mean and variance of columns in one pass (Welford's update), and the batch norm that uses them.",
+        "docs/kernels/reduction.md",
+        templates=("rows",),
+        propose=lambda p: reduction_column.welford(p.collapsed, p.machine) if p.is_welford else (),
+        statistics=_coalesced(
+            gpu_coalescing.column_points_access, lambda program: welford.split_kernels(program).programs
+        ),
+    ),
+    ScheduleFamily(
+        "scan_rows",
+        "scan_rows",
+        "Prefix scans of rows: a team of threads scans by `shfl.sync.up`.",
+        "docs/kernels/scan.md",
+        templates=("scan",),
+        propose=lambda p: reduction_column.row_scans(p.program, p.machine) if p.is_scan else (),
+    ),
+    ScheduleFamily(
+        "scan_columns",
+        "scan_columns",
+        "Prefix scans of columns: a thread walks down its own.",
+        "docs/kernels/scan.md",
+        templates=("scan",),
+        propose=lambda p: reduction_column.column_scans(p.program, p.machine) if p.is_scan else (),
+    ),
+)
+_enter(
+    ScheduleFamily(
+        "mma",
+        "product",
+        "GEMM by `mma.sync` on shared-memory tiles that `cp.async` copies.",
+        "docs/kernels/gemm.md",
+        CONTRACTIONS,
+        lambda p: gemm_mma.mma_schedules(p.gemm, p.machine) if p.gemm else (),
+        excluded=("fed", "pixels", "groups", "fma"),
+        condition=lambda program: not _is_float64(program),
+        capability=TENSOR_CORES,
+        tile_of=gemm_tile,
+        statistics=_TENSOR_CORE_GEMM,
+    ),
+    ScheduleFamily(
+        "mma_f64",
+        "product",
+        "GEMM of float64 by `mma.sync` (DMMA).",
+        "docs/kernels/gemm.md",
+        CONTRACTIONS,
+        _exact_gemm(is_wide=True),
+        excluded=("fed", "pixels", "groups", "fma"),
+        condition=_is_float64,
+        capability=TENSOR_CORES,
+        tile_of=gemm_tile,
+        statistics=_TENSOR_CORE_GEMM,
+    ),
+    ScheduleFamily(
+        "simt_gemm",
+        "product",
+        "GEMM of float32 in full precision by fused multiply-adds (`fma.rn.f32`) of single threads.",
+        "docs/kernels/gemm.md",
+        CONTRACTIONS,
+        _exact_gemm(is_wide=False),
+        required=("fma",),
+        capability=TENSOR_CORES,
+        tile_of=gemm_tile,
+        statistics=_SIMT_GEMM,
+    ),
+    ScheduleFamily(
+        "wgmma",
+        "product",
+        "GEMM by warpgroups (`wgmma.mma_async`) on a ring of shared-memory tiles.",
+        "docs/kernels/gemm.md",
+        CONTRACTIONS,
+        lambda p: gemm_wgmma.wgmma_schedules(p.wgmma) if p.wgmma else (),
+        required=("groups",),
+        excluded=("fed", "pixels"),
+        capability=WARPGROUPS,
+        tile_of=gemm_tile,
+        statistics=_TENSOR_CORE_GEMM,
+    ),
+    ScheduleFamily(
+        "implicit_gemm",
+        "product",
+        "Convolutions as implicit GEMM by `wgmma`, on an input tile with its halo in shared memory.",
+        "docs/kernels/conv.md",
+        CONTRACTIONS,
+        lambda p: implicit_gemm.candidates(p.wgmma, p.wgmma.program) if p.wgmma else (),
+        required=("pixels",),
+        excluded=("fed",),
+        capability=WARPGROUPS,
+        tile_of=gemm_tile,
+        statistics=_TENSOR_CORE_GEMM,
+    ),
+    ScheduleFamily(
+        "warp_specialized",
+        "product",
+        "GEMM by warp specialisation: producer warps copy, consumer warpgroups issue `wgmma`, `mbarrier` between them.",
+        "docs/kernels/warp_specialized.md",
+        CONTRACTIONS,
+        lambda p: warp_specialized_schedules.candidates(p.wgmma, p.wgmma.program) if p.wgmma else (),
+        required=("fed",),
+        capability=WARPGROUPS,
+        tile_of=gemm_tile,
+        statistics=_TENSOR_CORE_GEMM,
+    ),
+    ScheduleFamily(
+        "few_channels_conv",
+        "patch",
+        "Convolutions of few input channels by `mma.sync`: a block keeps an image patch in shared memory.",
+        "docs/kernels/conv.md",
+        ("convolution",),
+        lambda p: few_channels.products(p.program, p.machine) if p.is_convolution else (),
+        capability=TENSOR_CORES,
+        tile_of=few_channels_tile.shape_of,
+        statistics=FamilyStatistics(
+            gpu_traffic.conv_unit, gpu_traffic.few_channels_traffic, gpu_traffic.few_channels_bytes_in_flight
+        ),
+    ),
+)
+_enter(
+    ScheduleFamily(
+        "inverted_residual",
+        "block",
+        "Inverted residuals (1x1, depthwise, 1x1 convolution) fused in one kernel, by `mma.sync`.",
+        "docs/kernels/inverted_residual.md",
+        (INVERTED_RESIDUAL,),
+        lambda p: inverted_residual_schedules.products(p.program, p.machine) if p.is_inverted_residual else (),
+        capability=TENSOR_CORES,
+        tile_of=inverted_residual_tile.shape_of,
+        statistics=FamilyStatistics(
+            gpu_traffic.inverted_residual_unit,
+            gpu_traffic.inverted_residual_traffic,
+            gpu_traffic.inverted_residual_bytes_in_flight,
+        ),
+    ),
+    ScheduleFamily(
+        "flash_attention",
+        "attention",
+        "Attention with an online softmax (FlashAttention) by `mma.sync`.",
+        "docs/kernels/attention.md",
+        (ATTENTION,),
+        lambda p: attention_schedules.products(p.program, p.machine) if p.is_attention else (),
+        capability=TENSOR_CORES,
+        tile_of=attention_tile.shape_of,
+        statistics=FamilyStatistics(gpu_traffic.attention_unit, gpu_traffic.attention_traffic),
+    ),
+)
+
+
+def family_of(program: Program) -> ScheduleFamily:
+    """The family of a scheduled program. Raises CompileRejected where its parameters are no family's schedule."""
+    found = next((FAMILIES[name] for name in FAMILIES if FAMILIES[name].match(program)), None)
+    if found is None:
+        raise CompileRejected(f"{program.name}: no schedule for a GPU ({program.params})", program=program.name)
+    return found
+
+
+def needs_tensor_cores(template: str) -> bool:
+    """Whether there are families on tensor cores for programs of a template."""
+    return any(template in FAMILIES[name].templates for name in FAMILIES if FAMILIES[name].capability >= TENSOR_CORES)

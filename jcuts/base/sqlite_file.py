@@ -11,9 +11,11 @@ import contextlib
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 BUSY_SECONDS = 30.0
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT)
 
@@ -90,6 +92,40 @@ class SqliteFile:
         finally:
             db.close()
 
+    def query(
+        self, work: Callable[[sqlite3.Connection], list[Any]], recover: Callable[[Exception], bool] | None = None
+    ) -> list[Any]:
+        """The rows that ``work`` reads; none where there is no database yet.
+
+        Args: recover: asked with the first error whether it has changed something, so that a second try may help.
+        Raises: as `open`.
+        """
+
+        def once() -> list[Any]:
+            with self.open(write=False) as db:
+                return [] if db is None else work(db)
+
+        return _twice(once, recover)
+
+    def transaction(
+        self, work: Callable[[sqlite3.Connection], None], recover: Callable[[Exception], bool] | None = None
+    ) -> bool:
+        """Runs ``work`` as one transaction, which reaches the disk as a whole or not at all; whether it did.
+
+        Args, Raises: as `query`.
+        """
+
+        def once() -> bool:
+            with self.open(write=True) as db:
+                if db is None:
+                    return False
+                db.execute("BEGIN IMMEDIATE")
+                work(db)
+                db.execute("COMMIT")
+                return True
+
+        return _twice(once, recover)
+
     def set_aside(self, number: int) -> Path | None:
         """Moves the file (and its journal, which belongs to it) out of the way; None if another process was faster.
 
@@ -132,3 +168,12 @@ class SqliteFile:
             if verdict != "ok":
                 raise DamagedFile(f"integrity check: {verdict}")
             self._checked = True
+
+
+def _twice(once: Callable[[], T], recover: Callable[[Exception], bool] | None) -> T:
+    try:
+        return once()
+    except (sqlite3.Error, OSError) as error:
+        if recover is None or not recover(error):
+            raise
+    return once()

@@ -8,12 +8,12 @@ from jcuts.codegen.artifact import CompiledKernel
 
 TILES, BLOCK = 16, 1024
 
-# y = 2 x + 1 over tiles of BLOCK floats: needs neither numba nor the code generator.
-_IR = f"""
-define void @jcuts_smoke(i8** %buffers, i64 %tile_begin, i64 %tile_end, i8* %scratch) {{
+_ELEMENTWISE = """
+{declarations}
+define void @{symbol}(i8** %buffers, i64 %tile_begin, i64 %tile_end, i8* %scratch) {{
 entry:
-  %begin = mul i64 %tile_begin, {BLOCK}
-  %end = mul i64 %tile_end, {BLOCK}
+  %begin = mul i64 %tile_begin, {block}
+  %end = mul i64 %tile_end, {block}
   %p0 = bitcast i8** %buffers to float**
   %x = load float*, float** %p0
   %p1 = getelementptr float*, float** %p0, i64 1
@@ -23,8 +23,7 @@ loop:
   %i = phi i64 [%begin, %entry], [%next, %loop]
   %xi = getelementptr float, float* %x, i64 %i
   %v = load float, float* %xi
-  %m = fmul float %v, 2.0
-  %r = fadd float %m, 1.0
+  {body}
   %yi = getelementptr float, float* %y, i64 %i
   store float %r, float* %yi
   %next = add i64 %i, 1
@@ -36,8 +35,16 @@ exit:
 """
 
 
-def smoke_kernel() -> CompiledKernel:
-    """``f32[TILES * BLOCK] -> 2 x + 1`` compiled here and now.
+def elementwise_ir(body: str, *, symbol: str, block: int, declarations: str = "") -> str:
+    """LLVM IR of a kernel ``y[i] = f(x[i])`` over tiles of ``block`` floats: without the code generator.
+
+    Args: body: computes ``%r`` from ``%v``; declarations: of the functions that it calls.
+    """
+    return _ELEMENTWISE.format(body=body, symbol=symbol, block=block, declarations=declarations)
+
+
+def compile_ir(text: str) -> bytes:
+    """LLVM IR to position-independent object code of this machine.
 
     Raises:
         NativeError: llvmlite is missing.
@@ -49,11 +56,23 @@ def smoke_kernel() -> CompiledKernel:
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     machine = binding.Target.from_default_triple().create_target_machine(reloc="pic", opt=2)
+    module = binding.parse_assembly(text)
+    module.verify()
+    return machine.emit_object(module)
+
+
+def smoke_kernel() -> CompiledKernel:
+    """``f32[TILES * BLOCK] -> 2 x + 1`` compiled here and now.
+
+    Raises:
+        NativeError: llvmlite is missing.
+    """
+    text = elementwise_ir("%m = fmul float %v, 2.0\n  %r = fadd float %m, 1.0", symbol="jcuts_smoke", block=BLOCK)
     aval = ((TILES * BLOCK,), "float32")
     return CompiledKernel(
-        digest=digest("smoke", _IR),
+        digest=digest("smoke", text),
         symbol="jcuts_smoke",
-        object_code=machine.emit_object(binding.parse_assembly(_IR)),
+        object_code=compile_ir(text),
         tiles=TILES,
         scratch_bytes=0,
         inputs=(aval,),

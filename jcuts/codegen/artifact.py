@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from jcuts.base.errors import IRError
 
@@ -50,3 +52,36 @@ class CompiledKernel:
                 tiles=self.tiles,
                 scratch_bytes=self.scratch_bytes,
             )
+
+    def header(self) -> dict[str, Any]:
+        """Everything but the object code, as JSON data: what the files of kernels begin with."""
+        return {
+            "digest": self.digest,
+            "symbol": self.symbol,
+            "tiles": self.tiles,
+            "scratch_bytes": self.scratch_bytes,
+            "inputs": self.inputs,
+            "outputs": self.outputs,
+        }
+
+    @classmethod
+    def from_header(cls, header: Mapping[str, Any], object_code: bytes) -> CompiledKernel:
+        """The inverse of `header`.
+
+        Raises: KeyError, TypeError, ValueError, IRError where it is none.
+        """
+        return cls(
+            digest=str(header["digest"]),
+            symbol=str(header["symbol"]),
+            object_code=object_code,
+            tiles=int(header["tiles"]),
+            scratch_bytes=int(header["scratch_bytes"]),
+            inputs=_avals(header["inputs"]),
+            outputs=_avals(header["outputs"]),
+        )
+
+
+def _avals(value: object) -> tuple[Aval, ...]:
+    if not isinstance(value, list):
+        raise ValueError("shapes are not a list")
+    return tuple((tuple(int(n) for n in shape), str(dtype)) for shape, dtype in value)

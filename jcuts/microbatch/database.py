@@ -238,8 +238,7 @@ class Database:
             return []
         with self._lock:
             try:
-                with self._file.open(write=False) as db:
-                    return [] if db is None else db.execute(query, values).fetchall()
+                return self._file.query(lambda db: db.execute(query, values).fetchall())
             except (sqlite3.Error, OSError) as error:
                 raise CacheError(
                     f"{self._where}: cannot be read as a benchmark database: {error}", path=self._where
@@ -249,23 +248,20 @@ class Database:
         """Runs one transaction; False when nothing reached the disk."""
         if self._file is None:
             return False
-        for attempt in (0, 1):
-            try:
-                with self._file.open(write=True) as db:
-                    if db is None:
-                        return False
-                    db.execute("BEGIN IMMEDIATE")
-                    work(db)
-                    db.execute("COMMIT")
-                    return True
-            except (sqlite3.Error, OSError) as error:
-                if _is_foreign(error):
-                    raise CacheError(f"{self._where}: not written: {error}", path=self._where) from None
-                if attempt == 0 and is_damaged(error):
-                    self._set_aside(error)
-                    continue
-                self._report(f"{self._where}: cannot be written ({error}): times are kept in memory only")
-        return False
+        try:
+            return self._file.transaction(work, self._recover)
+        except (sqlite3.Error, OSError) as error:
+            if _is_foreign(error):
+                raise CacheError(f"{self._where}: not written: {error}", path=self._where) from None
+            self._report(f"{self._where}: cannot be written ({error}): times are kept in memory only")
+            return False
+
+    def _recover(self, error: Exception) -> bool:
+        """Moves a damaged file of ours aside; False for every other error."""
+        if _is_foreign(error) or not is_damaged(error):
+            return False
+        self._set_aside(error)
+        return True
 
     def _set_aside(self, why: Exception) -> None:
         assert self._file is not None

@@ -8,6 +8,7 @@ serves every template and every device.  To add a primitive, write one ``@op_rul
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -34,10 +35,7 @@ class TensorType:
     @property
     def size(self) -> int:
         """Number of elements."""
-        total = 1
-        for extent in self.shape:
-            total *= extent
-        return total
+        return math.prod(self.shape)
 
 
 class Context(Protocol):

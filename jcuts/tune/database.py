@@ -297,49 +297,44 @@ class Store:
         with self._lock:
             if self._file is None or self._hidden:
                 return []
-            for attempt in (0, 1):
-                try:
-                    with self._file.open(write=False) as db:
-                        return [] if db is None else work(db)
-                except (sqlite3.Error, OSError) as error:
-                    if attempt == 0 and is_damaged(error):
-                        self._set_aside(str(error))
-                        continue
-                    self._report(
-                        CacheError(f"cannot read the tuning database {self.path}: {error}", path=str(self.path))
-                    )
-            return []
+            try:
+                return self._file.query(work, self._recover)
+            except (sqlite3.Error, OSError) as error:
+                self._report(CacheError(f"cannot read the tuning database {self.path}: {error}", path=str(self.path)))
+                return []
 
     def _write(self, work: Any, is_news: bool = True) -> bool:
         """Runs one transaction; False when nothing reached the disk. Args: is_news: whether the generation changes."""
+
+        def entire(db: sqlite3.Connection) -> None:
+            work(db)
+            if is_news:
+                db.execute("UPDATE meta SET value = value + 1 WHERE name = 'generation'")
+
         with self._lock:
             if self._file is None:
                 return False
-            for attempt in (0, 1):
-                try:
-                    with self._file.open(write=True) as db:
-                        if db is None:
-                            return False
-                        db.execute("BEGIN IMMEDIATE")
-                        work(db)
-                        if is_news:
-                            db.execute("UPDATE meta SET value = value + 1 WHERE name = 'generation'")
-                        db.execute("COMMIT")
-                        self._hidden = False
-                        return True
-                except (sqlite3.Error, OSError) as error:
-                    if attempt == 0 and is_damaged(error):
-                        self._set_aside(str(error))
-                        continue
-                    self._report(
-                        CacheError(
-                            f"{UNWRITTEN} {self.path} ({error}): tuning results are kept in "
-                            "memory only; free some space, or point JCUTS_CACHE_DIR to a writable folder",
-                            path=str(self.path),
-                        )
-                    )
+            try:
+                if not self._file.transaction(entire, self._recover):
                     return False
-            return False
+                self._hidden = False
+                return True
+            except (sqlite3.Error, OSError) as error:
+                self._report(
+                    CacheError(
+                        f"{UNWRITTEN} {self.path} ({error}): tuning results are kept in "
+                        "memory only; free some space, or point JCUTS_CACHE_DIR to a writable folder",
+                        path=str(self.path),
+                    )
+                )
+                return False
+
+    def _recover(self, error: Exception) -> bool:
+        """Moves a damaged or foreign file aside; False for every other error."""
+        if is_damaged(error):
+            self._set_aside(str(error))
+            return True
+        return False
 
     def _set_aside(self, why: str) -> None:
         """Moves the file (and its journal, which belongs to it) out of the way; nothing is deleted."""

@@ -11,15 +11,7 @@ from jcuts.codegen.artifact import CompiledKernel
 
 def write_kernel(path: Path, kernel: CompiledKernel) -> None:
     """Writes a kernel."""
-    head = {
-        "digest": kernel.digest,
-        "symbol": kernel.symbol,
-        "tiles": kernel.tiles,
-        "scratch_bytes": kernel.scratch_bytes,
-        "inputs": kernel.inputs,
-        "outputs": kernel.outputs,
-        "bytes": len(kernel.object_code),
-    }
+    head = {**kernel.header(), "bytes": len(kernel.object_code)}
     path.write_bytes(json.dumps(head).encode() + b"\n" + kernel.object_code)
 
 
@@ -34,14 +26,6 @@ def read_kernel(path: Path) -> CompiledKernel:
         head = json.loads(line)
         if head["bytes"] != len(code):
             raise ValueError(f"{len(code)} bytes of code instead of {head['bytes']}")
-        return CompiledKernel(
-            head["digest"],
-            head["symbol"],
-            code,
-            head["tiles"],
-            head["scratch_bytes"],
-            tuple((tuple(shape), dtype) for shape, dtype in head["inputs"]),
-            tuple((tuple(shape), dtype) for shape, dtype in head["outputs"]),
-        )
+        return CompiledKernel.from_header(head, code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CompileRejected(f"cannot read the compiled kernel {path.name}: {error}", path=str(path)) from None

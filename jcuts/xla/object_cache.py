@@ -24,7 +24,7 @@ from pathlib import Path
 from jcuts.base import fingerprint, knobs
 from jcuts.base.errors import CacheError, JcutsError
 from jcuts.base.warn_once import unusable_cache
-from jcuts.codegen.artifact import Aval, CompiledKernel
+from jcuts.codegen.artifact import CompiledKernel
 
 log = logging.getLogger("jcuts.objects")
 
@@ -85,24 +85,10 @@ def _path(folder: Path, digest: str) -> Path:
 
 def encode(kernel: CompiledKernel) -> bytes:
     """Serialises a kernel to the bytes of its file."""
-    header = {
-        "digest": kernel.digest,
-        "symbol": kernel.symbol,
-        "tiles": kernel.tiles,
-        "scratch_bytes": kernel.scratch_bytes,
-        "inputs": kernel.inputs,
-        "outputs": kernel.outputs,
-        "fingerprint": fingerprint.code_fingerprint(),
-    }
+    header = {**kernel.header(), "fingerprint": fingerprint.code_fingerprint()}
     line = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
     check = hashlib.sha256(line + b"\n" + kernel.object_code).hexdigest().encode()
     return MAGIC + check + b"\n" + line + b"\n" + kernel.object_code
-
-
-def _avals(value: object) -> tuple[Aval, ...]:
-    if not isinstance(value, list):
-        raise ValueError("shapes are not a list")
-    return tuple((tuple(int(n) for n in shape), str(dtype)) for shape, dtype in value)
 
 
 def decode(data: bytes, digest: str) -> CompiledKernel:
@@ -121,15 +107,7 @@ def decode(data: bytes, digest: str) -> CompiledKernel:
         header = json.loads(line)
         if header["digest"] != digest or header["fingerprint"] != fingerprint.code_fingerprint():
             raise ValueError("it is of another kernel or installation")
-        return CompiledKernel(
-            digest=digest,
-            symbol=str(header["symbol"]),
-            object_code=code,
-            tiles=int(header["tiles"]),
-            scratch_bytes=int(header["scratch_bytes"]),
-            inputs=_avals(header["inputs"]),
-            outputs=_avals(header["outputs"]),
-        )
+        return CompiledKernel.from_header(header, code)
     except (ValueError, KeyError, TypeError, JcutsError) as error:
         raise CacheError(f"object file of {digest} cannot be used: {error}", digest=digest) from error
 

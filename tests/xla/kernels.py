@@ -5,49 +5,11 @@ from __future__ import annotations
 import ctypes
 
 import numpy as np
-from llvmlite import binding
 
 from jcuts.base.fingerprint import digest
+from jcuts.cli.doctor_trials import compile_ir, elementwise_ir
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.xla import jit_linker, native_library
-
-_LOOP = """
-declare float @tanhf(float)
-{declarations}
-define void @{symbol}(i8** %buffers, i64 %tile_begin, i64 %tile_end, i8* %scratch) {{
-entry:
-  %begin = mul i64 %tile_begin, {block}
-  %end = mul i64 %tile_end, {block}
-  %p0 = bitcast i8** %buffers to float**
-  %x = load float*, float** %p0
-  %p1 = getelementptr float*, float** %p0, i64 1
-  %y = load float*, float** %p1
-  br label %loop
-loop:
-  %i = phi i64 [%begin, %entry], [%next, %loop]
-  %xi = getelementptr float, float* %x, i64 %i
-  %v = load float, float* %xi
-  {body}
-  %yi = getelementptr float, float* %y, i64 %i
-  store float %r, float* %yi
-  %next = add i64 %i, 1
-  %more = icmp slt i64 %next, %end
-  br i1 %more, label %loop, label %exit
-exit:
-  ret void
-}}
-"""
-
-
-def compile_ir(text: str) -> bytes:
-    """LLVM IR to position-independent object code of this machine."""
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    target = binding.Target.from_default_triple()
-    machine = target.create_target_machine(reloc="pic", opt=2)
-    module = binding.parse_assembly(text)
-    module.verify()
-    return machine.emit_object(module)
 
 
 def elementwise(
@@ -59,7 +21,7 @@ def elementwise(
     symbol: str = "kernel",
 ) -> CompiledKernel:
     """A kernel over ``f32[tiles * block]``: ``body`` computes ``%r`` from ``%v``, one element at a time."""
-    text = _LOOP.format(block=block, body=body, declarations=declarations, symbol=symbol)
+    text = elementwise_ir(body, symbol=symbol, block=block, declarations=declarations)
     aval = ((tiles * block,), "float32")
     return CompiledKernel(
         digest=digest("test kernel", text, tiles),
@@ -79,7 +41,9 @@ def affine(tiles: int, block: int, scale: float = 2.0, shift: float = 1.0) -> Co
 
 def tanh(tiles: int, block: int) -> CompiledKernel:
     """``y = tanhf(x)``: needs libm."""
-    return elementwise("%r = call float @tanhf(float %v)", tiles=tiles, block=block)
+    return elementwise(
+        "%r = call float @tanhf(float %v)", tiles=tiles, block=block, declarations="declare float @tanhf(float)"
+    )
 
 
 _SCRATCH = """
@@ -152,7 +116,7 @@ def sum_of(operands: int, *, tiles: int, block: int) -> CompiledKernel:
         lines.append(f"%s{n} = fadd float {'%v' if n == 1 else f'%s{n - 1}'}, %v{n}")
     last = "%v" if operands == 1 else f"%s{operands - 1}"
     lines.append(f"%r = fadd float {last}, -0.0")
-    text = _LOOP.format(block=block, body="\n  ".join(lines), declarations="", symbol="kernel")
+    text = elementwise_ir("\n  ".join(lines), symbol="kernel", block=block)
     text = text.replace("float** %p0, i64 1\n  %y", f"float** %p0, i64 {operands}\n  %y")
     aval = ((tiles * block,), "float32")
     return CompiledKernel(
@@ -176,7 +140,7 @@ def counted(block: int) -> CompiledKernel:
         "%t = getelementptr float, float* %b3, i64 %j\n  store float %u, float* %t\n  %j1 = add i64 %j, 1\n  "
         f"%k = icmp slt i64 %j1, {block}\n  br i1 %k, label %second, label %last\nlast:"
     )
-    text = _LOOP.format(block=1, body=body, declarations="", symbol="kernel")
+    text = elementwise_ir(body, symbol="kernel", block=1)
     text = text.replace("float** %p0, i64 1\n  %y", "float** %p0, i64 2\n  %y")
     text = text.replace("[%next, %loop]", "[%next, %last]")
     text = text.replace("  br label %loop\n", f"  {pointers}\n  br label %loop\n", 1)

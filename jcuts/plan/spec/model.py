@@ -98,6 +98,8 @@ class Transformer:
 
 
 _T = Transformer
+_LLAMA = {"gated": True, "flash": True, "dropout": False, "tied": False, "positions": False}
+"""SwiGLU, attention in one kernel, rotary positions, a head of its own: what Llama and Mixtral have in common."""
 _PRESETS: dict[str, Transformer] = {
     preset.name: preset
     for preset in (
@@ -124,72 +126,11 @@ _PRESETS: dict[str, Transformer] = {
         _T("opt-30b", 48, 7168, 56, 2048, 50272, batch=2048, dropout=False),
         _T("opt-175b", 96, 12288, 96, 2048, 50272, batch=1024, dropout=False),
         # Llama 2 and 3 (arXiv 2307.09288, 2407.21783).
-        _T(
-            "llama2-7b",
-            32,
-            4096,
-            32,
-            4096,
-            32000,
-            ffn=11008,
-            batch=1024,
-            gated=True,
-            flash=True,
-            dropout=False,
-            tied=False,
-            positions=False,
-        ),
-        _T(
-            "llama3-8b",
-            32,
-            4096,
-            32,
-            8192,
-            128256,
-            ffn=14336,
-            kv_heads=8,
-            batch=512,
-            gated=True,
-            flash=True,
-            dropout=False,
-            tied=False,
-            positions=False,
-        ),
-        _T(
-            "llama3-70b",
-            80,
-            8192,
-            64,
-            8192,
-            128256,
-            ffn=28672,
-            kv_heads=8,
-            batch=512,
-            gated=True,
-            flash=True,
-            dropout=False,
-            tied=False,
-            positions=False,
-        ),
+        _T("llama2-7b", 32, 4096, 32, 4096, 32000, ffn=11008, batch=1024, **_LLAMA),
+        _T("llama3-8b", 32, 4096, 32, 8192, 128256, ffn=14336, kv_heads=8, batch=512, **_LLAMA),
+        _T("llama3-70b", 80, 8192, 64, 8192, 128256, ffn=28672, kv_heads=8, batch=512, **_LLAMA),
         # Mixtral 8x7B (arXiv 2401.04088).
-        _T(
-            "mixtral-8x7b",
-            32,
-            4096,
-            32,
-            4096,
-            32000,
-            ffn=14336,
-            kv_heads=8,
-            batch=1024,
-            gated=True,
-            flash=True,
-            dropout=False,
-            tied=False,
-            positions=False,
-            experts=8,
-            chosen=2,
-        ),
+        _T("mixtral-8x7b", 32, 4096, 32, 4096, 32000, ffn=14336, kv_heads=8, batch=1024, experts=8, chosen=2, **_LLAMA),
     )
 }
 

@@ -113,17 +113,11 @@ def measuring_lock(
         yield True
         return
     where = path or lock_path()
-    handle = _open(where)
-    queue = _open(where.with_name(where.name + ".queue"))
-    try:
+    with _opened(where) as (handle, queue):
         may = handle is None or _acquire(handle, queue, where, patience, done, poll, clock, sleep)
         if may and handle is not None:
             _sign(handle)
         yield may
-    finally:
-        for each in (handle, queue):
-            if each is not None:
-                os.close(each)
 
 
 @contextlib.contextmanager
@@ -135,29 +129,37 @@ def try_lock(path: Path | None = None) -> Iterator[bool]:
     if _mine.held:
         yield True
         return
-    where = path or lock_path()
-    handle = _open(where)
-    queue = _open(where.with_name(where.name + ".queue"))
-    try:
-        # Who is next in line goes first.
-        may = handle is None or ((queue is None or _try(queue)) and _try(handle))
-        if queue is not None:
-            _release(queue)
-        if may and handle is not None:
-            _sign(handle)
-        _mine.held = may
-        _past.gave_up = _past.gave_up and not may
-        yield may
-    finally:
-        _mine.held = False
-        for each in (handle, queue):
-            if each is not None:
-                os.close(each)
+    with _opened(path or lock_path()) as (handle, queue):
+        try:
+            # Who is next in line goes first.
+            may = handle is None or ((queue is None or _try(queue)) and _try(handle))
+            if queue is not None:
+                _release(queue)
+            if may and handle is not None:
+                _sign(handle)
+            _mine.held = may
+            _past.gave_up = _past.gave_up and not may
+            yield may
+        finally:
+            _mine.held = False
 
 
 def is_mine() -> bool:
     """Whether this thread holds the lock by `attempt`."""
     return _mine.held
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[int | None, int | None]]:
+    """The lock file and that of the queue for it, closed at the end: this releases what they hold."""
+    handle = _open(path)
+    queue = _open(path.with_name(path.name + ".queue"))
+    try:
+        yield handle, queue
+    finally:
+        for each in (handle, queue):
+            if each is not None:
+                os.close(each)
 
 
 def _open(path: Path) -> int | None:

@@ -25,8 +25,6 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 RESULTS = ROOT / "benchmarks" / "results"
-SMS = 132
-"""Multiprocessors of an H200."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ def attention_samples(paths: Sequence[Path]) -> list[Sample]:
                     Sample(
                         row["case"],
                         measured["median"],
-                        lambda tile=tile, program=program: schedules.cycles(tile, program, GpuMachine(SMS)),
+                        lambda tile=tile, program=program: schedules.cycles(tile, program, GpuMachine.named("H200")),
                     )
                 )
     return found

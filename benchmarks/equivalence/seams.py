@@ -40,8 +40,8 @@ from jcuts.tune.database import Store
 from jcuts.xla import devices as xla_devices
 
 CPU = "cpu"
-SMS = {(9, 0): 132, (8, 0): 108}
-"""Multiprocessors of the GPUs that are planned for: an H200's and an A100's."""
+GPUS = {(9, 0): "H200", (8, 0): "A100"}
+"""The GPUs that are planned for, by compute capability."""
 PLAIN = Variant()
 
 
@@ -70,7 +70,7 @@ def acting_as(target: str) -> Iterator[None]:
         knobs.scope(raise_errors=True, compile_workers=8),
     ]
     if found is not None:
-        one = xla_devices.Gpu("absent", found, SMS[found])
+        one = xla_devices.Gpu("absent", found, GpuMachine.named(GPUS[found]).sms)
         here.append(mock.patch.object(xla_devices, "this", lambda: one))
     with contextlib.ExitStack() as stack:
         for context in here:
@@ -216,7 +216,7 @@ def every_schedule(program: Any, target: str, limit: int) -> list[tuple[Any, flo
     found = capability_of(target)
     if found is None:
         return list(cpu_candidates.candidates(program, computation.machine(), limit))
-    return list(gpu_candidates.candidates(program, GpuMachine(SMS[found], capability=found), limit))
+    return list(gpu_candidates.candidates(program, GpuMachine.named(GPUS[found]), limit))
 
 
 def refusal_of(error: Exception) -> str | None:

@@ -68,7 +68,7 @@ def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[A
     if program is None or known is None or isinstance(known, Refusal):
         print(f"{case.name}: {known}")
         return []
-    machine = GpuMachine(132)
+    machine = GpuMachine.named("H200")
     asked = tiles.get(case.name)
     if asked is None:
         return [p for p, _ in attention_schedules.products(program, machine, most)]

@@ -136,7 +136,7 @@ def schedules(case: Case, most: int) -> list[Any]:
     program = lower_region(graph, frozenset(range(len(graph.nodes))), cheap=CHEAP)
     if not isinstance(program, Program):
         raise SystemExit(f"{case.name}: {program}")
-    ranked = [p for p, _ in gpu_candidates.candidates(program, gpu_candidates.GpuMachine(132), 4 * most)]
+    ranked = [p for p, _ in gpu_candidates.candidates(program, gpu_candidates.GpuMachine.named("H200"), 4 * most)]
     kept = [p for p in ranked if "pixels" in dict(p.params)]
     others = [p for p in ranked if "pixels" not in dict(p.params)]
     return kept[: math.ceil(most / 2)] + others[: most - min(len(kept), math.ceil(most / 2))]

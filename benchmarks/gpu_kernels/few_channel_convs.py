@@ -63,7 +63,7 @@ def schedules(case: Any, most: int) -> list[Any]:
     made = as_few_channel_conv(program)
     if made is None:
         return []
-    machine = gpu_candidates.GpuMachine(132)
+    machine = gpu_candidates.GpuMachine.named("H200")
     best: dict[Any, Any] = {}
     for shape in few_channels.shapes(made, machine):
         count = few_channels.cycles(made, shape, machine)

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = []
     for case in cases():
         if run.wanted(case, options.only) and (program := run.program_of(case)[0]) is not None:
-            found = gpu_candidates.candidates(program, gpu_candidates.GpuMachine(132, capability=(9, 0)), options.most)
+            found = gpu_candidates.candidates(program, gpu_candidates.GpuMachine.named("H200"), options.most)
             work.append((case, [p for p, _ in found]))
     build([p for _, programs in work for p in programs], folder, options.workers, start)
     if not options.build:

@@ -146,7 +146,7 @@ def schedules(case: Case, most: int, rounded: bool) -> list[Any]:
     from jcuts.schedule.gpu.candidates import GpuMachine
     from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_schedules
 
-    program, machine = program_of(case, rounded), GpuMachine(132)
+    program, machine = program_of(case, rounded), GpuMachine.named("H200")
     found = match_inverted_residual(program)
     assert isinstance(found, InvertedResidual)
     chosen = [p for p, _ in inverted_residual_schedules.products(program, machine, -(-most // 2))]

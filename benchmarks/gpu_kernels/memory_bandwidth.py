@@ -80,7 +80,7 @@ def schedules(case: Any, most: int) -> list[Any]:
     program, _ = program_of(case)
     if program is None:
         return []
-    ranked = [p for p, _ in gpu_candidates.candidates(program, gpu_candidates.GpuMachine(132), 1 << 20)]
+    ranked = [p for p, _ in gpu_candidates.candidates(program, gpu_candidates.GpuMachine.named("H200"), 1 << 20)]
     walks = [p for p in ranked if "walk" in dict(p.params)]
     chosen = [p for p in ranked if "walk" not in dict(p.params)][: max(4, most // (5 if walks else 2))]
     seen: collections.Counter[Any] = collections.Counter()

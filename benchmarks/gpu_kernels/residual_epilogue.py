@@ -130,11 +130,11 @@ def schedules(case: Layer, most: int, tiles: Sequence[Sequence[int]]) -> list[An
     item = gemm_operands(made)[0].item
     terms = 128 // item
     share, _ = k_tiles_per_split(case.shapes[0][0][1], terms, 1)
-    found = [p for p, _ in contraction_schedules(made, GpuMachine(132))][:most]
+    found = [p for p, _ in contraction_schedules(made, GpuMachine.named("H200"))][:most]
     if case.rounded:
         found += [WgmmaTile(*tile, rounded=1).of(made) for tile in BEFORE.get(case.name, ())]
     else:
-        for program, _ in gemm_mma.mma_schedules(made, GpuMachine(132), 1):
+        for program, _ in gemm_mma.mma_schedules(made, GpuMachine.named("H200"), 1):
             found += [program, replace(program, params=(*program.params, ("early", 1)))]
     if case.rounded and tiles is not TILES:
         return found + fed(case, made)

@@ -158,11 +158,11 @@ def schedules(case: Layer, most: int) -> list[Any]:
     from jcuts.schedule.gpu.machine import GpuMachine
 
     made = product(case)
-    counter = WgmmaProblem(made, GpuMachine(132))
+    counter = WgmmaProblem(made, GpuMachine.named("H200"))
     found = [tiling.of(made) for tiling in sweep(counter, most)]
     found += [p for p, _ in gemm_wgmma.wgmma_schedules(counter)]
     if not counter.before:
-        found += [p for p, _ in gemm_mma.mma_schedules(made, GpuMachine(132), 1)]
+        found += [p for p, _ in gemm_mma.mma_schedules(made, GpuMachine.named("H200"), 1)]
     return list({p.digest: p for p in found}.values())
 
 

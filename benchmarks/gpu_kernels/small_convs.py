@@ -91,8 +91,8 @@ def halves(case: Case, most: int) -> list[Any]:
     from jcuts.schedule.gpu.machine import GpuMachine
 
     made = product(case)
-    counter = WgmmaProblem(made, GpuMachine(132))
-    found = [p for p, _ in contraction.contraction_schedules(made, GpuMachine(132))]
+    counter = WgmmaProblem(made, GpuMachine.named("H200"))
+    found = [p for p, _ in contraction.contraction_schedules(made, GpuMachine.named("H200"))]
     found += [tiling.of(made) for tiling in best_tiles(counter.small_grid if counter.few else counter, most)]
     return list({p.digest: p for p in found}.values())
 
@@ -106,7 +106,7 @@ def schedules(case: Case, most: int) -> list[Any]:
     from jcuts.schedule.gpu.machine import GpuMachine
 
     made = product(case)
-    counter, kept = WgmmaProblem(made, GpuMachine(132)), match_conv_window(made)
+    counter, kept = WgmmaProblem(made, GpuMachine.named("H200")), match_conv_window(made)
     found = [tiling.of(made) for tiling in best_tiles(counter, most)]
     if kept is not None:
         clusters: dict[tuple[int, ...], Any] = {}
@@ -115,7 +115,7 @@ def schedules(case: Case, most: int) -> list[Any]:
             stays = tiling.stages == kept.k_tiles // tiling.cluster
             clusters.setdefault((tiling.rows, tiling.columns, tiling.cluster, stays, tiling.unrolled), tiling)
         found += [tiling.of(made) for tiling in list(clusters.values())[: 2 * most]]
-    ranked = [p for p, _ in contraction.contraction_schedules(made, GpuMachine(132))]
+    ranked = [p for p, _ in contraction.contraction_schedules(made, GpuMachine.named("H200"))]
     return list({p.digest: p for p in (*ranked[:2], *found)}.values())
 
 
@@ -135,7 +135,8 @@ def behind(path: Path) -> dict[str, list[float]]:
     for row in json.loads(path.read_text()):
         times = {known(p["params"].items()): p["median"] for n, p in row["programs"].items() if n.isdigit()}
         order = sorted(
-            contraction.contraction_schedules(product(cases[row["case"]]), GpuMachine(132)), key=lambda pair: -pair[1]
+            contraction.contraction_schedules(product(cases[row["case"]]), GpuMachine.named("H200")),
+            key=lambda pair: -pair[1],
         )
         ranked = [times.get(known(program.params), np.inf) for program, _ in order]
         found[row["case"]] = [min(ranked[:n]) / min(times.values()) for n in TRIED]

@@ -149,7 +149,7 @@ def schedules(case: Case, most: int, along: bool, tiles: Sequence[Sequence[Any]]
         raise SystemExit(f"{case.name}: no product: {program}")
     if prologue(made) is not None and not along:
         return []
-    machine = GpuMachine(132)
+    machine = GpuMachine.named("H200")
     if along:
         right = gemm_operands(made)[1].buffer
         made = replace(made, buffers=tuple(replace(b, tf32=b.name == right) for b in made.buffers))

@@ -44,7 +44,7 @@ from jcuts.schedule.gpu.reduction import row as gpu_row
 from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
 from jcuts.schedule.gpu.window import schedules as window_schedules
 
-MACHINE = GpuMachine(132)
+MACHINE = GpuMachine.named("H200")
 THREADS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 MOST_SHARED = 227 << 10
 MOST_UNROLLED = 600

@@ -39,17 +39,22 @@ class SmLimits:
     cluster_blocks: int
 
 
+_MAY_BE_ZERO = "smem_reserved_per_block_bytes"
+
+
 def parse_limits(text: str, file: str) -> Mapping[str, SmLimits]:
     """Limits by name (``"sm_90"``) from the text of a data file.
 
-    Raises: ModelError where a table lacks a limit, has an unknown one, or one that is no positive integer.
+    Raises: ModelError where a table lacks a limit, has an unknown one, or one that is no positive integer (what the
+    system takes for a block may be 0).
     """
     known = {f.name for f in fields(SmLimits)}
     found = {}
     for name, table in tomllib.loads(text).items():
         if set(table) != known:
             raise ModelError(f"{file}: {name}: missing or unknown limits {sorted(known ^ set(table))}", file=file)
-        wrong = [k for k, v in table.items() if not isinstance(v, int) or isinstance(v, bool) or v < 1]
+        least = {k: int(k != _MAY_BE_ZERO) for k in known}
+        wrong = [k for k, v in table.items() if not isinstance(v, int) or isinstance(v, bool) or v < least[k]]
         if wrong:
             raise ModelError(f"{file}: {name}: {wrong} must be positive integers", file=file)
         found[name] = SmLimits(**table)
@@ -58,5 +63,12 @@ def parse_limits(text: str, file: str) -> Mapping[str, SmLimits]:
 
 _FILE = Path(__file__).with_name("sm_limits.toml")
 LIMITS = parse_limits(_FILE.read_text(encoding="utf-8"), _FILE.name)
-"""All compute capabilities that schedules know, by name."""
+"""All compute capabilities that schedules and code generators know, by name."""
+NEWEST_CAPABILITY = max(divmod(int(name.removeprefix("sm_")), 10) for name in LIMITS)
+"""The newest of them, as (major, minor)."""
 SM_90 = LIMITS["sm_90"]
+
+
+def limits_of(capability: tuple[int, int]) -> SmLimits | None:
+    """Limits of a compute capability (major, minor); None where they are not known."""
+    return LIMITS.get(f"sm_{capability[0]}{capability[1]}")

@@ -50,6 +50,10 @@ _MAX_TREE = 20_000
 """Branch-and-bound nodes of one program: a limit in seconds would make the choice depend on the machine's load."""
 
 _ROUNDING = 1e-12
+"""Relative error of sums of seconds in float64 by which two equal partitions may differ."""
+
+_NO_TIME = 1e-30
+"""Seconds far below every kernel's: keeps a divisor and a slack above 0."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +203,7 @@ def _solve(members: list[_Candidate], cuts: list[_Cut], max_states: int) -> list
     if len(members) <= MAX_COLUMNS:
         found = _better(found, _linear_program(members, cuts)[0])
     elif found is not None:
-        gap = _time(found)[0] / max(sum(price.values()), 1e-30) - 1
+        gap = _time(found)[0] / max(sum(price.values()), _NO_TIME) - 1
         log.info("a component of %d candidates: the cover is within %.1f%% of the best", len(members), 100 * gap)
     if found is None:
         raise IRError("no cover of the component was found: are all singletons among the candidates?")
@@ -270,7 +274,7 @@ def _topological_dp(
         used = member_bit.get(candidate.mask, 0)
         starts[low].append((local >> low, candidate.seconds, reduced, used, index))
     base = sum(price.values())
-    spare = limit - base + _ROUNDING * (base + 1e-30)
+    spare = limit - base + _ROUNDING * (base + _NO_TIME)
 
     # (covered nodes from here on, members of cuts used) -> (seconds, subsets, seconds above the dual bound, trail)
     states: dict[tuple[int, int], tuple[float, int, float, object]] = {(0, 0): (0.0, 0, 0.0, None)}

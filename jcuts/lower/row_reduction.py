@@ -22,8 +22,11 @@ from jcuts.lower.tensor_graph import OpNode, TensorGraph
 from jcuts.ops.layout import regroup
 from jcuts.ops.registry import IndexTuple
 
-KEEP_COST = 8.0  # element operations that are worth a store and a load from cache
+KEEP_COST = 8.0
+"""Cost of an element operation (`ops.registry.Op.cost`) from which on a value of a row with several uses is stored for
+the next phase instead of computed again: what a store and a load from cache cost."""
 KEEP_BYTES = 256 << 10
+"""Largest row that is kept so: two phases find it in the L2 cache."""
 
 
 @dataclass

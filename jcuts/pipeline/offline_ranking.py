@@ -105,7 +105,7 @@ def rank(fn: Any, *args: Any, arch: GpuArch, limit: int = 4, percent: float = 10
     closed = simplify(inline(jaxapi.closed_jaxpr_of(fn, *args, **keywords)))
     top = group(closed, Settings(mode="fusion"), Fuel(), "cuda")
     capability = divmod(arch.compute_capability, 10)
-    machine = gpu_candidates.GpuMachine(arch.num_sm, arch.max_threads_per_sm, capability)
+    machine = gpu_candidates.GpuMachine.of(arch)
     target, why = _target(arch, capability)
     operations = [_ranked(members, machine, arch, target, limit, percent) for members in _distinct(list(top.walk()))]
     left_out = tuple(r for level in top.walk() for r in level.left_out.values())

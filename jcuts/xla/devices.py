@@ -9,15 +9,16 @@ from typing import Any
 
 import jax
 
+from jcuts.arch.load import load_gpu
+from jcuts.arch.sm_limits import NEWEST_CAPABILITY
 from jcuts.base.errors import UsageError
 from jcuts.codegen.cuda.toolchain.target import AMPERE, CudaTarget
 from jcuts.schedule.gpu.candidates import GpuMachine
 
 NAMES = ("cuda", "gpu")
 """What JAX calls the platform, in lowering rules and on devices."""
-newest_capability = (9, 0)
-"""Newest compute capability that kernels are made for; its machine code does not run on newer GPUs."""
-_DEFAULT_SMS = 108
+_DEFAULT_SMS = load_gpu("A100").num_sm
+"""Multiprocessors of a device that does not say how many it has."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ def unusable() -> str:
     found = ".".join(map(str, gpu.capability))
     if gpu.capability < AMPERE:
         return f"compute capability {found} is older than 8.0: kernels for it are planned and assembled, but not run"
-    if gpu.capability > newest_capability:
-        newest = ".".join(map(str, newest_capability))
+    if gpu.capability > NEWEST_CAPABILITY:  # machine code of one does not run on a newer one
+        newest = ".".join(map(str, NEWEST_CAPABILITY))
         return f"{gpu.name} has compute capability {found}, kernels are made up to {newest}"
     from jcuts.codegen.cuda import compile as compiler
     from jcuts.codegen.cuda.toolchain import ptxas

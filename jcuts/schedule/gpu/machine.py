@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from jcuts.arch.gpu import GpuArch
 from jcuts.arch.load import list_gpus, load_gpu
+from jcuts.arch.sm_limits import SM_90
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program
@@ -18,10 +20,10 @@ ACCESS = 16  # bytes of the widest access
 TAPS = 64  # terms of a window that are unrolled in a thread; longer reductions are shared by a team
 REGISTERS = 128  # 32-bit values that a tile may keep: twice that fits, but leaves few warps
 MOST_REGISTERS = 168  # of a thread that walks, as estimated
-SECTOR = 32  # bytes: the least that memory moves
+SECTOR = SM_90.sector_bytes
 RESIDENT = 32  # elements of a row that one thread keeps in registers
 IN_FLIGHT = 6 << 20  # bytes: memory bandwidth times latency of the largest GPUs, with room
-WARP = 32
+WARP = SM_90.warp_threads
 SHARED = 40 << 10  # bytes of shared memory that partial results of a block may take
 
 Candidate = tuple[Program, float]
@@ -35,11 +37,24 @@ class GpuMachine:
         sms: multiprocessors.
         threads_per_sm: resident threads per multiprocessor.
         capability: compute capability (major, minor).
+
+    What the driver says of a device is its multiprocessors and its capability; threads are then those of 9.0, the
+    capability that schedules are fitted on.
     """
 
     sms: int
-    threads_per_sm: int = 2048
+    threads_per_sm: int = SM_90.threads_per_sm
     capability: tuple[int, int] = (9, 0)
+
+    @classmethod
+    def of(cls, arch: GpuArch) -> GpuMachine:
+        """The machine of an architecture (`arch.load.load_gpu`)."""
+        return cls(arch.num_sm, arch.max_threads_per_sm, divmod(arch.compute_capability, 10))
+
+    @classmethod
+    def named(cls, name: str) -> GpuMachine:
+        """The machine of a GPU that ships with jcuts, such as "H200".  Raises: as `load_gpu`."""
+        return cls.of(load_gpu(name))
 
     @property
     def threads(self) -> int:
@@ -213,4 +228,5 @@ def lane_counts(vectors: int) -> list[int]:
 def block_threads(across: int, wanted: Sequence[int]) -> list[int]:
     """Block size near a wanted one: whole rows of threads in whole warps, so that none is idle."""
     unit = math.lcm(across, WARP)
-    return list(dict.fromkeys(min(1024 // unit, max(1, round(n / unit))) * unit for n in wanted if unit <= 1024))
+    most = SM_90.threads_per_block // unit
+    return list(dict.fromkeys(min(most, max(1, round(n / unit))) * unit for n in wanted if most))

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from jcuts.arch.sm_limits import SM_90
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.toolchain.image import Resources
 from jcuts.codegen.cuda.toolchain.programmatic_launch import WAIT, insert_grid_dependency_wait
@@ -28,8 +29,8 @@ FAR_STORES, PTX_OF_FAR_STORES = "st.async", "8.1"
 SERIAL = "wgmma.mma_async instructions are serialized"
 _DEPENDENT = 90
 _TIMEOUT = 120.0
-_WARP, _REGISTERS, _THREADS, _SHARED, _LEAST_SMS = 32, 65536, 2048, 228 << 10, 114
-"""Of a multiprocessor of compute capability 9.0; the fewest that such a GPU has."""
+_LEAST_SMS = 114
+"""Multiprocessors of the H100 PCIe: no GPU of compute capability 9.0 has fewer."""
 _ENTRY = re.compile(r"^\.visible \.entry (\S+)\(", re.MULTILINE)
 _REGCOUNT, _FRAME_SIZE = 0x2F, 0x11
 _SIZED = 0x04
@@ -147,10 +148,11 @@ class Grid(NamedTuple):
         """Resident blocks per multiprocessor with so many registers per thread (occupancy), at most the blocks that it
         gets at all.
         """
-        warps = -(-self.threads // _WARP)
-        by_shared = _SHARED // max(1, self.shared + shared)
-        by_registers = _REGISTERS // (warps * max(1, -(-registers // 8)) * 8 * _WARP)
-        return min(by_shared, by_registers, _THREADS // (_WARP * warps), -(-self.blocks // _LEAST_SMS))
+        warps = -(-self.threads // SM_90.warp_threads)
+        by_shared = SM_90.smem_per_sm_bytes // max(1, self.shared + shared)
+        by_registers = SM_90.registers_per_sm // (warps * max(1, -(-registers // 8)) * 8 * SM_90.warp_threads)
+        by_threads = SM_90.threads_per_sm // (SM_90.warp_threads * warps)
+        return min(by_shared, by_registers, by_threads, -(-self.blocks // _LEAST_SMS))
 
 
 def assemble_best(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jcuts.arch.sm_limits import LIMITS, SM_90, limits_of
 from jcuts.base.errors import UsageError
 
-MAX_SHARED = {(7, 5): 65_536, (8, 0): 166_912, (8, 6): 101_376, (8, 7): 166_912, (8, 9): 101_376, (9, 0): 232_448}
-"""Bytes of shared memory that a block may ask for (CUDA C++ Programming Guide, specifications per capability)."""
-LEAST_SHARED = 49_152
-"""What every GPU allows."""
-REGISTERS = 65_536
-"""32-bit registers of a multiprocessor; a block must fit into them."""
+LEAST_SHARED = min(limits.smem_static_bytes for limits in LIMITS.values())
+"""Bytes of shared memory that every GPU allows a block."""
+REGISTERS = SM_90.registers_per_sm
+"""32-bit registers of a multiprocessor, the same for every compute capability; a block must fit into them."""
 GROUPED = (9, 0)
 """The only compute capability with ``wgmma``."""
 OLDEST = (7, 5)
@@ -44,4 +43,5 @@ class CudaTarget:
     @property
     def max_shared(self) -> int:
         """Bytes of shared memory that a block may have."""
-        return MAX_SHARED.get(self.capability, LEAST_SHARED)
+        limits = limits_of(self.capability)
+        return LEAST_SHARED if limits is None else limits.smem_per_block_bytes

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jcuts.plan.cost.jaxpr import FREE, REDUCTIONS, bytes_of, inner, products_of
+from jcuts.plan.cost.jaxpr import bytes_of, inner, products_of
+from jcuts.plan.cost.primitive_kinds import FREE, REDUCTIONS
 
 VIEWS = FREE | {"convert_element_type", "ffi_call"}
 """Equations that are no operations; a type that changes is part of what reads it, jcuts' kernels are counted apart."""

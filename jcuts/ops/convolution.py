@@ -4,6 +4,8 @@ gradients.
 
 from __future__ import annotations
 
+import math
+
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Guard
@@ -15,88 +17,115 @@ from jcuts.ops.registry import FLOATS, AccSpec, Context, Equation, IndexTuple, O
 @op_rule("conv_general_dilated")
 def convolution(eqn: Equation) -> Op | Refusal:
     """Direct convolution: a reduction over the filter's taps and the input channels of the output's group."""
+    refusal = _refusal(eqn)
+    if refusal is not None:
+        return refusal
+    conv = _Convolution(eqn)
+    info = {
+        "depthwise": conv.c_group == 1 and conv.k_group == 1 and conv.groups > 1,
+        "groups": conv.groups,
+        "precision": asked(eqn.params.get("precision")),
+        "taps": conv.taps,
+        "strides": conv.strides,
+        "roles": {"batch": (conv.o_batch,), "space": tuple(conv.o_space), "feature": (conv.o_feature,)},
+    }
+    cost = 2 * conv.count
+    reds = (*((f"t{i}", tap) for i, tap in enumerate(conv.taps)), ("c", conv.c_group))
+    spec = ReduceSpec(reds, (AccSpec("add", conv.acc_type),), conv.term, conv.finish, flop=cost)
+    return Op(eqn.prim, "convolution", eqn.inputs, eqn.outputs, reduce=spec, cost=cost, info=info)
+
+
+def _refusal(eqn: Equation) -> Refusal | None:
+    """Why XLA keeps a convolution."""
     params = eqn.params
-    numbers = params["dimension_numbers"]
     lhs, rhs, out = eqn.inputs[0], eqn.inputs[1], eqn.outputs[0]
     precision = params.get("precision")
     if precision is not None and "Algorithm" in type(precision).__name__:
         return Refusal(eqn.prim, f"precision={precision} names an algorithm; only XLA honours it")
-    acc_type = accumulator_type(out.dtype)
     if out.dtype not in FLOATS or lhs.dtype not in FLOATS or rhs.dtype not in FLOATS:
         return Refusal(eqn.prim, f"{lhs.dtype} x {rhs.dtype} -> {out.dtype}")
-    if "float64" in (lhs.dtype, rhs.dtype) and acc_type == "float32":
+    if "float64" in (lhs.dtype, rhs.dtype) and accumulator_type(out.dtype) == "float32":
         return Refusal(eqn.prim, f"{lhs.dtype} x {rhs.dtype} accumulated in float32")
-    groups = int(params["feature_group_count"])
-    batch_groups = int(params.get("batch_group_count", 1))
-    l_batch, l_feature, *l_space = numbers.lhs_spec
-    r_out, r_in, *r_space = numbers.rhs_spec
-    o_batch, o_feature, *o_space = numbers.out_spec
-    strides = tuple(map(int, params["window_strides"]))
-    padding = tuple((int(low), int(high)) for low, high in params["padding"])
-    dil_l, dil_r = (tuple(map(int, params[name])) for name in ("lhs_dilation", "rhs_dilation"))
-    taps = tuple(rhs.shape[d] for d in r_space)
-    c_group, k_total = rhs.shape[r_in], rhs.shape[r_out]
-    k_group = k_total // groups
-    if batch_groups != 1 and lhs.shape[l_batch] != batch_groups:
-        return Refusal(eqn.prim, f"batch_group_count {batch_groups} in a batch of {lhs.shape[l_batch]}")
-    depthwise = c_group == 1 and k_group == 1 and groups > 1
-    n_space = len(taps)
-    reds = [(f"t{i}", taps[i]) for i in range(n_space)] + [("c", c_group)]
-    extents = [lhs.shape[d] for d in l_space]
-    # XLA pads with zeros that meet infinite weights (NaN), but for float64 and some stretched inputs: there it leaves
-    # taps outside out. For other stretched inputs NaN is a matter of its rewriting, and leaving out is the meaning.
-    skips = acc_type == "float64" or any(d != 1 for d in dil_l)
+    batch, batch_groups = lhs.shape[params["dimension_numbers"].lhs_spec[0]], int(params.get("batch_group_count", 1))
+    if batch_groups != 1 and batch != batch_groups:
+        return Refusal(eqn.prim, f"batch_group_count {batch_groups} in a batch of {batch}")
+    return None
 
-    def term(ctx: Context, out_index: IndexTuple, red: IndexTuple) -> list[tuple[int, ...]]:
-        feature = out_index[o_feature]
-        group = Index() if groups == 1 else feature.floordiv(k_group, ctx.ranges)
-        source: list[Index] = [Index()] * len(lhs.shape)
-        # Of the gradient of a depthwise filter: every feature has a "batch" element, its channel, to itself.
-        alone = batch_groups != 1
-        source[l_batch] = feature.floordiv(k_total // batch_groups, ctx.ranges) if alone else out_index[o_batch]
-        source[l_feature] = group * c_group + red[n_space]
-        guards: list[Guard] = []
-        for i in range(n_space):
-            place = out_index[o_space[i]] * strides[i] + red[i] * dil_r[i] - padding[i][0]
-            if dil_l[i] != 1:
-                guards.append(Guard(place.mod(dil_l[i], ctx.ranges), 0, 0))
-                guards.append(Guard(place, 0, (extents[i] - 1) * dil_l[i]))
-                place = place.floordiv(dil_l[i], ctx.ranges)
-            else:
-                guards.append(Guard(place, 0, extents[i] - 1))
-            source[l_space[i]] = place
-        live = tuple(g for g in guards if not g.always(ctx.ranges))
-        a = ctx.input(0, tuple(source), live, 0.0)
-        weight: list[Index] = [Index()] * len(rhs.shape)
-        weight[r_out], weight[r_in] = feature, red[n_space]
-        for i in range(n_space):
-            weight[r_space[i]] = red[i]
+
+class _Convolution:
+    """Sizes and dimension numbers of one equation, and the reduction that computes a result of it.
+
+    Attributes:
+        c_group, k_group: input and output channels of a feature group.
+        count: products of a result.
+    """
+
+    def __init__(self, eqn: Equation) -> None:
+        params = eqn.params
+        numbers = params["dimension_numbers"]
+        self.lhs, self.rhs, self.out = eqn.inputs[0], eqn.inputs[1], eqn.outputs[0]
+        self.acc_type = accumulator_type(self.out.dtype)
+        self.groups = int(params["feature_group_count"])
+        self.batch_groups = int(params.get("batch_group_count", 1))
+        self.l_batch, self.l_feature, *self.l_space = numbers.lhs_spec
+        self.r_out, self.r_in, *self.r_space = numbers.rhs_spec
+        self.o_batch, self.o_feature, *self.o_space = numbers.out_spec
+        self.strides = tuple(map(int, params["window_strides"]))
+        self.padding = tuple((int(low), int(high)) for low, high in params["padding"])
+        self.lhs_dilation, self.rhs_dilation = (tuple(map(int, params[n])) for n in ("lhs_dilation", "rhs_dilation"))
+        self.taps = tuple(self.rhs.shape[d] for d in self.r_space)
+        self.c_group, self.k_total = self.rhs.shape[self.r_in], self.rhs.shape[self.r_out]
+        self.k_group = self.k_total // self.groups
+        self.count = self.c_group * math.prod(self.taps)
+        # XLA pads with zeros that meet infinite weights (NaN), but for float64 and some stretched inputs: there it
+        # leaves taps outside out. For other stretched inputs NaN is a matter of its rewriting, and leaving out is the
+        # meaning.
+        self.skips = self.acc_type == "float64" or any(d != 1 for d in self.lhs_dilation)
+
+    def term(self, ctx: Context, out_index: IndexTuple, red: IndexTuple) -> list[tuple[int, ...]]:
+        """The product of a tap and a channel."""
+        acc_type = self.acc_type
+        source, live = self._source(ctx, out_index, red)
+        a = ctx.input(0, source, live, 0.0)
+        weight: list[Index] = [Index()] * len(self.rhs.shape)
+        weight[self.r_out], weight[self.r_in] = out_index[self.o_feature], red[len(self.taps)]
+        for i, dim in enumerate(self.r_space):
+            weight[dim] = red[i]
         b = ctx.input(1, tuple(weight))
-        a = to_accumulator(ctx, a, lhs.dtype, acc_type)
-        b = to_accumulator(ctx, b, rhs.dtype, acc_type)
+        a = to_accumulator(ctx, a, self.lhs.dtype, acc_type)
+        b = to_accumulator(ctx, b, self.rhs.dtype, acc_type)
         product = ctx.apply("mul", acc_type, a, b)
-        if live and skips:
+        if live and self.skips:
             product = ctx.apply("select", acc_type, ctx.guard_value(live), product, ctx.const(0.0, acc_type))
         return [(product,)]
 
-    count = c_group
-    for tap in taps:
-        count *= tap
+    def _source(self, ctx: Context, out_index: IndexTuple, red: IndexTuple) -> tuple[IndexTuple, tuple[Guard, ...]]:
+        """Where a tap reads the input, and what must hold for that to be inside."""
+        feature = out_index[self.o_feature]
+        group = Index() if self.groups == 1 else feature.floordiv(self.k_group, ctx.ranges)
+        source: list[Index] = [Index()] * len(self.lhs.shape)
+        # Of the gradient of a depthwise filter: every feature has a "batch" element, its channel, to itself.
+        alone = self.batch_groups != 1
+        per_channel = self.k_total // self.batch_groups
+        source[self.l_batch] = feature.floordiv(per_channel, ctx.ranges) if alone else out_index[self.o_batch]
+        source[self.l_feature] = group * self.c_group + red[len(self.taps)]
+        guards: list[Guard] = []
+        for i, dim in enumerate(self.l_space):
+            extent, dilation = self.lhs.shape[dim], self.lhs_dilation[i]
+            place = out_index[self.o_space[i]] * self.strides[i] + red[i] * self.rhs_dilation[i] - self.padding[i][0]
+            if dilation != 1:
+                guards.append(Guard(place.mod(dilation, ctx.ranges), 0, 0))
+                guards.append(Guard(place, 0, (extent - 1) * dilation))
+                place = place.floordiv(dilation, ctx.ranges)
+            else:
+                guards.append(Guard(place, 0, extent - 1))
+            source[dim] = place
+        return tuple(source), tuple(g for g in guards if not g.always(ctx.ranges))
 
-    def finish(ctx: Context, accs: list[int], out_index: IndexTuple) -> list[int]:
-        if count == 1:  # XLA's sum of this one product starts from 0: no negative zero
-            accs = [ctx.apply("add", acc_type, accs[0], ctx.const(0.0, acc_type))]
-        if acc_type != out.dtype:
-            return [ctx.apply("convert", out.dtype, accs[0], source=acc_type)]
+    def finish(self, ctx: Context, accs: list[int], out_index: IndexTuple) -> list[int]:
+        """The result of the sum."""
+        if self.count == 1:  # XLA's sum of this one product starts from 0: no negative zero
+            accs = [ctx.apply("add", self.acc_type, accs[0], ctx.const(0.0, self.acc_type))]
+        if self.acc_type != self.out.dtype:
+            return [ctx.apply("convert", self.out.dtype, accs[0], source=self.acc_type)]
         return accs
-
-    info = {
-        "depthwise": depthwise,
-        "groups": groups,
-        "precision": asked(precision),
-        "taps": taps,
-        "strides": strides,
-        "roles": {"batch": (o_batch,), "space": tuple(o_space), "feature": (o_feature,)},
-    }
-    spec = ReduceSpec(tuple(reds), (AccSpec("add", acc_type),), term, finish, flop=2 * count)
-    return Op(eqn.prim, "convolution", eqn.inputs, eqn.outputs, reduce=spec, cost=2 * count, info=info)

@@ -20,7 +20,7 @@ from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import Acc, Buffer, Phase, Red
-from jcuts.kernel_ir.register_tiling import Extent, Point, Term, Tile, body_tile, exit_tile
+from jcuts.kernel_ir.register_tiling import Extent, Point, Term, Tile, body_tile, exit_tile, points
 from jcuts.ops.window import identity
 
 MANY_STORES = 16
@@ -83,10 +83,7 @@ class BodyEmitter:
 
     # -- accumulators -----------------------------------------------------------------------------------------
     def _chains(self) -> int:
-        chains = 1
-        for red in self.phase.reds:
-            chains *= red.chains
-        return chains
+        return math.prod(red.chains for red in self.phase.reds)
 
     def _acc_types(self, acc: Acc) -> list[L.Type]:
         kinds = [E.register_type(acc.dtype)] + ([L.element_type(acc.index_dtype)] if acc.index_dtype else [])
@@ -103,8 +100,6 @@ class BodyEmitter:
         return start
 
     def _start_accumulators(self) -> None:
-        from jcuts.kernel_ir.register_tiling import points
-
         for number, acc in enumerate(self.phase.accs):
             for point in points(self.axes):
                 for chain in range(self._chains()):
@@ -249,12 +244,7 @@ class BodyEmitter:
     def _product(self, graph: Graph, acc: Acc, values: tuple[int, ...]) -> tuple[int, ...]:
         """The factors of a contribution that becomes a fused multiply-add, or ()."""
         node = graph.nodes[values[0]]
-        fused = (
-            acc.combine == "add"
-            and acc.dtype in ("float32", "float64")
-            and node.op == "mul"
-            and node.dtype == acc.dtype
-        )
+        fused = (acc.combine, node.op, node.dtype) == ("add", "mul", acc.dtype) and acc.dtype in ("float32", "float64")
         return node.args if fused and not (self.lane_reduced and self._active_red) else ()
 
     def _contribute(

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jcuts.plan.cost.jaxpr import HEAVY, REDUCTIONS, bytes_of, inner, trace
+from jcuts.plan.cost.jaxpr import bytes_of, inner, trace
+from jcuts.plan.cost.primitive_kinds import HEAVY, REDUCTIONS
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from jcuts.base.errors import UsageError
 from jcuts.plan.cost import collectives
 from jcuts.plan.cost.compute import gemm_time
-from jcuts.plan.cost.jaxpr import COLLECTIVES, bytes_of, inner, products_of, trace
+from jcuts.plan.cost.jaxpr import bytes_of, inner, products_of, trace
 from jcuts.plan.cost.jaxpr_liveness import (
     BUFFERS,
     VIEWS,
@@ -30,6 +30,7 @@ from jcuts.plan.cost.jaxpr_liveness import (
     shares,
     stacked_outputs,
 )
+from jcuts.plan.cost.primitive_kinds import COLLECTIVES
 from jcuts.plan.spec.cluster import Cluster, Gpu
 
 SLICES = frozenset({"gather", "dynamic_slice"})

@@ -9,8 +9,9 @@ stores.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from jcuts.codegen.cuda.gemm.epilogue_bulk_copy import EpilogueStaging
 from jcuts.codegen.cuda.gemm.smem_tile import PAIR, SmemTile, lane_columns, lane_rows
@@ -50,6 +51,58 @@ def epilogue(
         keeper: of matrices whose tiles lie in shared memory, and of results that go there.
         paired: whether neighbouring lanes first exchange results, so that each has four columns side by side, not two.
     """
+    lane_tile = _lane_tile(frame, tiles, lane, totals, paired)
+    frame = lane_tile.frame
+    if keeper is not None:
+        keeper.bind_lane(lane_tile.row, lane_tile.column, lane_tile.column_step)
+    exit_, stores = _guarded(phase, tiles, further, keeper)
+    emitter = Emitter(frame, Graph(), buffers)
+    groups = list(_store_groups(emitter, exit_, stores, tiles, lane_tile, further))
+    emitter.vectorize_loads(number for group in groups for *_, number in group.rows)
+    staged = {} if keeper is None else dict(keeper.held.stored)
+    left, right = tiles
+    for group in groups:
+        if keeper is not None:
+            kept = group.accumulators
+            for n in sorted(set(kept[0]) - {0}):
+                for given, value in zip(kept, keeper.read(n - 1, group.down, group.first, len(kept)), strict=True):
+                    emitter.bind(given[n], value)
+        guards = (
+            Guard(Index.axis(ROWS) + group.down, None, left.extent - 1),
+            Guard(Index.axis(COLUMNS) + group.first, None, right.extent - 1),
+            *(() if further is None else (Guard(Index.axis(further.name) + group.far, None, further.extent - 1),)),
+        )
+        frame.live = M.condition(frame, guards)
+        rows = group.rows
+        store_all(emitter, [(buffer, address, value) for place, buffer, address, value in rows if place not in staged])
+        if keeper is not None:
+            for place, mine in staged.items():
+                values = emitter.emit([number for at, _, _, number in rows if at == place])
+                keeper.write(mine, group.down, group.first, values)
+
+
+class _LaneTile(NamedTuple):
+    """A lane's share of the warp's accumulators.
+
+    Attributes:
+        frame: of the lane's first row and column; row, column: where these lie in the warp's tile.
+        column_step: columns that a lane has side by side.
+        row_offsets, column_offsets: of its results, by tile of 16 rows and of 8 columns.
+        totals: its accumulators, after an exchange with its neighbour where lanes are paired.
+    """
+
+    frame: M.Frame
+    row: L.Value
+    column: L.Value
+    column_step: int
+    row_offsets: list[list[int]]
+    column_offsets: list[list[int]]
+    totals: Totals
+
+
+def _lane_tile(
+    frame: M.Frame, tiles: tuple[SmemTile, SmemTile], lane: L.Value, totals: Totals, paired: bool
+) -> _LaneTile:
     builder = frame.builder
     left, right = tiles
     row_step, row_offsets = lane_rows(left)
@@ -58,7 +111,6 @@ def epilogue(
         totals, column_step = _swap_lane_pairs(builder, lane, totals), 2 * PAIR
         column_offsets = [[group + n, group + n + 1] for group in range(0, right.warp, 16) for n in (0, PAIR)]
     row_offsets, column_offsets = row_offsets[: len(totals)], column_offsets[: len(totals[0])]
-    many, each = len(totals) // len(row_offsets), len(row_offsets)
     row = builder.mul(builder.lshr(lane, L.I32(2)), L.I32(row_step))
     quarter = builder.and_(lane, L.I32(3))
     if paired:  # odd lanes have the second one of two tiles
@@ -76,17 +128,40 @@ def epilogue(
         multiples={ROWS: row_step, COLUMNS: column_step},
         cache={},
     )
-    if keeper is not None:
-        keeper.bind_lane(row, column, column_step)
-    exit_, stores = _guarded(phase, tiles, further, keeper)
+    return _LaneTile(frame, row, column, column_step, row_offsets, column_offsets, totals)
+
+
+class _StoreGroup(NamedTuple):
+    """Results of a lane that one store takes: neighbours of a row.
+
+    Attributes:
+        far: the tile along the further axis; down: the row; first: the first column.
+        accumulators: for each result, the graph's node of each accumulator.
+        rows: (number of the store, buffer, address, node) of every value.
+    """
+
+    far: int
+    down: int
+    first: int
+    accumulators: list[dict[int, int]]
+    rows: list[tuple[int, str, Index, int]]
+
+
+def _store_groups(
+    emitter: Emitter,
+    exit_: Graph,
+    stores: Sequence[Store],
+    tiles: tuple[SmemTile, SmemTile],
+    lane_tile: _LaneTile,
+    further: Axis | None,
+) -> Iterator[_StoreGroup]:
+    """Copies the exit graph into the emitter's for every result of a lane; its accumulators are bound."""
+    graph, ranges, totals = emitter.graph, lane_tile.frame.ranges, lane_tile.totals
     wanted = [s.value for s in stores]
     accs = [(k, int(str(node.attr("number")))) for k, node in enumerate(exit_.nodes) if node.op == "acc"]
-    staged = {} if keeper is None else dict(keeper.held.stored)
-    graph = Graph()
-    emitter = Emitter(frame, graph, buffers)
-    held = right.extent % column_step == 0  # neighbours in one access are inside together, or not at all
-    groups: list[tuple[int, int, int, list[dict[int, int]], list[tuple[int, str, Index, int]]]] = []
-    points = _lane_outputs(row_offsets, column_offsets)
+    held = tiles[1].extent % lane_tile.column_step == 0  # neighbours in one access are inside together, or not at all
+    many, each = len(totals) // len(lane_tile.row_offsets), len(lane_tile.row_offsets)
+    points = _lane_outputs(lane_tile.row_offsets, lane_tile.column_offsets)
     for far, (down, runs) in itertools.product(range(many), points):
         for run in runs if held else [[point] for many in runs for point in many]:
             rows: list[tuple[int, str, Index, int]] = []
@@ -104,28 +179,12 @@ def epilogue(
                 emitter.bind(given[0], E.Lanes(totals[far * each + i][j][k], graph.nodes[given[0]].dtype))
                 emitter.coarse.add(given[0])
                 kept.append(given)
-                numbers = exit_.copy_into(graph, wanted, where, frame.ranges, {k: given[n] for k, n in accs})
+                numbers = exit_.copy_into(graph, wanted, where, ranges, {k: given[n] for k, n in accs})
                 rows += [
-                    (place, s.buffer, s.address.substitute(where, frame.ranges), number)
+                    (place, s.buffer, s.address.substitute(where, ranges), number)
                     for place, (s, number) in enumerate(zip(stores, numbers, strict=True))
                 ]
-            groups.append((far, down, first, kept, rows))
-    emitter.vectorize_loads(number for *_, rows in groups for *_, number in rows)
-    for far, down, first, kept, rows in groups:
-        if keeper is not None:
-            for n in sorted(set(kept[0]) - {0}):
-                for given, value in zip(kept, keeper.read(n - 1, down, first, len(kept)), strict=True):
-                    emitter.bind(given[n], value)
-        guards = (
-            Guard(Index.axis(ROWS) + down, None, left.extent - 1),
-            Guard(Index.axis(COLUMNS) + first, None, right.extent - 1),
-            *(() if further is None else (Guard(Index.axis(further.name) + far, None, further.extent - 1),)),
-        )
-        frame.live = M.condition(frame, guards)
-        store_all(emitter, [(buffer, address, value) for place, buffer, address, value in rows if place not in staged])
-        if keeper is not None:
-            for place, mine in staged.items():
-                keeper.write(mine, down, first, emitter.emit([number for at, _, _, number in rows if at == place]))
+            yield _StoreGroup(far, down, first, kept, rows)
 
 
 def _swap_lane_pairs(builder: GpuBuilder, lane: L.Value, totals: Totals) -> Totals:

@@ -27,9 +27,10 @@ from jcuts.tune.session import degree
 from jcuts.tune.verify import sum_rounding
 from jcuts.tune.verify.acceptance import check_output
 from jcuts.tune.verify.expected import OutputReference
-from jcuts.tune.verify.float64_eval import evaluate, is_wide
+from jcuts.tune.verify.float64_eval import evaluate
 from jcuts.tune.verify.inputs import flushed, make_inputs, seed_kinds
 from jcuts.tune.verify.reference import TRUST_ULP, distance, value_range, widen
+from jcuts.tune.verify.rounding_traits import is_wide
 from jcuts.tune.verify.tolerances import NOISE_ULP
 from jcuts.xla.ffi_call import call_kernel
 from jcuts.xla.kernel_cache import kernel_for

@@ -11,7 +11,8 @@ import numpy as np
 from jcuts.base.errors import CandidateRejected
 from jcuts.trace import jaxapi
 from jcuts.tune.problem import Problem
-from jcuts.tune.verify.float64_eval import evaluate, is_amplified, is_discrete, is_wide, rounds_operands, widened_dtype
+from jcuts.tune.verify.float64_eval import evaluate, widened_dtype
+from jcuts.tune.verify.rounding_traits import is_amplified, is_discrete, is_wide, rounds_operands
 
 
 @dataclass(frozen=True)

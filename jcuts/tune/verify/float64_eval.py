@@ -22,69 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jcuts.ops.precision import asked
 from jcuts.trace import jaxapi
 from jcuts.tune.verify import float64_math, sum_rounding
+from jcuts.tune.verify.rounding_traits import EXACT, is_inexact, takes_tf32
 
-# Results are selected from operands, or exact whatever the operands: no rounding error arises.
-_EXACT = frozenset(
-    {
-        "abs",
-        "argmax",
-        "argmin",
-        "broadcast_in_dim",
-        "ceil",
-        "clamp",
-        "clz",
-        "collapse",
-        "concatenate",
-        "conj",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "cummax",
-        "cummin",
-        "dynamic_slice",
-        "dynamic_update_slice",
-        "expand_dims",
-        "floor",
-        "gather",
-        "imag",
-        "iota",
-        "is_finite",
-        "max",
-        "min",
-        "neg",
-        "not",
-        "optimization_barrier",
-        "pad",
-        "real",
-        "reduce_and",
-        "reduce_max",
-        "reduce_min",
-        "reduce_or",
-        "reduce_precision",
-        "reduce_window_max",
-        "reduce_window_min",
-        "reshape",
-        "rev",
-        "round",
-        "scatter",
-        "scatter-max",
-        "scatter-min",
-        "select_and_gather_add",
-        "select_n",
-        "sign",
-        "slice",
-        "sort",
-        "split",
-        "squeeze",
-        "stop_gradient",
-        "tie_in",
-        "top_k",
-        "transpose",
-    }
-)
 # The value depends on the bits of the operands' own type, or the code behind it takes no other type.
 _OPAQUE = frozenset(
     {
@@ -106,34 +47,6 @@ _OPAQUE = frozenset(
         "select_and_scatter",
     }
 )
-_EXPONENTIAL = frozenset({"cosh", "exp", "exp2", "expm1", "pow", "sinh"})
-# A small change of a float operand can change the result by a finite amount.
-_DISCRETE = frozenset(
-    {
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "sign",
-        "floor",
-        "ceil",
-        "round",
-        "argmax",
-        "argmin",
-        "sort",
-        "top_k",
-        "approx_top_k",
-        "rem",
-        "reduce_precision",
-        "nextafter",
-        "bitcast_convert_type",
-        "select_and_scatter_add",
-        "select_and_gather_add",
-        "is_finite",
-    }
-)
 _SCATTERS = {
     "scatter-add": lax.scatter_add,
     "scatter-sub": getattr(lax, "scatter_sub", None),
@@ -151,68 +64,6 @@ def widened_dtype(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, np.complexfloating):
         return np.dtype(np.complex128)
     return dtype
-
-
-def is_discrete(closed: Any) -> bool:
-    """Whether the function turns floats into discrete values anywhere, its loops and branches included."""
-    for eqn in closed.jaxpr.eqns:
-        name = eqn.primitive.name
-        floats = any(_is_inexact(v.aval) for v in eqn.invars)
-        if floats and name in _DISCRETE:
-            return True
-        if name == "convert_element_type" and floats and not _is_inexact(eqn.outvars[0].aval):
-            return True
-        if any(is_discrete(inner) for _, _, inner in jaxapi.inner_jaxprs(eqn)):
-            return True
-    return False
-
-
-def is_amplified(closed: Any) -> bool:
-    """Whether a sum is exponentiated anywhere: what rounding adds to its large terms is then a factor of the result.
-
-    XLA's own error in one result says little about such an element: on it the roundings may have cancelled.
-    """
-    reached: set[Any] = set()
-    for eqn in closed.jaxpr.eqns:
-        known = any(not hasattr(a, "val") and a in reached for a in eqn.invars)
-        if known and eqn.primitive.name in _EXPONENTIAL:
-            return True
-        is_sum = (
-            eqn.primitive.name in sum_rounding.SUMS and _is_inexact(eqn.outvars[0].aval) and sum_rounding.terms(eqn) > 1
-        )
-        if known or is_sum:
-            reached.update(eqn.outvars)
-        if any(is_amplified(inner) for _, _, inner in jaxapi.inner_jaxprs(eqn)):
-            return True
-    return False
-
-
-def is_wide(closed: Any) -> bool:
-    """Whether the function itself makes float64 (or complex128) numbers, its loops and branches included."""
-    for eqn in closed.jaxpr.eqns:
-        if any(_is_inexact(v.aval) and jnp.finfo(v.aval.dtype).bits == 64 for v in eqn.outvars):
-            return True
-        if any(is_wide(inner) for _, _, inner in jaxapi.inner_jaxprs(eqn)):
-            return True
-    return False
-
-
-def takes_tf32(eqn: Any) -> bool:
-    """Whether a GPU may round this equation's operands to TF32: a float32 product that asks for no more."""
-    return (
-        eqn.primitive.name in ("dot_general", "conv_general_dilated")
-        and all(v.aval.dtype == np.float32 for v in eqn.invars)
-        and not asked(eqn.params.get("precision"))
-        and eqn.params.get("algorithm") is None
-    )
-
-
-def rounds_operands(closed: Any) -> bool:
-    """Whether any product of the function may, its loops and branches included."""
-    return any(
-        takes_tf32(eqn) or any(rounds_operands(inner) for _, _, inner in jaxapi.inner_jaxprs(eqn))
-        for eqn in closed.jaxpr.eqns
-    )
 
 
 def evaluate(
@@ -235,10 +86,6 @@ def evaluate(
     Returns: the results, floats as float64.
     """
     return _Evaluator(noise, rounded, taps).closed(closed, args)
-
-
-def _is_inexact(aval: Any) -> bool:
-    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, np.inexact)
 
 
 class _Evaluator:
@@ -294,11 +141,11 @@ class _Evaluator:
         """The results with one simulated rounding each."""
         name = eqn.primitive.name
         narrowing = name == "convert_element_type" and _rounds(eqn)
-        if self.noise is None or (name in _EXACT and not narrowing):
+        if self.noise is None or (name in EXACT and not narrowing):
             return results
         out = []
         for var, value in zip(eqn.outvars, results, strict=True):
-            if not _is_inexact(var.aval):
+            if not is_inexact(var.aval):
                 out.append(value)
                 continue
             self.count += 1
@@ -350,7 +197,7 @@ def _rounds(eqn: Any) -> bool:
 
 
 def _widen(value: Any, aval: Any) -> Any:
-    if not hasattr(aval, "dtype") or not _is_inexact(aval):
+    if not hasattr(aval, "dtype") or not is_inexact(aval):
         return value
     return jnp.asarray(value, widened_dtype(aval.dtype))
 
@@ -363,14 +210,14 @@ def _widen_parameter(value: Any) -> Any:
 
 def _bind(eqn: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
     if eqn.primitive.name in ("dot_general", "ragged_dot", "ragged_dot_general"):
-        if _is_inexact(eqn.outvars[0].aval):  # integers keep the width that they wrap around in
+        if is_inexact(eqn.outvars[0].aval):  # integers keep the width that they wrap around in
             params = {**params, "preferred_element_type": None}
         if "algorithm" in params:  # names the width of the operands
             params["algorithm"] = None
         params["precision"] = None
     elif eqn.primitive.name == "conv_general_dilated":
         params = {**params, "precision": None}
-        if _is_inexact(eqn.outvars[0].aval):
+        if is_inexact(eqn.outvars[0].aval):
             params["preferred_element_type"] = None
     elif (
         eqn.primitive.name
@@ -383,7 +230,7 @@ def _bind(eqn: Any, values: list[Any], params: dict[str, Any]) -> list[Any]:
 
 def _narrow_bind(eqn: Any, values: list[Any]) -> list[Any]:
     narrow = [
-        jnp.asarray(value, var.aval.dtype) if _is_inexact(var.aval) else value
+        jnp.asarray(value, var.aval.dtype) if is_inexact(var.aval) else value
         for var, value in zip(eqn.invars, values, strict=True)
     ]
     return _apply(eqn.primitive, narrow, eqn.params)
@@ -472,7 +319,7 @@ def _extreme(self: _Evaluator, eqn: Any, values: list[Any]) -> list[Any]:
     that keeps them must not be rejected for it.
     """
     (result,) = _bind(eqn, values, eqn.params)
-    if not _is_inexact(eqn.outvars[0].aval):
+    if not is_inexact(eqn.outvars[0].aval):
         return [result]
     lost = lax.reduce_or(jnp.isnan(values[0]), tuple(int(a) for a in eqn.params["axes"]))
     return [jnp.where(lost, jnp.nan, result)]
@@ -481,7 +328,7 @@ def _extreme(self: _Evaluator, eqn: Any, values: list[Any]) -> list[Any]:
 def _window_extreme(self: _Evaluator, eqn: Any, values: list[Any]) -> list[Any]:
     """The same over windows, where XLA loses NaNs too: a window has one if it has more than none of them."""
     (result,) = _bind(eqn, values, eqn.params)
-    if not _is_inexact(eqn.outvars[0].aval):
+    if not is_inexact(eqn.outvars[0].aval):
         return [result]
     here = jnp.isnan(values[0]).astype(np.float32)
     count = lax.reduce_window(here, np.float32(0), lax.add, **eqn.params)

@@ -6,11 +6,8 @@ is imported only by requests that need XLA.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import re
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,31 +16,25 @@ from typing import Any
 
 import numpy as np
 
-from jcuts.base.errors import AccuracyRejected, CandidateRejected, CompileRejected, WorkerFailed
+from jcuts.base.errors import AccuracyRejected, CandidateRejected, CompileRejected
 from jcuts.codegen.artifact import CompiledKernel
-from jcuts.codegen.cuda.toolchain.image import is_image
 from jcuts.tune.baseline import autotune_cache, conv_relu_bound
 from jcuts.tune.choice import LIBRARY, SCREENED
 from jcuts.tune.cudnn.worker import convolve_xla, measure_cudnn_algorithms
 from jcuts.tune.kernel_file import read_kernel, write_kernel
-from jcuts.tune.measure.cpu_launch import Launcher, Schedule
+from jcuts.tune.measure.cpu_launch import Launcher
 from jcuts.tune.measure.statistics import HOPELESS, Samples
 from jcuts.tune.problem import Candidate, Output, Problem, decode_bytes
-from jcuts.tune.resource_errors import is_memory
 from jcuts.tune.verify import sampling as verify_sampling
 from jcuts.tune.verify.acceptance import check_output
-from jcuts.tune.verify.expected import OutputReference
 from jcuts.tune.verify.float_rules import Accuracy
-from jcuts.tune.verify.inputs import dtype_of, is_float, load, timing_inputs, whole
+from jcuts.tune.verify.inputs import dtype_of, timing_inputs
+from jcuts.tune.worker import problem_files, runners
 
 ROOMY = 32 << 30
 """Bytes of a GPU's memory from which on processes that wait for work may hold their share: half a gigabyte each."""
-_NARROW = re.compile(r":~?(bf16|f16|f8\w*)\[")
-"""A value of such a type in a program as text (`trace.canonical`)."""
 MOST_ACCEPTED = 4
 """Problems whose accepted results a process remembers."""
-POISON = (0xFF, 0xAB)
-"""What results hold before a run, by turns: NaN first, which differs from zero wherever all elements are compared."""
 Announce = Callable[[str], None]
 
 
@@ -111,7 +102,7 @@ def hello(_: dict[str, Any], __: Announce) -> dict[str, Any]:
 
 def compile_(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """Compiles one candidate into the file ``out``."""
-    problem = _problem(request)
+    problem = problem_files.problem_of(request)
     candidate = problem.candidate(request["label"])
     start = time.perf_counter()
     on_gpu = problem.device and candidate.kind == "program"
@@ -141,38 +132,32 @@ def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """Makes the inputs, XLA's results and the float64 results (with their range under rounding) of every input set."""
     from jcuts.tune.verify import reference as references
 
-    jax = _jax()
-    problem = _problem(request)
+    jax = problem_files.import_jax()
+    problem = problem_files.problem_of(request)
     if problem.library is None or problem.reference is None:
         raise CandidateRejected(f"problem {problem.name} came without its exports", problem=problem.digest)
     announce(LIBRARY)
     place, folder = str(request.get("autotuned", "")), Path(request["folder"])
-    timed, narrow = bool(request.get("timed", True)), _has_narrow_floats(problem)
+    timed, narrow = bool(request.get("timed", True)), problem_files.has_narrow_floats(problem)
     options = autotune_cache.read_shared_results(place, timed=timed, narrow=narrow) if place else {}
     parts: dict[str, float] = {}
-    library = _library(request["problem"])
+    library = problem_files.library_of(request["problem"])
     kinds = references.make(jax, problem, library, folder, int(request["seed"]), options, parts)
     return {"kinds": kinds, "parts": parts}
 
 
-def _has_narrow_floats(problem: Problem) -> bool:
-    """Whether floats narrower than float32 come up in a problem, if only on the way from its inputs to its outputs."""
-    types = [dtype_of(x.dtype) for x in (*problem.inputs, *problem.outputs)]
-    return any(is_float(d) and d.itemsize < 4 for d in types) or _NARROW.search(problem.text) is not None
-
-
 def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """Runs one candidate on every input set, in several orders of its tiles, and applies the acceptance rule."""
-    problem = _problem(request)
+    problem = problem_files.problem_of(request)
     candidate = problem.candidate(request["label"])
     announce(candidate.label)
-    run = _xla_runner(candidate) if candidate.kind == "stablehlo" else _kernel_runner(request["kernel"])
-    expected = _all_expected(request["problem"], request["folder"], tuple(request["kinds"]))
+    run = runners.xla_runner(candidate) if candidate.kind == "stablehlo" else runners.kernel_runner(request["kernel"])
+    expected = problem_files.expected_outputs(request["problem"], request["folder"], tuple(request["kinds"]))
     seen = [verify_sampling.sample_positions(problem, o) for o in problem.outputs]
     got: list[list[np.ndarray]] = [[] for _ in problem.outputs]
     every: list[np.ndarray] = []
     for number in range(len(request["kinds"])):
-        results = run(_kept_inputs(request["problem"], request["folder"], number), number)
+        results = run(problem_files.kept_inputs(request["problem"], request["folder"], number), number)
         if len(results) != len(problem.outputs):
             raise AccuracyRejected(
                 f"{candidate.label} gives {len(results)} results instead of {len(problem.outputs)}", rule="shape"
@@ -191,7 +176,9 @@ def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
             del _accepted[next(iter(_accepted))]
     for i, where in enumerate(seen):
         if where is not None:
-            verify_sampling.compare(i, _xla_whole(request["problem"], request["folder"], i), every[i], found[i], where)
+            verify_sampling.compare(
+                i, problem_files.xla_result(request["problem"], request["folder"], i), every[i], found[i], where
+            )
     return {"accuracy": [asdict(a) for a in found]}
 
 
@@ -224,11 +211,11 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """Times XLA and the candidates that passed: all kernels quickly, then the best few against XLA, interleaved."""
-    _jax()
+    problem_files.import_jax()
     from jcuts.base.errors import NativeError
     from jcuts.tune.measure import cpu_timing
 
-    problem, folder = _problem(request), Path(request["folder"])
+    problem, folder = problem_files.problem_of(request), Path(request["folder"])
     if problem.device:
         return _measure_on_gpu(problem, folder, request, announce)
     input_sets = _input_sets(problem, folder, request)
@@ -249,7 +236,9 @@ def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
         limit = HOPELESS * best[ranked[0]]
         finalists = [label for label in ranked[: int(request["finalists"])] if best[label] <= limit]
         answers += [_answer(label, quick[label], SCREENED) for label in quick if label not in finalists]
-    entries: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {LIBRARY: (_library(request["problem"]), {})}
+    entries: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+        LIBRARY: (problem_files.library_of(request["problem"]), {})
+    }
     direct: list[str] = []
     for label in finalists:
         try:
@@ -272,6 +261,18 @@ def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     return {"measurements": answers, "overhead": cpu_timing.dispatch_overhead()}
 
 
+def _answer(label: str, samples: Samples, method: str) -> dict[str, Any]:
+    low, high = samples.quartiles
+    return {
+        "label": label,
+        "seconds": samples.median,
+        "low": low,
+        "high": high,
+        "runs": len(samples.seconds),
+        "method": method,
+    }
+
+
 def _measure_on_gpu(problem: Problem, folder: Path, request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """The same on a GPU."""
     from jcuts.tune.measure import cuda_driver, gpu_chain_timing, gpu_problem
@@ -279,7 +280,7 @@ def _measure_on_gpu(problem: Problem, folder: Path, request: dict[str, Any], ann
     parted = [int(n) for n in request.get("apart", ())]
     found, spent = gpu_problem.measure(
         request["problem"],
-        _library(request["problem"]),
+        problem_files.library_of(request["problem"]),
         _input_sets(problem, folder, request)[0],
         {label: read_kernel(Path(path)) for label, path in request["kernels"].items()},
         _optioned(problem, request),
@@ -302,7 +303,7 @@ def _measure_on_gpu(problem: Problem, folder: Path, request: dict[str, Any], ann
 
 def _optioned(problem: Problem, request: dict[str, Any]) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """XLA's program with compiler options, for every candidate that is one."""
-    jax = _jax()
+    jax = problem_files.import_jax()
     found = {}
     for label in request["stablehlo"]:
         data = json.loads(problem.candidate(label).payload)
@@ -314,35 +315,37 @@ def _optioned(problem: Problem, request: dict[str, Any]) -> dict[str, tuple[Call
 def _input_sets(problem: Problem, folder: Path, request: dict[str, Any]) -> list[list[np.ndarray]]:
     """Those of the references; one of its own where candidates are timed before there are any."""
     known = int(request["sets"])
-    return [_inputs(problem, folder, n) for n in range(known)] or [timing_inputs(problem)]
+    return [problem_files.read_inputs(problem, folder, n) for n in range(known)] or [timing_inputs(problem)]
 
 
 def compile_ahead(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """Compiles XLA's side of several GPU problems, as `measure` runs it; some of it still after the answer."""
-    _jax()
+    problem_files.import_jax()
     from jcuts.tune.measure import gpu_problem
 
-    problems = {path: (_read_problem(path), _library(path)) for path in request["problems"]}
+    problems = {
+        path: (problem_files.read_problem(path), problem_files.library_of(path)) for path in request["problems"]
+    }
     options = {path: autotune_cache.without_conv_relu_fusion() for path in request.get("apart", ())}
     return {"programs": gpu_problem.compile_ahead(problems, announce, options, alone=bool(request.get("alone")))}
 
 
 def kernels_ahead(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """Compiles what `measure` will time of kernels; some of it still after the answer."""
-    _jax()
+    problem_files.import_jax()
     from jcuts.tune.measure import gpu_problem
 
     made = 0
     for path, kernels in request["problems"].items():
         announce("")
         read = {label: read_kernel(Path(file)) for label, file in kernels.items()}
-        made += gpu_problem.kernels_ahead(path, _read_problem(path), _library(path), read)
+        made += gpu_problem.kernels_ahead(path, problem_files.read_problem(path), problem_files.library_of(path), read)
     return {"programs": made, "told": "of kernels"}
 
 
 def run_ahead(_: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """Waits for what `compile_ahead` began, and runs it once where that saves time."""
-    _jax()
+    problem_files.import_jax()
     from jcuts.tune.measure import gpu_problem
 
     start = time.perf_counter()
@@ -366,11 +369,11 @@ def warm(request: dict[str, Any], _: Announce) -> dict[str, Any]:
         from jcuts.tune.measure import cuda_driver
 
         if cuda_driver.total_bytes() >= ROOMY:
-            _jax().devices()
+            problem_files.import_jax().devices()
         else:
-            _jax()
+            problem_files.import_jax()
     elif request["what"] == "xla":
-        _jax().devices()
+        problem_files.import_jax().devices()
     return {}
 
 
@@ -388,145 +391,3 @@ REQUESTS: dict[str, Callable[[dict[str, Any], Announce], dict[str, Any]]] = {
     "convolve": measure_cudnn_algorithms,
     "convolve_xla": convolve_xla,
 }
-
-
-# Inside --------------------------------------------------------------------------------------------------------------
-
-
-def _jax() -> Any:
-    import jax
-    import jax.export
-
-    # Artifacts carry their own types; without this their 64-bit operands would be cut on the way in.
-    jax.config.update("jax_enable_x64", True)
-    return jax
-
-
-def _problem(request: dict[str, Any]) -> Problem:
-    return _read_problem(request["problem"])
-
-
-@functools.lru_cache(maxsize=4)
-def _read_problem(path: str) -> Problem:
-    return Problem.from_json(json.loads(Path(path).read_text()))
-
-
-@functools.lru_cache(maxsize=64)
-def _library(path: str) -> Any:
-    """XLA's side of a problem, jitted: what the reference has compiled serves the measurement too."""
-    jax = _jax()
-    return jax.jit(jax.export.deserialize(bytearray(_read_problem(path).library or b"")).call)
-
-
-def _inputs(problem: Problem, folder: Path, number: int, *, short: bool = False) -> list[np.ndarray]:
-    files = [(folder / f"{number}.in{i}.npy", spec) for i, spec in enumerate(problem.inputs)]
-    return [load(file, spec.shape, spec.dtype, short=short) for file, spec in files]
-
-
-@functools.lru_cache(maxsize=1)
-def _all_expected(path: str, folder: str, kinds: tuple[str, ...]) -> list[list[OutputReference]]:
-    """What every output must look like, one entry per set of inputs: the same for all candidates of a problem."""
-    problem = _read_problem(path)
-    seen = [verify_sampling.sample_positions(problem, o) for o in problem.outputs]
-    return [
-        [_expected(Path(folder), number, i, kind, spec, seen[i]) for number, kind in enumerate(kinds)]
-        for i, spec in enumerate(problem.outputs)
-    ]
-
-
-@functools.lru_cache(maxsize=8)
-def _kept_inputs(path: str, folder: str, number: int) -> list[np.ndarray]:
-    """A set of inputs, read once for all candidates of a problem (which `Launcher` and `GpuLauncher` copy).
-
-    Large ones are the values that they repeat: runners make the whole of them.
-    """
-    return _inputs(_read_problem(path), Path(folder), number, short=True)
-
-
-@functools.lru_cache(maxsize=2)
-def _xla_whole(path: str, folder: str, i: int) -> np.ndarray:
-    """All of XLA's result on the first set of inputs."""
-    spec = _read_problem(path).outputs[i]
-    return load(Path(folder) / f"0.whole{i}.npy", spec.shape, spec.dtype)
-
-
-def _expected(folder: Path, number: int, i: int, kind: str, spec: Output, seen: np.ndarray | None) -> OutputReference:
-    shape, dtype = spec.shape if seen is None else seen.shape, spec.dtype
-    kind_of = dtype_of(dtype).kind
-    wide = dtype if kind_of in "biu" else "complex128" if kind_of == "c" else "float64"
-    low, unsure, rounded = (folder / f"{number}.{name}{i}.npy" for name in ("low", "unsure", "rounded"))
-    bounds: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
-    if low.exists():
-        bounds = (load(low, shape, wide), load(folder / f"{number}.high{i}.npy", shape, wide))
-    return OutputReference(
-        kind,
-        load(folder / f"{number}.xla{i}.npy", shape, dtype),
-        load(folder / f"{number}.ref{i}.npy", shape, wide),
-        *bounds,
-        load(unsure, shape, "float64" if kind_of in "biu" else wide) if unsure.exists() else None,
-        load(rounded, shape, wide) if rounded.exists() else None,
-    )
-
-
-def _kernel_runner(path: str) -> Callable[[list[np.ndarray], int], list[np.ndarray]]:
-    kernel = read_kernel(Path(path))
-    if is_image(kernel.object_code):
-        return _gpu_runner(kernel)
-    launcher = Launcher(kernel)
-    tiles = launcher.kernel.tiles
-    # Tiles are independent: any order, any grouping, several at once.
-    schedules = (Schedule(), Schedule(1, backward=True), Schedule(max(1, tiles // 3), threads=2))
-
-    def run(inputs: list[np.ndarray], number: int) -> list[np.ndarray]:
-        operands = [whole(x, shape) for x, (shape, _) in zip(inputs, kernel.inputs, strict=True)]
-        return launcher.run(operands, schedules[number % len(schedules)], poison=POISON[number % 2])
-
-    return run
-
-
-def _gpu_runner(kernel: CompiledKernel) -> Callable[[list[np.ndarray], int], list[np.ndarray]]:
-    """Runs on the GPU through the driver, without JAX.  A lost context ends the process: the candidate is to blame."""
-    from jcuts.base.errors import NativeError
-    from jcuts.tune.measure import cuda_driver, gpu_launch
-
-    launcher = gpu_launch.GpuLauncher(kernel, cuda_driver.device())
-
-    def run(inputs: list[np.ndarray], number: int) -> list[np.ndarray]:
-        try:
-            # What it does to its operands does not depend on their values: one look is enough.
-            return launcher.run(inputs, poison=POISON[number % 2], look=number == 0)
-        except NativeError as error:
-            if gpu_launch.is_context_lost(error) or cuda_driver.is_lost(error):
-                print(f"{kernel.digest}: {error.message}", file=sys.stderr, flush=True)
-                os._exit(70)
-            if is_memory(error):
-                raise WorkerFailed(error.message, **{**error.values, "reason": "memory"}) from error
-            raise CandidateRejected(error.message, **error.values) from error
-
-    return run
-
-
-def _xla_runner(candidate: Candidate) -> Callable[[list[np.ndarray], int], list[np.ndarray]]:
-    jax = _jax()
-    data = json.loads(candidate.payload)
-    exported = jax.export.deserialize(bytearray(decode_bytes(data["artifact"]) or b""))
-    program = jax.jit(exported.call, compiler_options=data["compiler_options"] or None)
-    shapes = [a.shape for a in exported.in_avals]
-
-    def run(inputs: list[np.ndarray], _: int) -> list[np.ndarray]:
-        operands = [whole(x, shape) for x, shape in zip(inputs, shapes, strict=True)]
-        return [np.asarray(x) for x in jax.tree.leaves(program(*operands))]
-
-    return run
-
-
-def _answer(label: str, samples: Samples, method: str) -> dict[str, Any]:
-    low, high = samples.quartiles
-    return {
-        "label": label,
-        "seconds": samples.median,
-        "low": low,
-        "high": high,
-        "runs": len(samples.seconds),
-        "method": method,
-    }

@@ -23,7 +23,7 @@ from jcuts.tune.measure import cuda_driver, gpu_chain_timing, gpu_launch, gpu_pr
 from jcuts.tune.problem import Input, Output, Problem
 from jcuts.tune.verify import inputs as verify_inputs
 from jcuts.tune.verify import reference as references
-from jcuts.tune.worker import requests
+from jcuts.tune.worker import problem_files, requests
 
 AVAL = ((64,), "float32")
 IMAGE = Image("sm_90", "test", (Launch("k", (1, 1, 1), (64, 1, 1), ((0, 0), (1, 0))),), b"cubin")
@@ -216,8 +216,8 @@ def test_products_are_what_was_timed_where_a_float_is_narrow_on_the_way(monkeypa
     x = np.ones((4, 4), np.float32)
     asked = []
     monkeypatch.setattr(autotune_cache, "read_shared_results", lambda place, **how: asked.append(how["narrow"]) or {})
-    monkeypatch.setattr(requests, "_library", lambda path: None)
-    monkeypatch.setattr(requests, "_jax", lambda: jax)  # the real one sets x64 for the whole process
+    monkeypatch.setattr(problem_files, "library_of", lambda path: None)
+    monkeypatch.setattr(problem_files, "import_jax", lambda: jax)  # the real one sets x64 for the whole process
     monkeypatch.setattr(references, "make", lambda *_: [])
     for function in (halves, lambda x, w: jnp.tanh(x @ w)):
         text = canonical_text(jax.make_jaxpr(function)(x, x))
@@ -225,7 +225,7 @@ def test_products_are_what_was_timed_where_a_float_is_narrow_on_the_way(monkeypa
         problem = Problem(
             "i", operands, (Output((4, 4), "float32", 4, False),), space="s", text=text, library=b"-", reference=b"-"
         )
-        monkeypatch.setattr(requests, "_problem", lambda request, problem=problem: problem)
+        monkeypatch.setattr(problem_files, "problem_of", lambda request, problem=problem: problem)
         requests.reference({"problem": "p", "folder": ".", "seed": 0, "autotuned": "x"}, lambda _: None)
     assert asked == [True, False]
 

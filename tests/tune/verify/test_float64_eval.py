@@ -14,8 +14,9 @@ from jcuts.tune.baseline.xla_export import export_subset
 from jcuts.tune.problem import Output
 from jcuts.tune.verify.acceptance import check_output
 from jcuts.tune.verify.expected import OutputReference
-from jcuts.tune.verify.float64_eval import evaluate, is_amplified, is_discrete
+from jcuts.tune.verify.float64_eval import evaluate
 from jcuts.tune.verify.inputs import NORMAL, SPECIAL
+from jcuts.tune.verify.rounding_traits import is_amplified, is_discrete
 
 pytestmark = pytest.mark.usefixtures("xla_as_shipped")
 

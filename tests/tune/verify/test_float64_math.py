@@ -11,8 +11,9 @@ from jax import lax
 from jcuts.trace import jaxapi
 from jcuts.tune.baseline import xla_export
 from jcuts.tune.verify import float64_math
-from jcuts.tune.verify.float64_eval import evaluate, is_wide
+from jcuts.tune.verify.float64_eval import evaluate
 from jcuts.tune.verify.reference import CONVOLUTION
+from jcuts.tune.verify.rounding_traits import is_wide
 
 pytestmark = pytest.mark.usefixtures("xla_as_shipped")
 

@@ -17,8 +17,9 @@ from jcuts.tune.problem import Input, Output, Problem
 from jcuts.tune.verify import reference
 from jcuts.tune.verify.acceptance import check_output
 from jcuts.tune.verify.expected import OutputReference
-from jcuts.tune.verify.float64_eval import evaluate, rounds_operands
+from jcuts.tune.verify.float64_eval import evaluate
 from jcuts.tune.verify.inputs import NORMAL, SPECIAL, make_inputs
+from jcuts.tune.verify.rounding_traits import rounds_operands
 
 RNG = np.random.default_rng(11)
 A, B = (RNG.standard_normal(shape).astype(np.float32) for shape in ((37, 53), (53, 21)))

@@ -16,7 +16,7 @@ from jcuts.tune.problem import Candidate, Input, Output, Problem, stablehlo_payl
 from jcuts.tune.verify import inputs as verify_inputs
 from jcuts.tune.verify import sampling as verify_sampling
 from jcuts.tune.verify.float_rules import Accuracy
-from jcuts.tune.worker import requests
+from jcuts.tune.worker import problem_files, requests, runners
 
 SIZE = 300_007
 SPEC = Output((SIZE,), "float32")
@@ -25,7 +25,7 @@ SPEC = Output((SIZE,), "float32")
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Sizes that tests can afford, in a process that keeps its types of 32 bits."""
-    monkeypatch.setattr(requests, "_jax", lambda: jax)
+    monkeypatch.setattr(problem_files, "import_jax", lambda: jax)
     monkeypatch.setattr(verify_sampling, "LARGEST", 1 << 16)
     monkeypatch.setattr(verify_sampling, "RUNS", 32)
     monkeypatch.setattr(verify_inputs, "PERIOD", 65_521)
@@ -181,11 +181,11 @@ def test_zeros_that_are_not_written_show_where_all_elements_are_compared(monkeyp
             return [np.where(wanted > 0, wanted, np.frombuffer(bytes([poison] * 4), np.float32))]
 
     kernel = SimpleNamespace(object_code=b"", digest="idle", inputs=())
-    monkeypatch.setattr(requests, "Launcher", Idle)
+    monkeypatch.setattr(runners, "Launcher", Idle)
     monkeypatch.setattr("jcuts.tune.measure.gpu_launch.GpuLauncher", Idle)
     monkeypatch.setattr("jcuts.tune.measure.cuda_driver.device", lambda: None)
-    monkeypatch.setattr(requests, "read_kernel", lambda _: kernel)
-    run = requests._gpu_runner(kernel) if gpu else requests._kernel_runner("")
+    monkeypatch.setattr(runners, "read_kernel", lambda _: kernel)
+    run = runners.gpu_runner(kernel) if gpu else runners.kernel_runner("")
     with pytest.raises(AccuracyRejected):
         compared(wanted, run([], 0)[0])
 

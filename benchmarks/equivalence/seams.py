@@ -28,7 +28,8 @@ from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.jit import variant_space
 from jcuts.kernel_ir.program import Program
 from jcuts.pipeline import computation, inplace_update, kernel_selection, passes
-from jcuts.primitive import lowering
+from jcuts.pipeline.outcome import Outcome
+from jcuts.report.function_report import FunctionReport
 from jcuts.schedule.cpu import candidates as cpu_candidates
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.machine import GpuMachine
@@ -65,7 +66,8 @@ def acting_as(target: str) -> Iterator[None]:
     found = capability_of(target)
     here = [
         mock.patch.object(passes, "_unusable", lambda platform: ""),
-        mock.patch.object(session, "resolve_choices", _choose),
+        mock.patch.object(session, "tune_problems", lambda *_, **__: session.TunedChoices({}, {})),
+        mock.patch.object(session, "resolve", _resolve),
         mock.patch.object(kernel_selection, "_store_partition", lambda *_: None),
         knobs.scope(raise_errors=True, compile_workers=8),
     ]
@@ -79,10 +81,6 @@ def acting_as(target: str) -> Iterator[None]:
 
 
 # -- planning ---------------------------------------------------------------------------------------------------------
-class _Planned(BaseException):
-    """Ends a plan when its regions are chosen: nothing is compiled."""
-
-
 def begin() -> None:
     """Forgets what is kept of other functions; plans of one function share what they have in common."""
     passes.forget()
@@ -121,24 +119,12 @@ def plan(closed: Any, settings: Any, target: str) -> dict[str, Any]:
     Returns: ``levels``, one for the function and for each body in it: its regions with their programs, and what is
     left to XLA.  ``asked``: the regions that were tuned on the way, others of the same equations among them.
     """
-    tops: list[Any] = []
     _asked.clear()
-    select = passes._select
-
-    def selected(top: Any, *arguments: Any, **more: Any) -> Any:
-        tops.append(top)
-        select(top, *arguments, **more)
-        raise _Planned
-
-    platform = CPU if target == CPU else "cuda"
-    store = Store(None, device="none", versions="1")
-    with (
-        mock.patch.object(session, "_store", store),
-        mock.patch.object(passes, "_select", selected),
-        contextlib.suppress(_Planned),
-    ):
-        passes.optimize_jaxpr(closed, settings, platform=platform, may_measure=True)
-    (top,) = tops
+    chosen = 1 + [p.name for p in passes.PASSES].index("prepare")  # what follows compiles
+    with mock.patch.object(session, "_store", Store(None, device="none", versions="1")):
+        platform = CPU if target == CPU else "cuda"
+        started = passes.start_planning(closed, settings, platform=platform, may_measure=True)
+        top = passes.run(started._state, passes.PASSES[passes.COLLECTED : chosen]).top
     everywhere = top.walk()
     return {
         "levels": [_level(level, target) for level in everywhere],
@@ -147,33 +133,20 @@ def plan(closed: Any, settings: Any, target: str) -> dict[str, Any]:
 
 
 _asked: dict[tuple[Any, ...], Any] = {}
-"""What `session.resolve_choices` was asked to tune since the last plan began."""
+"""Regions that were to be tuned since the last plan began."""
 
 
-def _choose(
-    subsets: Sequence[Any],
-    settings: Any,
-    *,
-    may_measure: bool,
-    shares: Any = None,
-    device: str = "",
-    parts: Any = None,
-    further: Any = None,
-) -> dict[str, int]:
-    """Stands in for `session.resolve_choices`: the first candidate wins, with a time that its program determines."""
-    if not subsets:
-        return {}
-    used = {**session.candidate_budget(subsets, bool(device)), **(shares or {})}
-    for subset in subsets:
+def _resolve(collected: Any, _: Any) -> None:
+    """Stands in for `session.resolve`: the first candidate wins, with a time that its program determines."""
+    for subset in collected.regions:
         _asked.setdefault((tuple(sorted(subset.members)), program_digest(subset.program)), subset)
-        subset.equivalence_share = used[subset.identity]
+        subset.equivalence_share = collected.shares[subset.identity]
         if not subset.ranked:
             continue
         times = [Measurement(name, s, s, s, 5, "loop") for name, s in _seconds(subset)]
         winner = min(times, key=lambda t: t.seconds)
         subset.choice = Choice("none", winner.label, "none", "measured", tuple(times))
         subset.chosen, subset.origin = (None if winner.label == LIBRARY else subset.ranked[0][0]), "measured"
-    return used
 
 
 def _seconds(subset: Any) -> list[tuple[str, float]]:
@@ -230,7 +203,7 @@ def recording(into: list[Any]) -> Iterator[Callable[..., Any]]:
 
     def kept(closed: Any, *_: Any, **__: Any) -> Any:
         into.append(closed)
-        return lowering.Planned(closed, note="only recorded")
+        return Outcome(closed, FunctionReport("function", "mixed", CPU, notes=("only recorded",)))
 
     with mock.patch.object(passes, "optimize_jaxpr", kept):
         yield functools.partial(optimize, tune="off")

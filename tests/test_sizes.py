@@ -1,10 +1,11 @@
-"""Sizes and complexity: functions of at most 80 lines, files of at most 400, and what the linter excepts.
+"""Sizes and shapes: functions of at most 80 lines, files of at most 400, one constant per assignment, lint exceptions.
 
 Every list of exceptions has exactly those that are too large today, so that it only shrinks.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import subprocess
@@ -36,6 +37,17 @@ def test_functions_have_at_most_80_lines():
 
 def test_files_have_at_most_400_lines():
     assert {name for name, _ in long_files(read_graph())} == LONG_FILES
+
+
+def test_one_assignment_defines_one_constant():
+    found = []
+    for folder in ("jcuts", "benchmarks", "scripts"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for statement in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(statement, ast.Assign):
+                    several = len(statement.targets) > 1 or isinstance(statement.targets[0], ast.Tuple)
+                    found += [f"{path.relative_to(ROOT)}:{statement.lineno}"] * several
+    assert found == []
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ruff") is None, reason="the linter is not installed")

@@ -30,8 +30,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-INTERPRETED, DEADLINE = "DIFFERENTIAL_INTERPRETED", "DIFFERENTIAL_DEADLINE"
-"""Environment variables that a run hands to its processes."""
+INTERPRETED = "DIFFERENTIAL_INTERPRETED"
+"""Environment variable that a run hands to its processes: whether kernels are interpreted."""
+DEADLINE = "DIFFERENTIAL_DEADLINE"
+"""Environment variable that a run hands to its processes: when they end."""
 QUICK = " --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false --xla_gpu_force_compilation_parallelism=1"
 """XLA compiles faster: its speed is not at issue."""
 CLEAR = 25  # programs after which compiled code is dropped

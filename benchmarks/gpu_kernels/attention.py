@@ -18,7 +18,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-HEADS, DEPTH = 12, 64
+HEADS = 12
+DEPTH = 64
 SIZES = ((8, 384), (1, 384), (8, 512), (1, 512), (8, 128), (1, 128), (8, 1024), (1, 1024))
 """(batch, length), the most wanted first."""
 

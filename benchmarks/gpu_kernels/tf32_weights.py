@@ -70,7 +70,9 @@ ADDED = ((12544, 256, 1024), (3136, 512, 2048), (50176, 128, 512))
 """(rows, terms, columns) of 1x1 convolutions to whose results a matrix is added: ResNet50 at batch 64."""
 NORMS = ((200704, 128, 128), (50176, 256, 128), (12544, 768, 128), (3136, 896, 128))
 """(rows, terms, columns) of 1x1 convolutions behind a norm with known statistics and ReLU: DenseNet121 at batch 64."""
-BATCH, TF32 = 64, np.uint32(0xFFFFE000)
+BATCH = 64
+TF32 = np.uint32(0xFFFFE000)
+"""The bits that a TF32 number has of a float32."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from typing import Any
 
 THREADS = 12
 """Programs that compile at once."""
-ROUNDS, CALLS = 3, 3
+ROUNDS = 3
+CALLS = 3
 
 
 def text(size: int) -> str:

@@ -27,7 +27,12 @@ ROOT = Path(__file__).resolve().parents[2]
 NO_LIMIT = 1 << 45
 PROGRAMS = "programs"
 """Folder of what was compiled."""
-WARM, TIMED, TURNS = 2, 8, 3
+WARM = 2
+"""Steps before the first that is timed."""
+TIMED = 8
+"""Steps of a sample."""
+TURNS = 3
+"""Samples of every process."""
 LIBRARY_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 """Of all programs: products by the library.  XLA compiles hundreds of kernels to choose from otherwise, for minutes."""
 

@@ -37,8 +37,10 @@ from benchmarks.networks.modes import MODES  # noqa: E402
 PARTS = ("speed", "modes", "blocks", "planning")
 NETWORKS = ("ResNet50", "DenseNet121", "MobileNetV2", "InceptionV3")
 BLOCKS = ("octave", "shift_conv")
-BATCHES, HALF = (1, 16, 64, 256), (1, 64)
-"""Of float32, and of bfloat16."""
+BATCHES = (1, 16, 64, 256)
+"""Batch sizes of float32."""
+HALF = (1, 64)
+"""Batch sizes of bfloat16."""
 LEAST = {"speed": 90.0, "modes": 90.0, "blocks": 30.0, "planning": 0.0}
 """Seconds that must be left to begin an item."""
 

@@ -48,8 +48,10 @@ from jcuts.tune.measure import gpu_launch as runs  # noqa: E402
 from jcuts.tune.verify.inputs import dtype_of  # noqa: E402
 
 CAPABILITY = (9, 0)
-HOPELESS, NEAR = 3.0, 1.35
-"""Times the best: from which on a kernel is timed once, up to which it is timed in turns with the others."""
+HOPELESS = 3.0
+"""Times the best from which on a kernel is timed once."""
+NEAR = 1.35
+"""Times the best up to which a kernel is timed in turns with the others."""
 ROUNDS = 5
 CHECKED = 1 << 16
 """Bytes of each result, at both ends, that are compared."""

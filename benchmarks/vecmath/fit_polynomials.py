@@ -172,7 +172,8 @@ def erfcx_reduced(pole: float) -> Real:
     return g
 
 
-ROOT_HALF, ROOT_TWO = mp.sqrt(mp.mpf(1) / 2), mp.sqrt(2)
+ROOT_HALF = mp.sqrt(mp.mpf(1) / 2)
+ROOT_TWO = mp.sqrt(2)
 S_MAX = (ROOT_TWO - 1) / (ROOT_TWO + 1)
 FITS: dict[str, Fit] = {
     # 1 + r + r^2 (...), the same polynomial for exp and expm1

@@ -10,7 +10,8 @@ MODES = ("no_fusion", "fusion", "mixed")
 TUNE = ("auto", "cached", "off")
 ACCURACIES = ("exact", "vendor")
 REGIONS = ("all", "anchored", "absorbing", "none", "every")
-PLAIN, SINGLE = "plain", "single"
+PLAIN = "plain"
+SINGLE = "single"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ from jcuts.base.sqlite_file import why_read_only
 from jcuts.cli.printing import console, size, table
 
 HELP = "check versions, native library, caches and CPU, and run one kernel"
-GOOD, WARNING, BAD = "ok", "warning", "PROBLEM"
+GOOD = "ok"
+WARNING = "warning"
+BAD = "PROBLEM"
 _STYLE = {GOOD: "green", WARNING: "yellow", BAD: "bold red"}
 
 

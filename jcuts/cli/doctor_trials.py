@@ -6,7 +6,8 @@ from jcuts.base.errors import NativeError
 from jcuts.base.fingerprint import digest
 from jcuts.codegen.artifact import CompiledKernel
 
-TILES, BLOCK = 16, 1024
+TILES = 16
+BLOCK = 1024
 
 _ELEMENTWISE = """
 {declarations}

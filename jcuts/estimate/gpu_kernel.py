@@ -36,8 +36,16 @@ LATENCY_S = 6.5e-7
 """Of a load from global memory: 500 to 800 ns on GPUs of the last years (Luo et al. 2024, memory latency)."""
 LAUNCH_S = 7e-7
 """What an empty kernel in a CUDA graph takes (measured on an H200)."""
-OF_L2, OF_L1, LATENT, OCCUPANCY, TAIL = 0.35, 0.15, 0.08, 0.03, 0.1
-"""Fitted: see above."""
+OF_L2 = 0.35
+"""Weight of the L2 cache's time beside the DRAM's (fitted: see above)."""
+OF_L1 = 0.15
+"""Weight of the L1 caches' time."""
+LATENT = 0.08
+"""Of the latency that loads under way do not hide."""
+OCCUPANCY = 0.03
+"""Exponent of the part of an SM's threads that are resident."""
+TAIL = 0.1
+"""What the last, partly filled wave costs at most."""
 REGISTER_UNIT = 256
 """Registers are given to warps in portions of this many."""
 SECTOR = 32

@@ -24,8 +24,10 @@ from jcuts.tune.measure import statistics as measure_statistics
 
 PER_KERNEL = 10e-6
 """No kernel gains or loses more by standing in a chain, each time it runs [s] (measured: 0.1 to 1.6e-6)."""
-SECONDS, ROUNDS = 0.3, 5
-"""Wall time of a session of samples; least pairs of samples in it."""
+SECONDS = 0.3
+"""Wall time of a session of samples."""
+ROUNDS = 5
+"""Least pairs of samples in a session."""
 
 
 def unchained_variant(decision: Decision, joined: Mapping[Variant | None, float]) -> str:

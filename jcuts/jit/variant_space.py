@@ -49,10 +49,16 @@ GPUS = ("gpu", "cuda")
 ALWAYS_ON = ("scales", "rounds", "slots")  # rewrites that take work away and add none
 KERNEL_ONLY = ("slots",)  # rewrites that only kernels gain by
 ONLY_COMBINED = ("pools", "siblings")  # rewrites that only race beside all others that apply
-JOINED, TURNED, VECTORS = "joins", "turns", "vectors"
-"""Rewrites that cost passes over arguments in every call, for kernels that then have less to do: they race apart."""
+JOINED = "joins"
+TURNED = "turns"
+VECTORS = "vectors"
+"""Like `JOINED` and `TURNED` a rewrite that costs passes over arguments in every call, for kernels that then have less
+to do: the three race apart."""
 PRUNE_GAIN = 0.6  # a form that gains so much less than another, in shares of what the other's kernels take, is left out
-AHEAD_LONG, LONG = 0.15, 1e-3  # ... where the other's kernels take so long [s]: launches and borders matter less there
+AHEAD_LONG = 0.15
+"""The share that leaves a form out where the other's kernels take `LONG`: launches and borders matter less there."""
+LONG = 1e-3
+"""Seconds of kernels that are long."""
 AHEAD_OF_NONE = 0.2  # ... the one without kernels, where XLA's time was clear without compiling its code for some
 EVERY = Variant((), "every")
 LEAST_SHARE = 0.05  # of the subsets' time, from which on kernels that lost by little are tried in a whole program

@@ -29,8 +29,10 @@ from jcuts.kernel_ir.program import Phase, Program
 Interval = tuple[int, int]
 FAR = 1 << 200
 """Stands for infinity: no sum of what the schema allows comes near it."""
-WIDEST, WIDEST_ON_GPU = 1 << 62, 1 << 31
-"""Below these stay numbers on the way to an index: arithmetic has 64 bits on a CPU, 32 in kernels for GPUs."""
+WIDEST = 1 << 62
+"""Below this stay numbers on the way to an index on a CPU: arithmetic has 64 bits."""
+WIDEST_ON_GPU = 1 << 31
+"""The same in kernels for GPUs, whose arithmetic has 32 bits."""
 INSIDE = "'"
 """What the place of an axis inside its block is called: no axis has it in its name."""
 MOST_FACTS = 6

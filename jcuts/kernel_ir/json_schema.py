@@ -47,8 +47,16 @@ MOST_SIZE = 1 << 48
 """Elements of a buffer, points of an axis."""
 MOST_NUMBER = 1 << 53
 """Largest number in an index expression or a guard."""
-MOST_UNROLL, MOST_LANES = 1 << 12, 64
-MOST_BUFFERS, MOST_PHASES, MOST_AXES, MOST_NODES, MOST_TERMS, MOST_DEPTH = 4096, 4096, 24, 1 << 14, 64, 16
+MOST_UNROLL = 1 << 12
+"""Points of an axis that are unrolled."""
+MOST_LANES = 64
+"""Lanes of a vector."""
+MOST_BUFFERS = 4096
+MOST_PHASES = 4096
+MOST_AXES = 24
+MOST_NODES = 1 << 14
+MOST_TERMS = 64
+MOST_DEPTH = 16
 
 _AXIS = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")

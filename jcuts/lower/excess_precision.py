@@ -17,7 +17,8 @@ from jcuts.kernel_ir.node import Graph, Node
 from jcuts.kernel_ir.program import Phase, Program
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as BLOCK
 
-HALF, WIDE = "bfloat16", "float32"
+HALF = "bfloat16"
+WIDE = "float32"
 
 
 def drop_bf16_round_trips(program: Program) -> Program:

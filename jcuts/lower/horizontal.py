@@ -13,7 +13,10 @@ from jcuts.kernel_ir.node import Graph
 from jcuts.kernel_ir.program import Buffer, Phase, Program
 from jcuts.lower.weight_transpose import MOST
 
-TEMPLATE, FORM, THREADS = "combined", "combined", 256
+TEMPLATE = "combined"
+FORM = "combined"
+THREADS = 256
+"""Of a block."""
 
 
 def horizontal_fuse(

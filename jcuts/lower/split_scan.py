@@ -15,7 +15,8 @@ from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import Acc, Axis, Buffer, Grid, Phase, Program, Red, Store
 from jcuts.lower.scan_axes import CARRY, TIME
 
-GROUP, STEP = "g", "i"
+GROUP = "g"
+STEP = "i"
 COMBINE = ("add", "mul", "max", "min")
 
 

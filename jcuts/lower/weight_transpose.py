@@ -14,12 +14,16 @@ from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Graph
 from jcuts.kernel_ir.program import Axis, Buffer, Phase, Program, Store
 
-TEMPLATE, FORM = "weights", "weights"
-SIDE, THREADS = 64, 256
-"""Rows and columns of a block's tile, and its threads."""
+TEMPLATE = "weights"
+FORM = "weights"
+SIDE = 64
+"""Rows and columns of a block's tile."""
+THREADS = 256
+"""Of a block."""
 MOST = 240
 """Operands and results that a kernel's parameters (4 KiB) have room for, with some to spare."""
-ROUND, TYPE = "tf32", "float32"
+ROUND = "tf32"
+TYPE = "float32"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Acc, Axis, Buffer, Grid, Phase, Program, Red, Store
 
-GROUP, TERM = "s", "f"
+GROUP = "s"
+TERM = "f"
 MEAN = "mean"  # the local buffer of the first kernel
 
 

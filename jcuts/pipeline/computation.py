@@ -39,7 +39,10 @@ MIN_WORK = 2_000  # element operations below which a subset is not worth a kerne
 TOO_LITTLE = "too little work for a kernel call of its own"
 TO_FUSE = "element-wise: XLA fuses it into what surrounds it"
 CONSTANT = "depends on no argument: XLA computes it once"
-MOST_RANKINGS, MOST_GROUPED = 1024, 16
+MOST_RANKINGS = 1024
+"""Programs whose ranked schedules a process remembers."""
+MOST_GROUPED = 16
+"""Functions whose regions a process remembers."""
 NOT_ASKED = "the form has no kernels"
 OF_LIBRARY = "a product: the form leaves it to XLA's libraries"
 BETWEEN = "the fastest partition leaves it to XLA"

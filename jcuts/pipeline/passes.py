@@ -64,7 +64,10 @@ from jcuts.xla import devices as xla_devices
 from jcuts.xla import native_library
 from jcuts.xla.chains import fuse as chains_fuse
 
-MEMO_LIMIT, SHARED_LIMIT = 64, 12
+MEMO_LIMIT = 64
+"""Outcomes that a process remembers."""
+SHARED_LIMIT = 12
+"""Results of passes, shared by the variants of a function, that a process remembers."""
 
 
 # -- the passes -----------------------------------------------------------------------------------------------------

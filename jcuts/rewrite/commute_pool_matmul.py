@@ -19,7 +19,8 @@ from jcuts.trace import jaxapi
 
 FLOATS = ("float32", "float64", "bfloat16")
 """Not float16: the sum of a window of products may overflow where a mean times weights did not."""
-POOL, DIVIDE = "reduce_window_sum", "div"
+POOL = "reduce_window_sum"
+DIVIDE = "div"
 
 
 def commute_pool_matmul(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:

@@ -42,7 +42,8 @@ ELEMENTWISE = frozenset(
     }
 )
 TYPES = ("float32", "float64", "bfloat16", "float16")
-CALLS, BARRIER = ("jit", "pjit"), "optimization_barrier"
+CALLS = ("jit", "pjit")
+BARRIER = "optimization_barrier"
 MOST = 240
 """Operands and results of one call: as many as a kernel has parameters for (`lower.horizontal`)."""
 LONGEST = 1 << 16

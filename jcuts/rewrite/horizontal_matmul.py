@@ -45,7 +45,8 @@ ONE_OPERAND = frozenset(
 MORE_OPERANDS = frozenset({"add", "clamp", "div", "max", "min", "mul", "sub"})
 NEUTRAL = {"add": -0.0, "div": 1.0, "max": -np.inf, "min": np.inf, "mul": 1.0, "sub": 0.0}
 """Constants that change nothing, as the second operand."""
-CONCATENATE, CONVERT = "concatenate", "convert_element_type"
+CONCATENATE = "concatenate"
+CONVERT = "convert_element_type"
 
 
 @dataclass(frozen=True)

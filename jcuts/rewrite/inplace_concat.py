@@ -26,7 +26,9 @@ from jcuts.rewrite.horizontal_matmul import MORE_OPERANDS, ONE_OPERAND
 from jcuts.rewrite.matmul_patterns import CONVOLUTION, DOT, Program, new_value
 from jcuts.trace import jaxapi
 
-CONCATENATE, SLICE, UPDATE = "concatenate", "slice", "dynamic_update_slice"
+CONCATENATE = "concatenate"
+SLICE = "slice"
+UPDATE = "dynamic_update_slice"
 LEAST_BYTES = 1 << 18
 """Of a concatenation: smaller ones are part of what XLA fuses them with."""
 MADE = (CONVOLUTION, DOT, "reduce_window", "reduce_window_max", "reduce_window_sum")

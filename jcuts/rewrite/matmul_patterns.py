@@ -12,7 +12,8 @@ import numpy as np
 
 from jcuts.trace import jaxapi
 
-CONVOLUTION, DOT = "conv_general_dilated", "dot_general"
+CONVOLUTION = "conv_general_dilated"
+DOT = "dot_general"
 BETWEEN = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims")
 
 

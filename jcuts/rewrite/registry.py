@@ -42,7 +42,8 @@ from jcuts.rewrite.tf32_weights import tf32_weights
 from jcuts.trace import jaxapi
 
 CONTROL_FLOW = ("scan", "while", "cond")
-MULTIPLY, ADD = "mul", "add"
+MULTIPLY = "mul"
+ADD = "add"
 FLOATS = ("float32", "float64")
 
 

@@ -23,12 +23,17 @@ from jcuts.trace import jaxapi
 
 MOVES = ("reshape", "squeeze", "expand_dims", "transpose", "slice", "concatenate", "copy")
 RESHAPES = MOVES[:3]
-ROUNDING, EXPONENT_BITS, MANTISSA_BITS = "reduce_precision", 8, 10
+ROUNDING = "reduce_precision"
+EXPONENT_BITS = 8
+"""Of TF32."""
+MANTISSA_BITS = 10
+"""Of TF32."""
 CALLS = ("jit", "pjit")
-SHARE, FEW = 4, 1 << 20
-"""A product's operand and result together have at least that many times as many numbers as its weights, or those are so
-few that a pass over them takes no longer than what a launch costs.  Filters of few outputs count by the first alone: a
-pass over those is as long as their convolution."""
+SHARE = 4
+"""A product's operand and result together have at least that many times as many numbers as its weights."""
+FEW = 1 << 20
+"""Or its weights are so few that a pass over them takes no longer than what a launch costs.  Filters of few outputs
+count by `SHARE` alone: a pass over those is as long as their convolution."""
 
 MOST = 120
 """Weights of one call: as many as a kernel has parameters for (`lower.weight_transpose`)."""

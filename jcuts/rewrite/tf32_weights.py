@@ -21,13 +21,22 @@ import numpy as np
 from jcuts.rewrite.matmul_patterns import CONVOLUTION, DOT, Program
 from jcuts.trace import jaxapi
 
-LEAST_POINTS, LEAST_PRODUCTS = 1 << 18, 1 << 27
-"""Outputs and products from which on weights are rounded: those of `schedule.gpu.gemm.wgmma`."""
-FEW_ROWS, FEW_PRODUCTS = 33, 1 << 22
-"""Least rows and multiply-adds of GEMMs with few outputs, where k fills a line."""
-LEAST_COLUMNS, PIECE, LINE, HALF = 17, 4, 32, 16
-"""Least output channels of such kernels; k of a copy, of a line; what channels of taps are multiples
-of."""
+LEAST_POINTS = 1 << 18
+"""Outputs from which on weights are rounded: those of `schedule.gpu.gemm.wgmma`."""
+LEAST_PRODUCTS = 1 << 27
+"""Multiply-adds from which on they are."""
+FEW_ROWS = 33
+"""Rows from which on weights of few outputs are rounded, where k fills a line."""
+FEW_PRODUCTS = 1 << 22
+"""Multiply-adds from which on those are."""
+LEAST_COLUMNS = 17
+"""Output channels from which on there are such kernels."""
+PIECE = 4
+"""k of a copy."""
+LINE = 32
+"""k of a line of shared memory."""
+HALF = 16
+"""What channels of taps are multiples of."""
 LOW = np.uint32(0x1FFF)
 """The bits of a float32 that TF32 lacks."""
 

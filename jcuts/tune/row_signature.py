@@ -17,8 +17,12 @@ import stat
 from pathlib import Path
 
 SECRET_BYTES = 32
-TUNED, CHECKED, FOREIGN = "tuned here", "imported, checked here", "imported, not checked"
-"""Where a row comes from: this cache has measured it; has checked it; or knows nothing of it."""
+TUNED = "tuned here"
+"""Where a row comes from: this cache has measured it."""
+CHECKED = "imported, checked here"
+"""This cache has checked it."""
+FOREIGN = "imported, not checked"
+"""This cache knows nothing of it."""
 _log = logging.getLogger("jcuts.tune")
 
 

@@ -52,9 +52,11 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 NEEDS_POSITIVE = frozenset({"sqrt", "rsqrt", "log", "log1p", "pow", "cbrt"})
 CANDIDATE_BUDGET = 96  # kernels that one session compiles, shared out by the subsets' work
 MIN_CANDIDATES = 2
-CORES, MOST_BUDGETS = 8, 2.0
-"""Cores for which a GPU's candidates have that budget: they compile side by side.  More are worth it: of 25 products
-and convolutions at batch 1 and 16 the best of the first four took 3 % more than the best of eight (worst 26)."""
+CORES = 8
+"""Cores for which a GPU's candidates have that budget: they compile side by side."""
+MOST_BUDGETS = 2.0
+"""The largest factor of that budget, with more cores.  More candidates are worth it: of 25 products and convolutions at
+batch 1 and 16 the best of the first four took 3 % more than the best of eight (worst 26)."""
 GPU_BALANCE = 64.0
 """Operations that a GPU does while it moves a byte: between what its plain and its matrix units do."""
 

@@ -30,9 +30,11 @@ LIBRARY = "libjcuts_cuda.so"
 DRIVER = "libcuda.so.1"
 TARGET = "jcuts_cuda_launch"
 STATE_TYPE = "jcuts_cuda_launch_state"
-CHAIN, CHAIN_STATE = "jcuts_cuda_chain", "jcuts_cuda_chain_state"
+CHAIN = "jcuts_cuda_chain"
+CHAIN_STATE = "jcuts_cuda_chain_state"
 PLATFORM = "CUDA"
-KEEP, MARK = "jcuts_keep", "jcuts_mark"
+KEEP = "jcuts_keep"
+MARK = "jcuts_mark"
 HOOK = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)
 """Is told the number of a mark and the CUDA stream that it is executed on."""
 _TEXT = 2048

@@ -18,7 +18,10 @@ from jcuts.codegen.vecmath.convert import convert, is_float, is_unsigned
 from jcuts.codegen.vecmath.expr import Num
 from jcuts.codegen.vecmath.trigonometric import if_any
 
-AWAY_FROM_ZERO, TO_NEAREST_EVEN = 0, 1  # jax.lax.RoundingMethod
+AWAY_FROM_ZERO = 0
+"""`jax.lax.RoundingMethod`: halves away from zero."""
+TO_NEAREST_EVEN = 1
+"""`jax.lax.RoundingMethod`: halves to the even neighbour."""
 
 Args = Sequence[lanes.Value]
 

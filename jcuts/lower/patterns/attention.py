@@ -19,8 +19,10 @@ from jcuts.kernel_ir.node import Graph, Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program
 from jcuts.lower.patterns.gemm import COLUMNS, COPY, ROWS, TYPES
 
-EIGHT, MOST_DEPTH = 8, 128
-"""Depths are multiples of the one and at most the other."""
+EIGHT = 8
+"""Depths are multiples of this."""
+MOST_DEPTH = 128
+"""Depths are at most this."""
 BESIDE = ("convert", "widen")
 """Changes of type: between the products everything is carried in float32."""
 

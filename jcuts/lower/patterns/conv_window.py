@@ -22,8 +22,10 @@ from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.gemm import ROWS, B, GemmOperand, K, S, _number, gemm_operands, k_extent, prologue
 
-LINE, NARROW = 128, 64
-"""Bytes of a pixel's channels that are kept at once; of those that have no more, of 16-bit floats."""
+LINE = 128
+"""Bytes of a pixel's channels that are kept at once."""
+NARROW = 64
+"""The same of pixels that have no more channels, of 16-bit floats."""
 MOST_TAPS = 32
 """A lane knows in one word which of them lie inside the image."""
 LEAST_TAPS = 2

@@ -31,8 +31,16 @@ from jcuts.kernel_ir.numpy_semantics import apply
 from jcuts.kernel_ir.program import ITEM_SIZE, Acc, Axis, Phase, Program, Red
 from jcuts.lower.delinearize import delinearize
 
-B, ROWS, COLUMNS, K, S = "b", "m", "n", "k", "s"
-"""Axes: batch, rows, columns, k, and the split of K where it is split over the grid (split-K)."""
+B = "b"
+"""Axis of the batch."""
+ROWS = "m"
+"""Axis of the left operand's rows."""
+COLUMNS = "n"
+"""Axis of the right operand's columns."""
+K = "k"
+"""The summed axis."""
+S = "s"
+"""The split of K where it is split over the grid (split-K)."""
 TYPES = {"float32": "tf32", "bfloat16": "bf16", "float16": "f16"}
 """Operand type of ``mma`` for each storage type that is accumulated in float32."""
 WIDE = "float64"

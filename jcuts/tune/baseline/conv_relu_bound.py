@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 OPTIONS: dict[str, Any] = {"xla_disable_hlo_passes": "cudnn-fused-convolution-rewriter"}
-SHARE, LAUNCH = 0.6, 2e-6
-"""Of the memory's bandwidth, what a pass over a result uses at least; seconds that it takes besides, at most."""
+SHARE = 0.6
+"""Of the memory's bandwidth, what a pass over a result uses at least."""
+LAUNCH = 2e-6
+"""Seconds that such a pass takes besides, at most."""
 FASTER = 1.1
 """A kernel that takes so many times less than U - P wins."""
 

@@ -20,7 +20,10 @@ LIBRARY = "libcuda.so.1"
 _LOST = frozenset({700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 720, 999})
 """Errors after which nothing works in this context: illegal address, launch timeout, illegal instruction, ..."""
 _ATTRIBUTE_L2 = 38
-_ATTRIBUTE_CLOCK, _ATTRIBUTE_BUS = 36, 37  # of the memory [kHz, bits]
+_ATTRIBUTE_CLOCK = 36
+"""Of the memory [kHz]."""
+_ATTRIBUTE_BUS = 37
+"""Of the memory [bits]."""
 _CAPTURE_THREAD_LOCAL = 1
 
 Pointer = ctypes.c_void_p

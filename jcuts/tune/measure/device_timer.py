@@ -20,7 +20,10 @@ from jcuts.xla import cuda_launcher
 
 log = logging.getLogger("jcuts.tune")
 
-LEAST_DELAY, MOST_DELAY = 200e-6, 20e-3  # of the device, before the first event [s]
+LEAST_DELAY = 200e-6
+"""Shortest delay of the device before the first event [s]."""
+MOST_DELAY = 20e-3
+"""Longest delay [s]."""
 AHEAD = 1.25  # by how much the delay exceeds what the host took
 TRIES = 4
 WAIT = b"""

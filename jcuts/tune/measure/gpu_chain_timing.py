@@ -28,7 +28,10 @@ from jcuts.xla import cuda_launcher
 CHAIN = 8  # most executions in a chain
 LEAST = 4
 SHARED = 4  # an operand of less than the largest one's size over this is the same in all executions
-LAUNCHES, SAMPLE = 4, 1e-3  # most whole chains per sample, and what a sample takes at least where fewer do [s]
+LAUNCHES = 4
+"""Most whole chains per sample."""
+SAMPLE = 1e-3
+"""Seconds that a sample takes at least, where fewer chains do."""
 COLD_BYTES = 192 << 20  # of rotated operands: three times the largest L2 cache there is
 MOST_BYTES = 8 << 30
 OPTIONS: dict[str, Any] = {"xla_gpu_graph_min_graph_size": 1}

@@ -23,9 +23,10 @@ CHAIN = 16
 """Executions in one timed graph, on inputs of their own."""
 COLD = 3.0
 """The rotated inputs cover this many times the L2 cache, memory permitting."""
-FAR, LONG = 4.0, 0.05
-"""A kernel that takes so many times as long as the fastest is timed once (some take a hundred times as long), and a
-graph that runs so many seconds needs no warm run."""
+FAR = 4.0
+"""A kernel that takes so many times as long as the fastest is timed once (some take a hundred times as long)."""
+LONG = 0.05
+"""A graph that runs so many seconds needs no warm run."""
 SHARE = 0.5
 """Share of the free memory that measuring may take."""
 _LOST = ("ILLEGAL", "LAUNCH_TIMEOUT", "LAUNCH_FAILED", "MISALIGNED", "HARDWARE", "UNKNOWN")

@@ -38,8 +38,10 @@ BEHIND = 1.5
 SMALL_BYTES = 64 << 20
 """Chains with operands of at most this many bytes run once, side by side, before any is timed."""
 
-LARGE_BYTES, FEWEST = 16 << 20, 2
-"""Operands of so many bytes are large to chains of calls that compile: two executions are enough."""
+LARGE_BYTES = 16 << 20
+"""Operands of so many bytes are large to chains of calls that compile."""
+FEWEST = 2
+"""Executions that are enough with large operands."""
 
 Announce = Callable[[str], None]
 Function = Callable[..., Any]

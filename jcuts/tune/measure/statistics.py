@@ -17,8 +17,10 @@ CONTENDER = 1.5
 """Who takes this many times as long as the fastest cannot win any more: how exact its time is does not matter."""
 HOPELESS = 2.0
 """A kernel this many times slower than the fastest in the quick screening is not timed against XLA."""
-CLOSE_MARGIN, LONE_MARGIN = 0.015, 0.05
-"""Margins at which a race is over: between contenders, and where a single one is left."""
+CLOSE_MARGIN = 0.015
+"""Margin at which a race between contenders is over."""
+LONE_MARGIN = 0.05
+"""Margin at which a race is over where a single contender is left."""
 _LOOK_EVERY = 4
 
 

@@ -34,7 +34,8 @@ from jcuts.tune.select import estimate, keep_xla, keep_xla_for_now, select, sele
 
 __all__ = ["Progress", "TuningBudget", "default_store", "describe", "shared_worker_session", "tune"]
 _log = logging.getLogger("jcuts.tune")
-_SETTINGS, _EFFORT = Settings(), TuningBudget()
+_SETTINGS = Settings()
+_EFFORT = TuningBudget()
 
 
 def tune(

@@ -15,9 +15,14 @@ from jcuts.tune import malloc
 from jcuts.tune.baseline import autotune_cache
 from jcuts.tune.parent.worker_pool import WorkerPool
 
-COMPILE, XLA, DEVICE, REFERENCE = "compile", "xla", "device", "reference"
-"""Groups of processes: any number that compile and check, one that runs XLA and measures, and on a GPU
-several that check kernels there and several that make references: they wait for copies and for XLA's compiler."""
+COMPILE = "compile"
+"""Group of processes: any number that compile and check."""
+XLA = "xla"
+"""One process that runs XLA and measures."""
+DEVICE = "device"
+"""On a GPU, several that check kernels there: they wait for copies."""
+REFERENCE = "reference"
+"""On a GPU, several that make references: they wait for XLA's compiler."""
 MOST_ON_GPU = 5
 MOST_REFERENCES = 8
 """Most processes that check, and that make references, on a GPU."""

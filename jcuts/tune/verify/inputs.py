@@ -18,10 +18,16 @@ FINITE = " finite"
 """What recipes hold whose values are never NaN or infinite."""
 DIVISOR = " divisor"
 """What recipes hold whose values divide what is then multiplied: no tiny ones, whose quotients overflow before that."""
-TF32, KEPT = " tf32", np.uint32(0xFFFFE000)
-"""How recipes end whose values are TF32 numbers, and the bits that they have."""
-NORMAL, SPECIAL, HUGE = "normal", "special", "huge"
-LEAST_SEEDS, MOST_SEEDS, WANTED_SAMPLES = 3, 16, 64
+TF32 = " tf32"
+"""How recipes end whose values are TF32 numbers."""
+KEPT = np.uint32(0xFFFFE000)
+"""The bits that a TF32 number has of a float32."""
+NORMAL = "normal"
+SPECIAL = "special"
+HUGE = "huge"
+LEAST_SEEDS = 3
+MOST_SEEDS = 16
+WANTED_SAMPLES = 64
 LARGE = 1 << 22
 """Elements of an output from which one normal set says enough."""
 PERIOD = (1 << 22) - 3

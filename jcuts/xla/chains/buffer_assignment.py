@@ -11,8 +11,12 @@ from jcuts.xla.chains.dataflow import Dataflow
 from jcuts.xla.chains.order import Chain
 from jcuts.xla.rebuild import traced_eqns
 
-OPERAND, RESULT, SCRATCH = range(3)
-"""Kinds of places (`CudaChainState` in the launcher)."""
+OPERAND = 0
+"""Kind of a place (`CudaChainState` in the launcher): an operand of the call."""
+RESULT = 1
+"""A result of the call."""
+SCRATCH = 2
+"""Scratch memory of the call."""
 
 
 def merged(chain: Chain, reads: Dataflow) -> list[Any]:

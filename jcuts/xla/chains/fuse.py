@@ -30,8 +30,10 @@ from jcuts.xla.chains.order import Chain, order_for_chains
 
 EARLY = (9, 0)
 """Compute capability from which on a kernel can be launched before the one in front of it has ended."""
-MORE_BYTES, MORE_SHARE = 1 << 30, 1 / 8
-"""Memory that chains may take beyond what single calls take, whichever is more: bytes, a part of the calls'."""
+MORE_BYTES = 1 << 30
+"""Memory that chains may take beyond what single calls take, where `MORE_SHARE` of that is less."""
+MORE_SHARE = 1 / 8
+"""The same as a part of what the calls take."""
 
 
 def fuse_calls(closed: jaxapi.Closed) -> jaxapi.Closed:

@@ -54,7 +54,10 @@ _ALGORITHMS = {
 }
 """cuDNN's names, at the position of their number (cudnn_ops.h)."""
 _TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 9}
-_DEFAULT, _TENSOR, _FMA = 0, 1, 3
+_DEFAULT = 0
+"""This and the next two: values of `cudnnMathType_t`."""
+_TENSOR = 1
+_FMA = 3
 _MATHS = {
     "float64": {"float64": (_DEFAULT, 1)},
     "float32": {"float32": (_FMA, 0), "tf32": (_DEFAULT, 0)},

@@ -16,7 +16,12 @@ from jcuts.codegen.llvm import lanes as L
 from jcuts.lower.patterns.attention import Operand
 from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STEP, FlashTile
 
-WORD, FOUR, WIDEST = 4, 4, 16
+WORD = 4
+"""Bytes of a register."""
+FOUR = 4
+"""Words of the widest access; words between the two halves of a row of an A fragment."""
+WIDEST = 16
+"""Bytes of the widest copy."""
 
 
 @dataclass(frozen=True, eq=False)

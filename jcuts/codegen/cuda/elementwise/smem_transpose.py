@@ -31,7 +31,10 @@ from jcuts.schedule.gpu.elementwise.schedules import smem_staged_loads
 
 STATIC = 48 << 10
 ALIGNED = 16  # bytes: where a tile begins
-BANKS, BANK = 32, 4  # of shared memory; bytes of each
+BANKS = 32
+"""Banks of shared memory."""
+BANK = 4
+"""Bytes of a bank."""
 
 
 @dataclass(frozen=True)

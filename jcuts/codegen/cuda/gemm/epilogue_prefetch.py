@@ -18,8 +18,10 @@ from jcuts.kernel_ir.program import ITEM_SIZE, Phase
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS
 from jcuts.schedule.gpu.gemm.epilogue_smem import StagedMatrix
 
-SECTOR, LINE = 32, 64
-"""Bytes that one access brings into the L1, into the L2 cache."""
+SECTOR = 32
+"""Bytes that one access brings into the L1 cache."""
+LINE = 64
+"""Bytes that one access brings into the L2 cache."""
 
 
 def prefetch_epilogue_operands(

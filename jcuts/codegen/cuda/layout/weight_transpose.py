@@ -22,10 +22,14 @@ from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.program import Buffer, Program
 from jcuts.lower.weight_transpose import SIDE, THREADS, WeightTranspose, transposes_of
 
-PITCH, WORD = SIDE + 1, 4
+PITCH = SIDE + 1
+"""Words from one row of the tile to the next: one more than its columns, so that a column meets every bank."""
+WORD = 4
 LINES = THREADS // SIDE
-LOW, INFINITE = 0x1FFF, 0x7F800000
-"""The bits of a float32 that TF32 lacks; those of an infinity."""
+LOW = 0x1FFF
+"""The bits of a float32 that TF32 lacks."""
+INFINITE = 0x7F800000
+"""The bits of an infinity."""
 
 
 @dataclass(frozen=True)

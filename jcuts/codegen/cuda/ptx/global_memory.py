@@ -22,7 +22,8 @@ from jcuts.kernel_ir.index import Atom, Index
 from jcuts.kernel_ir.node import Guard
 from jcuts.kernel_ir.program import ITEM_SIZE
 
-I32, I64 = L.I32, L.I64
+I32 = L.I32
+I64 = L.I64
 WIDEST = 16  # bytes of one access
 LIMIT = 2**31 - 1  # elements of the largest buffer that 32-bit indices reach
 

@@ -16,8 +16,12 @@ from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.ptx.mma import STEP, VOID
 from jcuts.codegen.llvm import lanes as L
 
-LINE, PIECE, ATOM = 128, 16, 1024
-"""Bytes: of a line, of a swizzled piece of it, of eight lines."""
+LINE = 128
+"""Bytes of a line of shared memory."""
+PIECE = 16
+"""Bytes of a swizzled piece of a line."""
+ATOM = 1024
+"""Bytes of eight lines: a swizzle atom."""
 ROWS = 64
 """Rows of the result of one instruction."""
 WIDEST = 256

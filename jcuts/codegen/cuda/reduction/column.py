@@ -32,7 +32,8 @@ from jcuts.kernel_ir.node import Guard
 from jcuts.kernel_ir.program import Axis, Buffer, Phase, Program
 from jcuts.kernel_ir.register_tiling import Extent, Point, points
 
-GROUP, TERM = "s", "f"
+GROUP = "s"
+TERM = "f"
 SHARED = 24 << 10  # bytes of shared memory that the rows of threads meet in
 
 

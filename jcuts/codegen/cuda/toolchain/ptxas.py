@@ -24,15 +24,18 @@ from jcuts.codegen.cuda.toolchain.programmatic_launch import WAIT, insert_grid_d
 
 PTX_VERSION = "8.0"
 """Oldest PTX version that knows everything emitted here: assemblers of CUDA 12.0 and newer read it."""
-FAR_STORES, PTX_OF_FAR_STORES = "st.async", "8.1"
-"""Stores into another block's shared memory, and the PTX version (CUDA 12.1) that they need."""
+FAR_STORES = "st.async"
+"""Stores into another block's shared memory."""
+PTX_OF_FAR_STORES = "8.1"
+"""The PTX version (CUDA 12.1) that these need."""
 SERIAL = "wgmma.mma_async instructions are serialized"
 _DEPENDENT = 90
 _TIMEOUT = 120.0
 _LEAST_SMS = 114
 """Multiprocessors of the H100 PCIe: no GPU of compute capability 9.0 has fewer."""
 _ENTRY = re.compile(r"^\.visible \.entry (\S+)\(", re.MULTILINE)
-_REGCOUNT, _FRAME_SIZE = 0x2F, 0x11
+_REGCOUNT = 0x2F
+_FRAME_SIZE = 0x11
 _SIZED = 0x04
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jcuts.arch.sm_limits import SM_90
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.conv.halo_tile import HaloTile
 from jcuts.codegen.cuda.gemm.mma_mainloop import three
@@ -30,11 +31,17 @@ from jcuts.schedule.gpu.gemm.epilogue_smem import StagedMatrix
 from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER
 from jcuts.schedule.gpu.warp_specialized.schedules import OTHERS, staged_residual
 
-FILE, STEP, MOST_REGISTERS = 65536, 8, 240
-"""Registers of a multiprocessor; what those of a thread are a multiple of; most of a thread."""
-CARRYING, FEW_TOTALS = {2: (80, 104), 4: (56, 80)}, 64
-"""Registers of a thread that copies, few or more, by warps that do, where others get what it does not need; totals up
-to which nobody needs them."""
+FILE = SM_90.registers_per_sm
+"""Registers of a multiprocessor."""
+STEP = 8
+"""What the registers of a thread are a multiple of (`setmaxnreg`)."""
+MOST_REGISTERS = 240
+"""Most registers of a thread."""
+CARRYING = {2: (80, 104), 4: (56, 80)}
+"""By the number of producer warps: registers of a thread that copies, few or more; the others get what it does not
+need (`setmaxnreg`)."""
+FEW_TOTALS = 64
+"""Accumulators of a consumer thread up to which nobody needs more registers."""
 
 
 @dataclass(frozen=True)

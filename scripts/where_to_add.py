@@ -110,6 +110,7 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
         "a TOML file; compute capabilities that code is generated for",
         (
             "jcuts/arch/data",
+            "jcuts/arch/sm_limits.toml",
             "jcuts/codegen/cuda/toolchain/target.py",
             "jcuts/schedule/gpu/machine.py",
             "docs/add_architecture.md",

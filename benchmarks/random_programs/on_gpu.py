@@ -25,7 +25,7 @@ from jcuts.base import knobs
 from jcuts.base.errors import AccuracyRejected, CompileRejected, NativeError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.kernel_ir.program import Program
-from jcuts.pipeline import computation, kernel_selection
+from jcuts.pipeline import computation
 from jcuts.pipeline import passes as pipeline_passes
 from jcuts.tune.measure import cuda_driver, gpu_launch
 from jcuts.tune.verify.inputs import flushed, make_inputs
@@ -59,12 +59,12 @@ def alive() -> bool:
 
 # -- which kernels run ------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def every_kernel(seed: int) -> Iterator[tuple[list[pipeline_passes.Computation], Any]]:
+def every_kernel(seed: int) -> Iterator[tuple[list[computation.Computation], Any]]:
     """Every subset that has a form on the GPU runs a kernel with a random one of its schedules."""
     rng = np.random.default_rng([seed, 4])
-    planned: list[pipeline_passes.Computation] = []
+    planned: list[computation.Computation] = []
 
-    def select(top: pipeline_passes.Computation, *_: Any, **__: Any) -> kernel_selection.Summary:
+    def choose(top: computation.Computation) -> None:
         planned.append(top)
         everywhere = top.walk()
         for level in everywhere:
@@ -78,14 +78,13 @@ def every_kernel(seed: int) -> Iterator[tuple[list[pipeline_passes.Computation],
                     chosen[subset.identity] = _schedule([p for p, _ in subset.ranked], rng)
                 subset.chosen, subset.origin = chosen[subset.identity], "estimated"
             level.leave_to_xla(lambda subset: "" if subset.chosen is not None else "every schedule was refused")
-        return kernel_selection.Summary("greedy")
 
     watch = plans.Watch()
     logger = logging.getLogger("jcuts")
     logger.addHandler(watch)
     try:
         with (
-            mock.patch.object(pipeline_passes, "_select", select),
+            plans.choosing(choose),
             knobs.scope(max_candidates=CANDIDATES, top_percent=100.0),
         ):
             yield planned, watch

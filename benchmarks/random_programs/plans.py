@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from jcuts.base import knobs
 from jcuts.fusion.partition_space import explore
 from jcuts.pipeline import computation, kernel_selection
 from jcuts.pipeline import passes as pipeline_passes
+from jcuts.pipeline.state import State
 from jcuts.schedule.cpu import loop_candidates
 
 
@@ -43,12 +45,26 @@ def other_cover(level: computation.Computation, rng: np.random.Generator) -> Non
 
 
 @contextlib.contextmanager
-def every_kernel(seed: int) -> Iterator[tuple[list[pipeline_passes.Computation], Watch]]:
+def choosing(choose: Callable[[computation.Computation], None]) -> Iterator[None]:
+    """Within it ``choose`` sets regions and winners in place of the passes from 'partition' to 'search'."""
+
+    def partition(state: State) -> State:
+        choose(state.top)
+        return replace(state, partition=kernel_selection.Partition(state.top, state.settings, state.platform))
+
+    unchanged = dict.fromkeys(("collect", "tune", "resolve", "search"), lambda state: state)
+    passes = pipeline_passes.with_substitutes({"partition": partition, **unchanged})
+    with mock.patch.object(pipeline_passes, "PASSES", passes):
+        yield
+
+
+@contextlib.contextmanager
+def every_kernel(seed: int) -> Iterator[tuple[list[computation.Computation], Watch]]:
     """Every subset runs a jcuts kernel with a random one of its candidate schedules; gives the plans made."""
     rng = np.random.default_rng([seed, 4])
-    planned: list[pipeline_passes.Computation] = []
+    planned: list[computation.Computation] = []
 
-    def select(top: pipeline_passes.Computation, *_: Any, **__: Any) -> kernel_selection.Summary:
+    def choose(top: computation.Computation) -> None:
         planned.append(top)
         for level in top.walk():
             other_cover(level, rng)
@@ -59,7 +75,6 @@ def every_kernel(seed: int) -> Iterator[tuple[list[pipeline_passes.Computation],
                 place = 0 if rng.random() < 0.4 else int(rng.integers(len(subset.ranked)))
                 subset.chosen = chosen.setdefault(subset.identity, subset.ranked[place][0])
                 subset.origin = "estimated"
-        return kernel_selection.Summary("greedy")
 
     watch = Watch()
     logger = logging.getLogger("jcuts")
@@ -70,7 +85,7 @@ def every_kernel(seed: int) -> Iterator[tuple[list[pipeline_passes.Computation],
     machine = loop_candidates.Machine(here.vector_bytes, here.registers, threads, here.l1, here.l2)
     try:
         with (
-            mock.patch.object(pipeline_passes, "_select", select),
+            choosing(choose),
             mock.patch.object(computation, "machine", lambda: machine),
             mock.patch.object(loop_candidates, "SMALL_TASK", small),
             knobs.scope(chunk=int(rng.integers(1, 4)) if rng.random() < 0.25 else 0),

@@ -25,13 +25,13 @@ import contextlib
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from jcuts.base import fingerprint, knobs
 from jcuts.base.dump import open_dump
-from jcuts.base.errors import UnsupportedError
+from jcuts.base.errors import UsageError
 from jcuts.base.settings import Settings, Variant
 from jcuts.kernel_ir.printer import program_text
 from jcuts.kernel_ir.program import Program
@@ -45,7 +45,7 @@ from jcuts.pipeline import (
     report_rows,
     weight_prep,
 )
-from jcuts.pipeline.computation import CHOICES, Fuel, group
+from jcuts.pipeline.computation import Fuel, group
 from jcuts.pipeline.outcome import Outcome
 from jcuts.pipeline.state import DumpedStage, Pass, State, nothing
 from jcuts.pipeline.verify import verify_jaxpr, verify_partition, verify_programs, verify_winners
@@ -216,6 +216,19 @@ COLLECTED = 1 + [p.name for p in PASSES].index("collect")
 """So many passes come before anything is tuned."""
 
 
+def with_substitutes(substitutes: Mapping[str, Callable[[State], State]]) -> tuple[Pass, ...]:
+    """The list with other functions for some passes, by name; their dumps and verifiers stay.
+
+    For tests and experiments that replace `PASSES` (random schedules, made-up times).
+    Raises: UsageError for a name that no pass has.
+    """
+    if unknown := substitutes.keys() - {p.name for p in PASSES}:
+        raise UsageError(
+            f"no pass is called {', '.join(sorted(unknown))}; there are {', '.join(p.name for p in PASSES)}"
+        )
+    return tuple(replace(p, apply=substitutes.get(p.name, p.apply)) for p in PASSES)
+
+
 def run(state: State, passes: Sequence[Pass] = PASSES) -> State:
     """A state after some passes, one after the other."""
     for times, some in itertools.groupby(passes, key=lambda p: p.times):
@@ -249,7 +262,7 @@ class Planning:
             assert self._known is not None
             return self._known
         state = run(self._state, PASSES[COLLECTED:])
-        outcome = _outcome(state)
+        outcome = report_rows.outcome_of(state)
         with _memo_lock:
             _memo[_memo_key(self._program, state.settings)] = outcome
             while len(_memo) > MEMO_LIMIT:
@@ -352,43 +365,3 @@ def _is_settled(outcome: Outcome) -> bool:
         row.why != microbatch_convs.NOT_TIMED for row in outcome.report.divisions
     )
     return timed and all(s.origin == "measured" for s in outcome.report.subsets)
-
-
-def _outcome(state: State) -> Outcome:
-    """What the last state says. Raises: UnsupportedError with ``strict=True``."""
-    division = state.division
-    assert division is not None, "the pass 'divide' has run"
-    report = FunctionReport(
-        state.name,
-        state.settings.mode,
-        state.platform,
-        source=as_source(state.closed, state.name),
-        seconds=dict(state.seconds),
-        notes=state.notes,
-        postponed=division.postponed,
-        divisions=division.rows,
-    )
-    if state.unusable:
-        notes = (f"no kernels: {state.unusable}", *((division.note,) if division.note else ()))
-        report = replace(report, equations=len(state.closed.jaxpr.eqns), notes=notes)
-        return Outcome(state.closed if division.count else state.original, report)
-    top = state.top
-    report = replace(
-        report,
-        subsets=report_rows.region_rows(top),
-        refusals=report_rows.refusal_rows(top),
-        equations=sum(len(level.closed.jaxpr.eqns) for level in top.walk()),
-        postponed=division.postponed or report_rows.is_postponed(top),
-        library=report_rows.library_work(top),
-    )
-    if state.settings.strict and (unable := [r for r in report.refusals if r.reason not in CHOICES]):
-        first = unable[0]
-        raise UnsupportedError(
-            f"strict=True: {first.op} at {first.where} is left to XLA: {first.reason}",
-            op=first.op,
-            where=first.where,
-            reason=first.reason,
-        )
-    changed = state.rewrites or division.count
-    untouched = not changed and not rebuild.winners(top)
-    return Outcome(state.original if untouched else state.closed, report)

@@ -1,4 +1,4 @@
-"""Builds a function's report rows: one per distinct region, one per kind of refusal."""
+"""Builds a function's report after the last pass: one row per distinct region, one per kind of refusal."""
 
 from __future__ import annotations
 
@@ -6,12 +6,56 @@ from collections import Counter, OrderedDict
 from dataclasses import replace
 from typing import Any
 
-from jcuts.pipeline import microbatch_convs
-from jcuts.pipeline.computation import Computation, Region
-from jcuts.report.function_report import NOT_CHECKED, NOT_MEASURED, RefusalReport, SubsetReport
+from jcuts.base.errors import UnsupportedError
+from jcuts.pipeline import microbatch_convs, rebuild
+from jcuts.pipeline.computation import CHOICES, Computation, Region
+from jcuts.pipeline.outcome import Outcome
+from jcuts.pipeline.state import State
+from jcuts.report.function_report import NOT_CHECKED, NOT_MEASURED, FunctionReport, RefusalReport, SubsetReport
 from jcuts.schedule.bound import roofline_bound as lower_bound
 from jcuts.schedule.cpu import loop_candidates
+from jcuts.trace.source import as_source
 from jcuts.tune.choice import FAMILY, LIBRARY, SCREENED, UNVERIFIED
+
+
+def outcome_of(state: State) -> Outcome:
+    """The program and the report of a function after the last pass. Raises: UnsupportedError with ``strict=True``."""
+    division = state.division
+    assert division is not None, "the pass 'divide' has run"
+    report = FunctionReport(
+        state.name,
+        state.settings.mode,
+        state.platform,
+        source=as_source(state.closed, state.name),
+        seconds=dict(state.seconds),
+        notes=state.notes,
+        postponed=division.postponed,
+        divisions=division.rows,
+    )
+    if state.unusable:
+        notes = (f"no kernels: {state.unusable}", *((division.note,) if division.note else ()))
+        report = replace(report, equations=len(state.closed.jaxpr.eqns), notes=notes)
+        return Outcome(state.closed if division.count else state.original, report)
+    top = state.top
+    report = replace(
+        report,
+        subsets=region_rows(top),
+        refusals=refusal_rows(top),
+        equations=sum(len(level.closed.jaxpr.eqns) for level in top.walk()),
+        postponed=division.postponed or is_postponed(top),
+        library=library_work(top),
+    )
+    if state.settings.strict and (unable := [r for r in report.refusals if r.reason not in CHOICES]):
+        first = unable[0]
+        raise UnsupportedError(
+            f"strict=True: {first.op} at {first.where} is left to XLA: {first.reason}",
+            op=first.op,
+            where=first.where,
+            reason=first.reason,
+        )
+    changed = state.rewrites or division.count
+    untouched = not changed and not rebuild.winners(top)
+    return Outcome(state.original if untouched else state.closed, report)
 
 
 def region_rows(top: Computation) -> tuple[SubsetReport, ...]:

@@ -15,7 +15,7 @@ from jax import lax
 
 import jcuts
 from jcuts.base import knobs
-from jcuts.base.errors import UnsupportedError
+from jcuts.base.errors import UnsupportedError, UsageError
 from jcuts.kernel_ir import run as kernel_run
 from jcuts.pipeline import passes as pipeline_passes
 
@@ -378,3 +378,13 @@ def test_functions_with_other_random_keys_are_others():
     for seed in (0, 1):
         got = jcuts.optimize(make(seed), mode="fusion", tune="off")(x)
         np.testing.assert_allclose(got, jax.jit(make(seed))(x), atol=1e-4)
+
+
+def test_substitutes_are_of_passes_that_there_are():
+    seen = []
+    passes = pipeline_passes.with_substitutes({"group": lambda state: seen.append(state) or state})
+    assert [p.name for p in passes] == [p.name for p in pipeline_passes.PASSES]
+    changed = [p.name for p, q in zip(passes, pipeline_passes.PASSES, strict=True) if p.apply is not q.apply]
+    assert changed == ["group"]
+    with pytest.raises(UsageError, match=r"no pass is called fuse; there are inline, .*, chain"):
+        pipeline_passes.with_substitutes({"fuse": lambda state: state})

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jcuts.base import knobs
+from jcuts.base import keys, knobs
 from jcuts.base.errors import NotJaxError
 from jcuts.base.settings import Settings
 from jcuts.jit import decision_keeper
@@ -120,7 +120,7 @@ def _cached_optimized(fn: Callable[..., Any], settings: Settings, options: dict[
         return Optimized(fn, settings, options)
     # A wrapper made under other knobs or with another store decides anew.
     surroundings = knobs.current(), decision_keeper.default_stores(), jaxapi.jit_disabled(), jaxapi.x64_enabled()
-    key = (settings, tuple(repr(v) for v in options.values()), surroundings)
+    key = keys.wrapper(settings, options, surroundings)
     with _making:
         made = fn.__dict__.get(_MADE)
         if not isinstance(made, _OptimizedRegistry) or made.owner is None or made.owner() is not fn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from jcuts.arch import measure
 from jcuts.arch.cpu import CpuArch
+from jcuts.base import keys
 from jcuts.base.warn_once import unusable_cache
 
 log = logging.getLogger(__name__)
@@ -91,8 +91,7 @@ def describe_cpu(root: Path = Path("/"), cores: int | None = None) -> CpuArch:
 def _fingerprint(arch: CpuArch, info: dict[str, str]) -> str:
     ident = [info.get(k, "") for k in ("vendor_id", "cpu family", "model", "stepping", "CPU implementer", "CPU part")]
     fields = [arch.name, arch.cores, arch.frequency, arch.simd_bits, arch.l1d, arch.l2, arch.l3, sorted(arch.features)]
-    text = json.dumps([MEASUREMENT_VERSION, ident, fields])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return keys.cpu_arch([MEASUREMENT_VERSION, ident, fields])
 
 
 def _measurements(arch: CpuArch, cache_dir: Path | None) -> dict[str, dict[str, float]] | None:

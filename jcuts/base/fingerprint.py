@@ -1,4 +1,4 @@
-"""Content hashes, and fingerprints of sources, versions and machine for cache keys.
+"""Content hashes, and what this installation and CPU are: the parts of cache keys (`jcuts.base.keys`).
 
 Versions are read with ``importlib.metadata``: nothing here imports jax or numba.
 """
@@ -77,20 +77,10 @@ def digest(*parts: object) -> str:
 
 
 @functools.cache
-def source_hash(*floors: str) -> str:
-    """Hash of jcuts' own Python sources: of the named sub-packages, or of the whole package.
-
-    >>> source_hash("base") != source_hash()
-    True
-    """
+def source_hash() -> str:
+    """Hash of all of jcuts' Python sources, for records of measurements; no key: prose is part of it."""
     root = Path(__file__).resolve().parent.parent
-    starts = [root / floor for floor in floors] if floors else [root]
-    parts: list[object] = []
-    for start in starts:
-        for path in sorted(start.rglob("*.py")):
-            parts.append(str(path.relative_to(root)))
-            parts.append(path.read_bytes())
-    return digest(*parts)
+    return digest(*((str(path.relative_to(root)), path.read_bytes()) for path in sorted(root.rglob("*.py"))))
 
 
 @functools.cache
@@ -104,7 +94,7 @@ def package_version(name: str) -> str:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of Python and of everything that may change generated code or measured times."""
+    """Versions of Python and of everything that may change generated code or measured times, for records; no key."""
     found = {"python": platform.python_version()}
     found.update({name: package_version(name) for name in PACKAGES})
     found["jcuts"] = source_hash()
@@ -143,22 +133,3 @@ def cpu() -> dict[str, object]:
     """``{"machine", "model", "features", "cores"}`` of this CPU."""
     model, features = _cpu_identity()
     return {"machine": platform.machine(), "model": model, "features": features, "cores": usable_cores()}
-
-
-def cpu_fingerprint() -> str:
-    """Hash of model name, features and cores: measured times are valid for one value of it."""
-    return digest(cpu())
-
-
-@functools.cache
-def code_fingerprint() -> str:
-    """Hash of what decides the object code of a given kernel program: compilers, emitter sources, CPU features.
-
-    Cores are not part of it: object code does not depend on them.
-    """
-    model, features = _cpu_identity()
-    known = versions()
-    compilers = {name: known[name] for name in ("python", "numba", "llvmlite")}
-    return digest(
-        "object code 1", compilers, source_hash("arch", "kernel_ir", "codegen"), platform.machine(), model, features
-    )

@@ -6,12 +6,13 @@ import argparse
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jcuts.base import knobs
+from jcuts.base import keys, knobs
 from jcuts.base.errors import CacheError
 from jcuts.cli.printing import console, duration, size, table
 from jcuts.tune.database import Row, Store
@@ -80,12 +81,15 @@ def _line(store: Store, row: Row) -> tuple[str, ...]:
     winner = str(row.value.get("winner") or row.value.get("chosen") or "")
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created))
     machine = "this" if row.device == store.device else row.device[:12]
-    versions = "these" if row.versions == store.versions else _versions_text(row.versions)
+    versions = "these" if store.has_these_versions(row) else _versions_text(row.versions)
     return (row.kind, row.key[:16], winner, _seconds(row.value, winner), machine, versions, when)
 
 
 def _versions_text(versions: str) -> str:
     """The part of a versions key that people recognise, or its beginning."""
+    packages, _, code = versions.partition(keys.CODE)
+    if (jax := re.search(r"\bjax ([^,]+)", packages)) is not None:
+        return f"jax {jax[1]}, code {code[:8]}" if code else f"jax {jax[1]}"
     try:
         known = json.loads(versions)
         return f"jax {known['jax']}, jcuts {known['jcuts'][:8]}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from jcuts.base import keys
 from jcuts.base.errors import NativeError
-from jcuts.base.fingerprint import digest
 from jcuts.codegen.artifact import CompiledKernel
 
 TILES = 16
@@ -71,7 +71,7 @@ def smoke_kernel() -> CompiledKernel:
     text = elementwise_ir("%m = fmul float %v, 2.0\n  %r = fadd float %m, 1.0", symbol="jcuts_smoke", block=BLOCK)
     aval = ((TILES * BLOCK,), "float32")
     return CompiledKernel(
-        digest=digest("smoke", text),
+        digest=keys.smoke_kernel(text),
         symbol="jcuts_smoke",
         object_code=compile_ir(text),
         tiles=TILES,

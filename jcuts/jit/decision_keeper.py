@@ -6,8 +6,7 @@ from typing import Any
 
 import jax
 
-from jcuts.base import knobs
-from jcuts.base.fingerprint import digest, versions
+from jcuts.base import keys, knobs
 from jcuts.base.settings import Settings
 from jcuts.jit import variant_space
 from jcuts.jit.call_signature import Signature, place_text, platform_of
@@ -58,19 +57,8 @@ class DecisionKeeper:
         singly = ("single calls",) if platform in variant_space.GPUS and not knobs.current().chains else ()
         numbers = numbers_of(closed)  # constants that are others in other weights, where a program is another one
         known = (f"numbers {numbers}",) if numbers else ()
-        return digest(
-            "guard",
-            *limits,
-            *singly,
-            *known,
-            jaxapi.canonical_text(closed),
-            repr(self._settings),
-            platform,
-            ",".join(kinds),
-            places,
-            repr(self._options),
-            repr(sorted(versions().items())),
-        )
+        more = (*limits, *singly, *known, repr(self._settings), ",".join(kinds), places, repr(self._options))
+        return keys.decision(platform, jaxapi.canonical_text(closed), more)
 
     def lookup(self, key: str, platform: str, uses_jcuts: bool = True) -> Decision | None:
         """The decision under a key, None where there is none that this process may follow.

@@ -12,11 +12,11 @@ Programs are JSON: a worker process compiles them, golden tests print them, cach
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import math
 from dataclasses import dataclass, replace
 
+from jcuts.base import keys
 from jcuts.base.errors import IRError
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.json_schema import FORMAT, ITEM_SIZE, check, parsed
@@ -204,10 +204,7 @@ class Program:
     @functools.cached_property
     def digest(self) -> str:
         """Content hash: equal programs have equal digests in every process. The name is not part of it."""
-        data = self.to_json()
-        data.pop("name")
-        text = json.dumps(data, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        return keys.kernel_program(self.to_json())
 
     def renamed(self, name: str) -> Program:
         """The same kernel under another name."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jcuts.base import fingerprint
+from jcuts.base import keys
 from jcuts.base.errors import UsageError
 
 ALIGNMENT = 16
@@ -119,7 +119,7 @@ class Convolution:
     @property
     def key(self) -> str:
         """Digest of all that a time depends on, except device and batch size."""
-        return fingerprint.digest("convolution 1", self.to_json())
+        return keys.convolution(self.to_json())
 
     @property
     def unit(self) -> int:

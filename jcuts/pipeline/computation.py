@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jcuts.base import fingerprint, knobs, warn_once
+from jcuts.base import keys, knobs, warn_once
 from jcuts.base.errors import JcutsError, Refusal
 from jcuts.base.settings import Settings
 from jcuts.fusion import greedy
@@ -290,7 +290,7 @@ def _ranking_of(platform: str) -> Callable[[Program], tuple[str, Callable[[], Ra
         here, schedules = xla_devices.machine(), gpu_candidates.candidates
 
     def ranking_of(program: Program) -> tuple[str, Callable[[], Ranked]]:
-        space = fingerprint.digest(program.digest, repr(here), str(limit), str(percent))
+        space = keys.ranking(program.digest, repr(here), limit, percent)
         if space not in _rankings:
             if len(_rankings) >= MOST_RANKINGS:
                 _rankings.clear()

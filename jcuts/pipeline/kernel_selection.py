@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jcuts.base import fingerprint, knobs
+from jcuts.base import keys, knobs
 from jcuts.base.errors import IRError
 from jcuts.base.settings import Settings, Variant
 from jcuts.fusion.dag import NodeSet as Members
@@ -231,6 +231,8 @@ def search(partition: Partition, problems: RegionProblems, *, may_measure: bool)
     Modes without fusion, ``tune="off"`` (estimates rank kernels, they are not fit to overrule the greedy cover), a
     limited ``JCUTS_FUEL`` and GPUs (`schedule.cpu.time_estimate` knows CPUs only) keep the greedy partition.
     """
+    if partition.origin == "stored" and partition.settings.tune == "auto" and may_measure:
+        session.store().adopt_partition(partition.key, keys.partition_code(partition.platform))
     if partition.origin != "greedy":
         return Summary(partition.origin)
     levels, regions, shares = partition.levels, partition.regions, dict(problems.shares)
@@ -256,6 +258,7 @@ def _store_partition(levels: Sequence[Computation], shares: dict[str, int], key:
         key,
         {
             "covers": [partition_store.load_partition(level) for level in levels],
+            "schedules": keys.partition_code("cuda"),
             "shares": {k: n for k, n in sorted(shares.items()) if k in used},
         },
         is_news=False,  # it is what plans that are remembered have come to
@@ -338,19 +341,11 @@ def _leave_on_gpu(levels: Sequence[Computation], regions: str, *, measured: bool
 
 def partition_key(top: Computation, settings: Settings, platform: str = "cpu") -> str:
     """What a stored cover belongs to: the function and everything that decides which kernels may win."""
-    here = knobs.current()
     more: tuple[str, ...] = ()
     if platform != "cpu":
         rounded = [[t.tf32 for t in level.graph.tensors] for level in top.walk()]
         more = (_device(platform), repr(xla_devices.machine()), str(Variant.tuned(settings.form)), repr(rounded))
-    return fingerprint.digest(
-        canonical_digest(top.closed),
-        settings.mode,
-        str(settings.tolerance),
-        str(here.max_candidates),
-        str(here.top_percent),
-        *more,
-    )
+    return keys.partition(canonical_digest(top.closed), settings.mode, settings.tolerance, more)
 
 
 def _search(levels: Sequence[Computation], settings: Settings, shares: dict[str, int], key: str) -> Summary:
@@ -388,6 +383,7 @@ def _search(levels: Sequence[Computation], settings: Settings, shares: dict[str,
             key,
             {
                 "levels": [[sorted(s.members) for s in level.subsets] for level in levels],
+                "schedules": keys.partition_code("cpu"),
                 "shares": {k: n for k, n in sorted(shares.items()) if k in used},
             },
         )

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jcuts.base import fingerprint, knobs
+from jcuts.base import keys
 from jcuts.base.dump import open_dump
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import Settings, Variant
@@ -312,8 +312,7 @@ def start_planning(
         return Planning(None, "", Outcome(closed, report))
     platform = "cpu" if platform == "cpu" else "cuda"
     original = canonical_digest(closed, consts="digest")
-    here = knobs.current()
-    program = fingerprint.digest(original, repr(settings), platform, here.fuel, here.chunk, here.chains)
+    program = keys.plan(original, repr(settings), platform)
     with _memo_lock:
         found = _memo.get(_memo_key(program, settings))
     if found is not None and (not may_measure or settings.tune != "auto" or _is_settled(found)):
@@ -350,7 +349,7 @@ def _unusable(platform: str) -> str:
 def _memo_key(program: str, settings: Settings) -> str:
     """A plan depends on the tuning database, but for ``tune="off"``."""
     stored = "" if settings.tune == "off" else str(session.generation())
-    return fingerprint.digest(program, stored, microbatch_convs.generation(settings))
+    return keys.remembered_plan(program, stored, microbatch_convs.generation(settings))
 
 
 def forget() -> None:

@@ -242,8 +242,8 @@ def _first(places: list[str], most: int = 2) -> str:
     return "; ".join(places[:most]) + (f"; {left} more" if left > 0 else "")
 
 
-NOT_CHECKED = "the stored choice comes from elsewhere: a call that may tune checks it first"
-"""Why XLA keeps a subset for which the database has a kernel that this cache has neither measured nor checked."""
+NOT_CHECKED = "the stored choice is of another cache or of other versions: a call that may tune checks it first"
+"""Why XLA keeps a subset whose stored kernel this cache has neither measured nor checked with these versions."""
 NOT_MEASURED = "not measured yet"
 """Why XLA keeps a subset of which nothing is in the database."""
 

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.extend import core as _core
 
+from jcuts.base import keys
 from jcuts.base.errors import UsageError
 
 _ADDRESS = re.compile(r"\s*(at )?0x[0-9a-fA-F]+")
@@ -60,7 +61,7 @@ def canonical_text(closed: Any, *, consts: str = "shape") -> str:
 
 def canonical_digest(closed: Any, *, consts: str = "shape") -> str:
     """SHA-256 (hex) of ``canonical_text``."""
-    return hashlib.sha256(canonical_text(closed, consts=consts).encode()).hexdigest()
+    return keys.function(canonical_text(closed, consts=consts))
 
 
 class _Writer:

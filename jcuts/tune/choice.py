@@ -96,6 +96,8 @@ class Choice:
         digests: label -> digest of the candidate, for the same.
         programs: label -> text of the kernel program, for those that some mode chooses: with it nobody has to make the
             candidates again to know the winner.
+        schedules: kernel family -> its version, of those that were asked for candidates (`keys.schedules`): the choice
+            counts while they are the same.  Choices of older databases have none.
     """
 
     problem: str
@@ -110,6 +112,7 @@ class Choice:
     kernels: dict[str, str] = field(default_factory=dict, hash=False)
     digests: dict[str, str] = field(default_factory=dict, hash=False)
     programs: dict[str, str] = field(default_factory=dict, hash=False, repr=False)
+    schedules: dict[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def kernel(self) -> str:
@@ -169,7 +172,8 @@ class Choice:
             odd = sorted(data.keys() - {f.name for f in fields(cls)})
             if odd:
                 raise TypeError(f"unknown fields {odd}")
-            texts = {name: json_fields.texts(data.get(name, {})) for name in ("kernels", "digests", "programs")}
+            names = ("kernels", "digests", "programs", "schedules")
+            texts = {name: json_fields.texts(data.get(name, {})) for name in names}
             choice = cls(
                 problem=json_fields.text(data["problem"]),
                 winner=json_fields.text(data["winner"]),

@@ -13,23 +13,24 @@ be lost at exit, the user's program is not.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jcuts.base import fingerprint, knobs
+from jcuts.base import keys, knobs
 from jcuts.base.errors import CacheError
 from jcuts.base.sqlite_file import SqliteFile, is_damaged
 from jcuts.base.warn_once import unusable_cache
 from jcuts.tune.choice import Choice
-from jcuts.tune.row_signature import FOREIGN, TUNED, Signer
+from jcuts.tune.row_signature import FOREIGN, OTHER_VERSIONS, TUNED, Signer
 
 SCHEMA = 2
 APPLICATION_ID = 0x6A637574  # 'jcut', shown by file(1)
@@ -84,7 +85,11 @@ class Store:
     Args:
         path: the database file, made with its folders on first use; None keeps everything in memory.
         device: fingerprint of the device that was measured (text).
-        versions: everything else that a time depends on: jax, jaxlib, numba, llvmlite, the hash of jcuts' source.
+        versions: the packages that it was measured with (`keys.packages`).
+
+    A row counts here where its packages are these and the kernel families that it records (``schedules``) have the
+    versions that they have here.  Rows of other packages, and those of older databases, which record nothing, are
+    `other_choice`: to be checked before they count.  Where a family differs, the row is of other kernels.
 
     Nothing here raises for a bad file: what went wrong is logged once and kept in ``errors``.
     """
@@ -117,10 +122,11 @@ class Store:
 
     def drop(self, problem: str) -> None:
         """Removes the choice of a problem on this device with these versions."""
-        owner = (problem, self.device, self.versions)
+        mine = [versions for versions, value, _ in self._rows("choice", problem) if self._counts(versions, value)]
 
         def work(db: sqlite3.Connection) -> None:
-            for table in ("choices", "measurements"):
+            for table, versions in itertools.product(("choices", "measurements"), mine):
+                owner = (problem, self.device, versions)
                 db.execute(f"DELETE FROM {table} WHERE problem = ? AND device = ? AND versions = ?", owner)
 
         with self._lock:
@@ -130,7 +136,16 @@ class Store:
 
     def choice(self, problem: str) -> tuple[Choice | None, str]:
         """The same as `lookup`, and where it comes from: `TUNED`, `CHECKED` or `FOREIGN`."""
-        value, source = self.entry("choice", problem)
+        return self._as_choice(problem, *self.entry("choice", problem))
+
+    def other_choice(self, problem: str) -> tuple[Choice | None, str]:
+        """The newest choice of this device that was made with other packages, or by an older jcuts.
+
+        Returns: the choice, and `OTHER_VERSIONS` if this cache has written it, else `FOREIGN`; None, '' for none.
+        """
+        return self._as_choice(problem, *self._other("choice", problem))
+
+    def _as_choice(self, problem: str, value: dict[str, Any] | None, source: str) -> tuple[Choice | None, str]:
         try:
             choice = None if value is None else Choice.from_json(value)
             if choice is not None and choice.problem != problem:
@@ -141,32 +156,59 @@ class Store:
             return None, source
 
     def entry(self, kind: str, key: str) -> tuple[dict[str, Any] | None, str]:
-        """A stored entry of this device and these versions as JSON data, and where it comes from; None, '' for none."""
+        """A stored entry of this device and these versions as JSON data, and where it comes from; None, '' for none.
+
+        A partition may be one of other packages (`OTHER_VERSIONS`), or of an older jcuts (`FOREIGN`): what it says of
+        equations is checked against the function anyway, and its kernels have choices of their own.
+        """
         with self._lock:
             if (kind, key) in self._memory:
                 value = self._memory[kind, key][1]
                 return value, self._sources.get((kind, key, _text(value)), FOREIGN)
-        owner = (key, self.device, self.versions)
+        for versions, data, source in self._rows(kind, key):
+            if self._counts(versions, data):
+                return data, source
+        return self._other(kind, key) if kind == "partition" else (None, "")
+
+    def _other(self, kind: str, key: str) -> tuple[dict[str, Any] | None, str]:
+        """The newest row of other versions that may be right here, and whether this cache has written it."""
+        for versions, data, source in self._rows(kind, key):
+            recorded = _recorded(data)
+            if versions != keys.row_versions(self.versions, recorded) and keys.is_current(recorded):
+                believed = source != FOREIGN and (recorded or kind == "choice")
+                return data, OTHER_VERSIONS if believed else FOREIGN
+        return None, ""
+
+    def _counts(self, versions: str, value: Mapping[str, Any]) -> bool:
+        """Whether a row of this device is one of these packages and schedules."""
+        recorded = _recorded(value)
+        return versions == keys.row_versions(self.versions, recorded) and keys.is_current(recorded)
+
+    def has_these_versions(self, row: Row) -> bool:
+        """Whether an entry is one of these packages and schedules, on whatever device."""
+        return self._counts(row.versions, row.value)
+
+    def _rows(self, kind: str, key: str) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Rows of this device under a key, newest first: versions, value, where it comes from."""
         table, column, value = _PLACES[kind]
 
         def work(db: sqlite3.Connection) -> list[Any]:
-            query = f"SELECT {value} FROM {table} WHERE {column} = ? AND device = ? AND versions = ?"
-            rows = db.execute(query, owner).fetchall()
+            query = f"SELECT versions, {value} FROM {table} WHERE {column} = ? AND device = ? ORDER BY created DESC"
+            rows = db.execute(query, (key, self.device)).fetchall()
             signed = rows and db.execute("SELECT name FROM sqlite_master WHERE name = 'signatures'").fetchall()
-            where = "kind = ? AND key = ? AND device = ? AND versions = ?"
-            query = f"SELECT source, signature FROM signatures WHERE {where}"
-            return [*rows, *(db.execute(query, (kind, *owner)).fetchall() if signed else ())]
+            query = "SELECT versions, source, signature FROM signatures WHERE kind = ? AND key = ? AND device = ?"
+            marks = db.execute(query, (kind, key, self.device)).fetchall() if signed else []
+            return [(*row, [mark[1:] for mark in marks if mark[0] == row[0]]) for row in rows]
 
-        rows = self._ask(work)
-        text = rows[0][0] if rows else None
-        data = _object(text) if isinstance(text, str) else None
-        if data is None or not isinstance(text, str):
-            return None, ""
-        source = self._sources.get((kind, key, text), FOREIGN)
-        for name, signature in rows[1:]:
-            if self._signer.is_signed((kind, *owner, text), str(name), str(signature)):
-                source = str(name)
-        return data, source
+        for versions, text, marks in self._ask(work):
+            data = _object(text) if isinstance(text, str) else None
+            if data is None or not isinstance(text, str) or not isinstance(versions, str):
+                continue
+            source = self._sources.get((kind, key, text), FOREIGN)
+            for name, signature in marks:
+                if self._signer.is_signed((kind, key, self.device, versions, text), str(name), str(signature)):
+                    source = str(name)
+            yield versions, data, source
 
     def guard(self, key: str) -> dict[str, Any] | None:
         """A last-guard decision (JSON object) of this device and these versions, or None."""
@@ -188,6 +230,13 @@ class Store:
         """Stores the cover of a function. Args: is_news: whether plans made before may differ from those made now."""
         self._put("partition", key, dict(cover), is_news)
 
+    def adopt_partition(self, key: str, schedules: Mapping[str, str]) -> None:
+        """Stores a partition of other versions, which has been found to fit, under these."""
+        rows = list(self._rows("partition", key))
+        cover = self._other("partition", key)[0]
+        if cover is not None and not any(self._counts(versions, data) for versions, data, _ in rows):
+            self._put("partition", key, {**cover, "schedules": dict(schedules)}, is_news=False)
+
     def generation(self) -> tuple[int, int]:
         """Changes whenever anything is stored, by any process; a part of memoisation keys."""
         stored = self._read("SELECT value FROM meta WHERE name = 'generation'", ())
@@ -206,11 +255,12 @@ class Store:
                 if data is not None:
                     rows[kind, k, device, versions] = Row(kind, k, device, versions, created, data)
         for (kind, k), (created, data) in list(self._memory.items()):
-            rows[kind, k, self.device, self.versions] = Row(kind, k, self.device, self.versions, created, data)
+            versions = keys.row_versions(self.versions, _recorded(data))
+            rows[kind, k, self.device, versions] = Row(kind, k, self.device, versions, created, data)
         found = sorted(rows.values(), key=lambda row: (row.created, row.kind, row.key))
         if all_devices:
             return found
-        return [row for row in found if (row.device, row.versions) == (self.device, self.versions)]
+        return [row for row in found if row.device == self.device and self.has_these_versions(row)]
 
     def clear(self) -> int:
         """Removes every entry (the file stays); returns how many there were."""
@@ -271,7 +321,7 @@ class Store:
 
         if fresh and not self._write(work):
             for row in fresh.values():
-                if (row.device, row.versions) == (self.device, self.versions):
+                if row.device == self.device and self.has_these_versions(row):
                     self._memory[row.kind, row.key] = (row.created, row.value)
                     self._writes += 1
         return len(fresh)
@@ -279,9 +329,9 @@ class Store:
     # Inside ----------------------------------------------------------------------------------------------------------
 
     def _put(self, kind: str, key: str, value: dict[str, Any], is_news: bool = True, source: str = TUNED) -> None:
-        row = Row(kind, key, self.device, self.versions, time.time(), value)
+        row = Row(kind, key, self.device, keys.row_versions(self.versions, _recorded(value)), time.time(), value)
         text = _text(value)
-        signature = self._signer.sign((kind, key, self.device, self.versions, text), source)
+        signature = self._signer.sign((kind, key, self.device, row.versions, text), source)
         with self._lock:
             self._sources[kind, key, text] = source
             self._writes += is_news
@@ -373,9 +423,15 @@ def default_store() -> Store:
     """The user's database, for this CPU and these versions."""
     return Store(
         knobs.current().cache_dir / "tuning.db",
-        device=fingerprint.cpu_fingerprint(),
-        versions=fingerprint.digest(fingerprint.versions()),
+        device=keys.cpu_device(),
+        versions=keys.packages(),
     )
+
+
+def _recorded(value: Mapping[str, Any]) -> dict[str, str]:
+    """Versions of kernel families that a value records; none for what a person made of them."""
+    found = value.get("schedules")
+    return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
 
 
 def _text(value: Mapping[str, Any]) -> str:

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import base64
 import functools
-import hashlib
 import itertools
 import json
 import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jcuts.base import keys
 from jcuts.base.errors import UsageError
 from jcuts.kernel_ir.program import Program
 
 FORMAT = 1
-GPU_TIMING = 4
-"""How kernels are timed on GPUs: times of another way are not compared with these."""
 MORE = tuple(map("".join, itertools.product(("", " finite"), ("", " divisor"), ("", " tf32"))))
 RECIPES = (*(kind + more for kind in ("normal", "positive") for more in MORE), "bool", "integers", "given")
 CANDIDATE_KINDS = ("program", "object", "stablehlo")
@@ -109,7 +107,7 @@ class Candidate:
     @functools.cached_property
     def digest(self) -> str:
         """Content hash of kind and payload."""
-        return hashlib.sha256(f"{self.kind}\0{self.payload}".encode()).hexdigest()
+        return keys.candidate(self.kind, self.payload)
 
 
 @dataclass(frozen=True)
@@ -140,6 +138,8 @@ class Problem:
         text: the subset's program as text, by which problems that differ in one size are told
             (`tune.baseline.interpolate`); '' for one that is measured on its own.
         parts: digests of problems that are the same work in several programs, if there are any.
+        schedules: versions of the kernel families that are asked for candidates (`keys.schedules`), which a choice
+            records; () where they are not known.
     """
 
     identity: str
@@ -159,6 +159,7 @@ class Problem:
     expected: int = 0
     text: str = field(default="", repr=False)
     parts: tuple[str, ...] = ()
+    schedules: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         labels = [c.label for c in self.candidates]
@@ -170,19 +171,14 @@ class Problem:
     @functools.cached_property
     def digest(self) -> str:
         """Key of the problem: what is computed, on what, from which candidates, to which tolerance."""
-        text = json.dumps(
-            {
-                **({"device": self.device, "timing": GPU_TIMING} if self.device else {}),
-                "format": FORMAT,
-                "identity": self.identity,
-                "inputs": [[list(i.shape), i.dtype, i.recipe] for i in self.inputs],
-                "outputs": [[list(o.shape), o.dtype, o.reduction, o.exact] for o in self.outputs],
-                "space": self.space or [c.digest for c in self.candidates],
-                "tolerance": self.tolerance,
-            },
-            sort_keys=True,
+        return keys.problem(
+            device=self.device,
+            identity=self.identity,
+            inputs=[[list(i.shape), i.dtype, i.recipe] for i in self.inputs],
+            outputs=[[list(o.shape), o.dtype, o.reduction, o.exact] for o in self.outputs],
+            space=self.space or [c.digest for c in self.candidates],
+            tolerance=self.tolerance,
         )
-        return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def platform(self) -> str:

@@ -23,6 +23,10 @@ CHECKED = "imported, checked here"
 """This cache has checked it."""
 FOREIGN = "imported, not checked"
 """This cache knows nothing of it."""
+OTHER_VERSIONS = "tuned with other versions, not checked"
+"""A row of this cache that was made with other packages, or by an older jcuts, before a check with these."""
+RECHECKED = "tuned with other versions, checked here"
+"""... and after it."""
 _log = logging.getLogger("jcuts.tune")
 
 

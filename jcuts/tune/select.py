@@ -90,14 +90,14 @@ def estimate(problem: Problem, mode: str) -> Choice:
         raise UsageError(f"mode={mode!r} is unknown: choose one of {MODES}", mode=mode)
     kernels = [c for c in problem.candidates if c.kind != "stablehlo"]
     if not kernels:
-        return Choice(problem.digest, LIBRARY, "", "library", name=problem.name)
+        return keep_xla(problem)
     best = min(kernels, key=lambda c: (-c.pul, c.bound_seconds or float("inf"), c.digest))
     return Choice(problem.digest, best.label, best.digest, "estimated", name=problem.name)
 
 
 def keep_xla(problem: Problem) -> Choice:
     """The choice of ``tune="cached"`` when the database has none: XLA's own code."""
-    return Choice(problem.digest, LIBRARY, "", "library", name=problem.name)
+    return Choice(problem.digest, LIBRARY, "", "library", name=problem.name, schedules=dict(problem.schedules))
 
 
 def keep_xla_for_now(problem: Problem, why: str) -> Choice:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jcuts.base import fingerprint, knobs
+from jcuts.base import fingerprint, keys, knobs
 from jcuts.base.errors import IRError
 from jcuts.base.settings import Settings
 from jcuts.kernel_ir.program import Program
@@ -321,6 +321,7 @@ def make_problem(subset: Any, settings: Settings, candidates: int, device: str =
         name=_name(subset),
         device=device,
         text=canonical_text(subset.closed) if device else "",
+        schedules=tuple(keys.schedules("cuda" if device else "cpu", subset.program.template).items()),
     )
 
 

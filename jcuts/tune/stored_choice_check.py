@@ -1,7 +1,8 @@
-"""Verifies stored choices from other caches (imported or unsigned rows) once each, by the tuner's acceptance rule.
+"""Verifies stored choices from other caches (imported or unsigned rows) or other package versions once each.
 
-All kernels that such a choice may run are compiled and compared with the float64 reference in the session's processes;
-nothing is timed.  A correct choice is kept and signed; one with a wrong kernel is dropped.
+All kernels that such a choice may run are compiled and compared with the float64 reference in the session's processes,
+by the tuner's acceptance rule; nothing is timed.  A correct choice is kept, and signed, under these versions; one with
+a wrong kernel is not used.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from jcuts.tune.database import Store
 from jcuts.tune.parent.job import TuningJob, make_job
 from jcuts.tune.parent.tuning_queue import TuningQueue
 from jcuts.tune.problem import Candidate, Problem, label_of
-from jcuts.tune.row_signature import CHECKED
+from jcuts.tune.row_signature import CHECKED, FOREIGN, OTHER_VERSIONS, RECHECKED
 from jcuts.tune.select import keep_xla, select, select_stored
 
 __all__ = ["check", "contenders", "unverified"]
 _log = logging.getLogger("jcuts.tune")
 _MODES = ("mixed", "fusion")
+CHECKED_AS = {FOREIGN: CHECKED, OTHER_VERSIONS: RECHECKED}
+"""Where a choice comes from -> the same once it is checked."""
 
 
 def contenders(problem: Problem, choice: Choice) -> list[str]:
@@ -38,12 +41,12 @@ def contenders(problem: Problem, choice: Choice) -> list[str]:
 
 def unverified(problem: Problem) -> Choice:
     """The choice of a problem of which the database has a kernel that nothing here has checked: XLA's own code."""
-    why = "the stored choice is not of this cache: a call that may tune checks it first"
+    why = "the stored choice is of another cache or of other versions: a call that may tune checks it first"
     return replace(keep_xla(problem), rejections=(Rejection(LIBRARY, UNVERIFIED, why),))
 
 
 def check(
-    problems: Sequence[tuple[Problem, Choice]],
+    problems: Sequence[tuple[Problem, Choice, str]],
     store: Store,
     folder: Path,
     session: TuningQueue,
@@ -51,34 +54,36 @@ def check(
 ) -> dict[str, Choice]:
     """Checks stored choices; returns those that are right, by digest, with what of them was checked.
 
-    The others are removed from the database, but for those that could not be checked for want of a process or memory.
+    The others are removed from the database, but for those that could not be checked for want of a process or memory,
+    and those of other versions, with which they may be right.
 
-    Args: problems: each with its choice; session: of processes, which measures nothing; prepare: as of `tune`.
+    Args: problems: each with its choice and where that comes from; session: of processes, which measures nothing;
+    prepare: as of `tune`.
     """
-    jobs: list[tuple[TuningJob, Choice]] = []
-    for number, (problem, choice) in enumerate(problems):
+    jobs: list[tuple[TuningJob, Choice, str]] = []
+    for number, (problem, choice, source) in enumerate(problems):
         try:
             full = prepare(problem) if prepare is not None else problem
         except CandidateRejected as error:
             _dropped(store, choice, str(error))
             continue
-        candidates = _candidates(full, choice)
+        candidates = _candidates(full, choice, is_own=source == OTHER_VERSIONS)
         if candidates is None:
             _dropped(store, choice, "nothing tells which kernel is meant")
             continue
         job = make_job(replace(full, candidates=candidates), folder, number)
         job.expected = True  # XLA's products need no algorithms timed
-        jobs.append((job, choice))
+        jobs.append((job, choice, source))
         session.add(job)
     session.finish()
     right = {}
-    for job, choice in jobs:
+    for job, choice, source in jobs:
         wanted = [c.label for c in job.problem.candidates]
         if all(label in job.passed for label in wanted):
             kept = _checked(job.problem, choice)
-            store.put(kept, CHECKED)
+            store.put(kept, CHECKED_AS[source])
             right[choice.problem] = kept
-            _log.info("%s: the stored choice of another cache is right", job.problem.name)
+            _log.info("%s: the stored choice of another cache, or of other versions, is right", job.problem.name)
         elif not (job.transient or job.short):
             wrong = [r for r in job.rejected if r.label in (*wanted, LIBRARY)]
             _dropped(store, choice, "; ".join(f"{r.label}: {r.error}: {r.message}" for r in wrong))
@@ -88,20 +93,23 @@ def check(
 def _dropped(store: Store, choice: Choice, why: str) -> None:
     store.drop(choice.problem)
     _log.warning(
-        "a stored choice of another cache for %s is not used, and was removed: %s",
+        "a stored choice of another cache, or of other versions, for %s is not used, and was removed here: %s",
         choice.name or choice.problem[:12],
         why,
     )
 
 
-def _candidates(problem: Problem, choice: Choice) -> tuple[Candidate, ...] | None:
-    """What a stored choice may let run, as it would; None where that is not known."""
+def _candidates(problem: Problem, choice: Choice, *, is_own: bool) -> tuple[Candidate, ...] | None:
+    """What a stored choice may let run, as it would; None where that is not known.
+
+    Args: is_own: whether this cache has written it (the addresses of its programs are then not proven anew).
+    """
     made = {c.label: c for c in problem.candidates}
     found = []
     for label in contenders(problem, choice):
         text = choice.programs.get(label, "")
         try:
-            stored = bool(text) and label_of(read(text)) == label
+            stored = bool(text) and label_of(read(text, signed=is_own)) == label
         except IRError:
             stored = False
         candidate = Candidate("program", text, label) if stored else made.get(label)
@@ -124,4 +132,5 @@ def _checked(problem: Problem, choice: Choice) -> Choice:
         kernels={label: digest for label, digest in choice.kernels.items() if label in right},
         digests={label: c.digest for label, c in right.items()},
         programs={label: c.payload for label, c in right.items() if c.kind == "program"},
+        schedules=dict(problem.schedules),
     )

@@ -21,7 +21,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from jcuts.base import fingerprint, knobs
+from jcuts.base import keys, knobs
 from jcuts.base.errors import CacheError, JcutsError
 from jcuts.base.warn_once import unusable_cache
 from jcuts.codegen.artifact import CompiledKernel
@@ -74,7 +74,7 @@ def _folder() -> Path:
     """The folder of this installation, checked level by level (a foreign parent could swap its children)."""
     base = secure_directory(knobs.current().cache_dir)
     objects = secure_directory(base / "objects")
-    return secure_directory(objects / fingerprint.code_fingerprint())
+    return secure_directory(objects / keys.object_folder())
 
 
 def _path(folder: Path, digest: str) -> Path:
@@ -85,7 +85,7 @@ def _path(folder: Path, digest: str) -> Path:
 
 def encode(kernel: CompiledKernel) -> bytes:
     """Serialises a kernel to the bytes of its file."""
-    header = {**kernel.header(), "fingerprint": fingerprint.code_fingerprint()}
+    header = {**kernel.header(), "fingerprint": keys.object_folder()}
     line = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
     check = hashlib.sha256(line + b"\n" + kernel.object_code).hexdigest().encode()
     return MAGIC + check + b"\n" + line + b"\n" + kernel.object_code
@@ -105,7 +105,7 @@ def decode(data: bytes, digest: str) -> CompiledKernel:
     line, _, code = body.partition(b"\n")
     try:
         header = json.loads(line)
-        if header["digest"] != digest or header["fingerprint"] != fingerprint.code_fingerprint():
+        if header["digest"] != digest or header["fingerprint"] != keys.object_folder():
             raise ValueError("it is of another kernel or installation")
         return CompiledKernel.from_header(header, code)
     except (ValueError, KeyError, TypeError, JcutsError) as error:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jcuts.base import fingerprint
+from jcuts.base import fingerprint, keys
 from jcuts.base.errors import UsageError
 from jcuts.base.fingerprint import digest
 
@@ -56,16 +56,19 @@ def test_other_types_are_refused():
 
 def test_stable_across_processes():
     code = (
-        "from jcuts.base.fingerprint import *; print(digest({'a', 'b', 'c'}), source_hash('base'), cpu_fingerprint())"
+        "from jcuts.base.fingerprint import *; from jcuts.base import keys; "
+        "print(digest({'a', 'b', 'c'}), source_hash(), keys.cpu_device(), keys.object_folder())"
     )
     command = [sys.executable, "-c", code]
     runs = {subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2)}
-    assert runs == {f"{digest({'a', 'b', 'c'})} {fingerprint.source_hash('base')} {fingerprint.cpu_fingerprint()}\n"}
+    here = (digest({"a", "b", "c"}), fingerprint.source_hash(), keys.cpu_device(), keys.object_folder())
+    assert runs == {" ".join(here) + "\n"}
 
 
 def test_versions_without_importing_anything_heavy():
     code = (
-        "import sys; from jcuts.base import fingerprint as f; f.versions(); f.cpu_fingerprint(); f.code_fingerprint(); "
+        "import sys; from jcuts.base import fingerprint, keys; fingerprint.versions(); keys.packages(); "
+        "keys.cpu_device(); keys.object_folder(); keys.schedules('cuda', 'contraction'); "
         "print([m for m in ('jax', 'jaxlib', 'numba', 'llvmlite', 'numpy', 'rich') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

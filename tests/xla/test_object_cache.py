@@ -9,7 +9,7 @@ import tempfile
 
 import pytest
 
-from jcuts.base import fingerprint, knobs
+from jcuts.base import keys, knobs
 from jcuts.base.errors import CacheError, NativeError
 from jcuts.xla import elf, jit_linker, object_cache
 from tests.xla import kernels
@@ -30,7 +30,7 @@ def test_round_trip(cache_dir, kernel):
     assert object_cache.fetch(kernel.digest) == kernel
     (path,) = stored(cache_dir)
     assert path.name == kernel.digest + ".jco"
-    assert path.parent.name == fingerprint.code_fingerprint()
+    assert path.parent.name == keys.object_folder()
     assert object_cache.usage() == (1, path.stat().st_size)
     assert (cache_dir.stat().st_mode & 0o777) == 0o700
     assert (path.stat().st_mode & 0o077) == 0
@@ -78,7 +78,7 @@ def test_a_file_under_another_digest_is_refused(cache_dir, kernel):
 
 def test_a_file_of_other_compilers_is_refused(kernel, monkeypatch):
     data = object_cache.encode(kernel)
-    monkeypatch.setattr(fingerprint, "code_fingerprint", lambda: "0" * 32)
+    monkeypatch.setattr(keys, "object_folder", lambda: "0" * 32)
     with pytest.raises(CacheError, match="installation"):
         object_cache.decode(data, kernel.digest)
 
@@ -135,7 +135,7 @@ def test_clean_drops_the_least_recently_used(cache_dir):
     for kernel in made:
         object_cache.store(kernel)
     for n, kernel in enumerate(made):
-        path = object_cache.root() / fingerprint.code_fingerprint() / f"{kernel.digest}.jco"
+        path = object_cache.root() / keys.object_folder() / f"{kernel.digest}.jco"
         os.utime(path, (1000 + n, 1000 + n))
     assert object_cache.fetch(made[0].digest) == made[0]  # now the most recent
     size = object_cache.usage()[1]

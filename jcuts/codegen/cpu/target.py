@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
-from jcuts.base import fingerprint
+from jcuts.base import keys
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
 
 
@@ -47,13 +46,6 @@ def host_target() -> CpuTarget:
     return CpuTarget(llvm.get_host_cpu_name(), features.flatten(), width, registers)
 
 
-@functools.cache
-def _compiler_fingerprint() -> str:
-    return fingerprint.digest(fingerprint.versions(), fingerprint.cpu())
-
-
 def kernel_digest(program: Program, target: CpuTarget) -> str:
     """Names a kernel in HLO and on disk: program, target, compilers."""
-    return fingerprint.digest(
-        program.digest, target.name, target.features, target.vector_bytes, _compiler_fingerprint()
-    )
+    return keys.cpu_kernel(program.digest, (target.name, target.features, target.vector_bytes))

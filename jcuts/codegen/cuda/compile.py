@@ -13,7 +13,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from jcuts.base import fingerprint
+from jcuts.base import fingerprint, keys
 from jcuts.base.errors import CompileRejected, JcutsError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.attention.flash import FlashAttentionKernel
@@ -99,16 +99,13 @@ def _numba() -> Any:
 
 
 @functools.cache
-def compiler_fingerprint() -> str:
-    """Identity of everything that turns a program into machine code for a GPU."""
-    return fingerprint.digest(
-        fingerprint.versions(), {p: fingerprint.package_version(p) for p in PACKAGES}, ptxas.assembler()
-    )
+def _toolchain() -> str:
+    return keys.cuda_toolchain(PACKAGES, ptxas.assembler())
 
 
 def kernel_digest(program: Program, target: CudaTarget) -> str:
     """Names a kernel in HLO and on disk: program, architecture, compilers."""
-    return fingerprint.digest("cuda", program.digest, target.arch, compiler_fingerprint())
+    return keys.cuda_kernel(program.digest, target.arch, _toolchain())
 
 
 def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:

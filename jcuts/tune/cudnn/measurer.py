@@ -16,7 +16,7 @@ from typing import Any
 
 import jaxlib.version
 
-from jcuts.base import knobs
+from jcuts.base import keys, knobs
 from jcuts.base.errors import CandidateRejected, WorkerFailed
 from jcuts.microbatch.benchmark import Found, benchmark
 from jcuts.microbatch.convolution import Convolution
@@ -54,9 +54,8 @@ def this_device(platform: str, *, accuracy: str = "exact") -> Device:
     """
     method = "graphs" if _in_graphs(platform) else "calls"
     tolerance = {"exact": "tolerance 1"}.get(accuracy, f"accuracy {accuracy}")
-    library = (
-        f"cuDNN {cudnn_call.version()}, jaxlib {jaxlib.version.__version__}, timing {TIMING} in {method}, {tolerance}"
-    )
+    timing = f"{TIMING} in {method}"
+    library = keys.convolution_library(str(cudnn_call.version()), jaxlib.version.__version__, timing, tolerance)
     if platform == "cpu":
         return Device("host", "none", library)
     try:

@@ -15,7 +15,7 @@ from jcuts.tune.choice import FAMILY, LIBRARY, SCREENED, UNCHECKED, Choice, Meas
 from jcuts.tune.kernel_file import read_kernel
 from jcuts.tune.parent.worker_pool import Answer
 from jcuts.tune.problem import Problem
-from jcuts.tune.select import keep_xla_for_now, noise_margin, select
+from jcuts.tune.select import keep_xla, keep_xla_for_now, noise_margin, select
 
 _log = logging.getLogger("jcuts.tune")
 
@@ -139,7 +139,7 @@ class TuningJob:
     def choice(self) -> Choice:
         """The choice that all this makes."""
         problem, answer = self.problem, self.answer
-        base = Choice(problem.digest, LIBRARY, "", "library", (), tuple(self.rejected), name=problem.name)
+        base = replace(keep_xla(problem), rejections=tuple(self.rejected))
         measured = self._measurements()
         if self.short and not any(m.label in self.passed for m in measured) and not self._is_settled():
             self.transient = True

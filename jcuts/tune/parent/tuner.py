@@ -29,7 +29,7 @@ from jcuts.tune.parent.tuning_queue import Progress, TuningBudget, TuningQueue
 from jcuts.tune.parent.worker_session import shared_worker_session, workers_of
 from jcuts.tune.problem import Problem
 from jcuts.tune.replay import Recording
-from jcuts.tune.row_signature import CHECKED, FOREIGN, TUNED
+from jcuts.tune.row_signature import FOREIGN, OTHER_VERSIONS, TUNED
 from jcuts.tune.select import estimate, keep_xla, keep_xla_for_now, select, select_stored
 
 __all__ = ["Progress", "TuningBudget", "default_store", "describe", "shared_worker_session", "tune"]
@@ -68,8 +68,8 @@ def tune(
         further: digest and a program -> those that its choice needs besides, which are compiled while others are timed.
         sources: gets, by digest, where the choices of the database come from (`tune.row_signature`).
 
-    A stored choice that this cache has not signed is checked before a kernel of it runs, once
-    (`tune.stored_choice_check`); where nothing may be (``cached``), it is not used.
+    A stored choice that this cache has not signed, or that was made with other packages, is checked before a kernel of
+    it runs, once (`tune.stored_choice_check`); where nothing may be (``cached``), it is not used.
     Returns: digest -> choice.  Problems that could not be measured have origin ``library``; see their rejections.
     """
     unique = {p.digest: p for p in problems}
@@ -80,14 +80,17 @@ def tune(
     waiting = {
         digest: choice
         for digest, choice in stored.items()
-        if sources[digest] == FOREIGN and stored_choice_check.contenders(unique[digest], choice)
+        if sources[digest] in stored_choice_check.CHECKED_AS and stored_choice_check.contenders(unique[digest], choice)
     }
+    origins = {digest: sources.pop(digest) for digest in waiting}
     for digest in waiting:
-        del stored[digest], sources[digest]
+        del stored[digest]
+    if settings.tune == "auto":
+        _adopt(stored, sources, unique, store)
     if waiting and settings.tune == "auto":
-        pairs = [(unique[digest], choice) for digest, choice in waiting.items()]
-        for digest, choice in _check_all(pairs, store, effort, progress, prepare).items():
-            stored[digest], sources[digest] = choice, CHECKED
+        asked_about = [(unique[digest], choice, origins[digest]) for digest, choice in waiting.items()]
+        for digest, choice in _check_all(asked_about, store, effort, progress, prepare).items():
+            stored[digest], sources[digest] = choice, stored_choice_check.CHECKED_AS[origins[digest]]
     known = {digest: choice for digest, choice in stored.items() if choice.is_enough(settings.mode)}
     missing = {digest: p for digest, p in unique.items() if digest not in known}
     if settings.tune == "auto" and missing:
@@ -132,25 +135,35 @@ def _stored(problems: dict[str, Problem], store: Store, sources: dict[str, str])
     found = {}
     for digest in problems:
         choice, source = store.choice(digest)
+        if choice is None:
+            choice, source = store.other_choice(digest)
         if choice is not None:
             found[digest], sources[digest] = choice, source
     return found
 
 
+def _adopt(stored: dict[str, Choice], sources: dict[str, str], problems: dict[str, Problem], store: Store) -> None:
+    """Stores choices of XLA that this cache made with other versions under these: there is no kernel to check."""
+    for digest in [digest for digest, source in sources.items() if source == OTHER_VERSIONS]:
+        stored[digest] = replace(stored[digest], schedules=dict(problems[digest].schedules))
+        sources[digest] = stored_choice_check.CHECKED_AS[OTHER_VERSIONS]
+        store.put(stored[digest], sources[digest])
+
+
 def _check_all(
-    pairs: Sequence[tuple[Problem, Choice]],
+    asked_about: Sequence[tuple[Problem, Choice, str]],
     store: Store,
     effort: TuningBudget,
     progress: Progress | None,
     prepare: Callable[[Problem], Problem] | None,
 ) -> dict[str, Choice]:
     """Checks stored choices of others in processes of a session; those that are right."""
-    platform = "cuda" if any(problem.device for problem, _ in pairs) else "cpu"
+    platform = "cuda" if any(problem.device for problem, _, _ in asked_about) else "cpu"
     try:
         with shared_worker_session() as shop, shop.folder() as folder:
             pool = shop.pool(platform, effort.workers or workers_of())
             session = TuningQueue(pool, replace(effort, checks_last=False), progress)
-            return stored_choice_check.check(pairs, store, folder, session, prepare)
+            return stored_choice_check.check(asked_about, store, folder, session, prepare)
     except OSError as error:
         _log.warning("stored choices of other caches could not be checked, and are not used: %s", error)
         return {}

@@ -62,6 +62,7 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
             "jcuts/schedule/gpu/enumeration.py",
             "jcuts/codegen/cuda/compile.py",
             "jcuts/codegen/cuda/launch_source.py",
+            "jcuts/base/schedule_versions.py",
             "docs/kernels/README.md",
         ),
     ),
@@ -146,19 +147,14 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
         ("jcuts/tune/worker/requests.py", "jcuts/tune/parent/tuning_queue.py"),
     ),
     (
-        "a cache key: of a tuning problem",
-        "digest of a problem; database rows",
-        ("jcuts/tune/problem.py", "jcuts/tune/database.py"),
+        "a cache or database key",
+        "one function each, which says what enters the key; the canonical jaxpr as text",
+        ("jcuts/base/keys.py", "jcuts/trace/canonical.py"),
     ),
     (
-        "a cache key: of a compiled kernel",
-        "digest of program, target and compilers",
-        ("jcuts/codegen/cpu/target.py", "jcuts/codegen/cuda/compile.py", "jcuts/xla/object_cache.py"),
-    ),
-    (
-        "a cache key: of a decision",
-        "call signature; canonical jaxpr",
-        ("jcuts/jit/call_signature.py", "jcuts/trace/canonical.py"),
+        "what a stored choice depends on",
+        "packages and templates of the kernel families; when rows of other versions count",
+        ("jcuts/base/schedule_versions.py", "jcuts/tune/database.py", "docs/tuning.md"),
     ),
     (
         "a custom call (launcher)",

@@ -112,10 +112,10 @@ def is_current(recorded: Mapping[str, str]) -> bool:
     """Whether everything that a row records has the version that it has here."""
     versions = schedule_versions.here()
 
-    def version(name: str) -> str:
+    def version(name: str) -> str | None:
         if name == "partition":
             return versions.packages(schedule_versions.PARTITION)
-        return versions.family(name) if name in schedule_versions.FAMILIES else ""
+        return versions.family(name) if name in schedule_versions.FAMILIES else None
 
     return all(version(name) == known for name, known in recorded.items())
 

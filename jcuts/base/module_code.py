@@ -27,6 +27,7 @@ class ModuleCode:
     Attributes:
         code: hash of the syntax tree.
         imports: (module, names) of every import statement, at whatever place; names are () for ``import module``.
+            There are no relative ones in jcuts.
         tables: (family, table) of the fitted coefficients that it reads; the table is '' where no constant names it.
     """
 
@@ -46,7 +47,7 @@ def read_code(source: bytes) -> ModuleCode:
         if isinstance(node, ast.Import):
             imports |= {(alias.name, ()) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            imports.add(("." * node.level + (node.module or ""), tuple(sorted(alias.name for alias in node.names))))
+            imports.add((node.module or "", tuple(sorted(alias.name for alias in node.names))))
         elif isinstance(node, ast.Call) and node.args and _called(node.func) in _COEFFICIENTS:
             family, table = (*map(_text, node.args[:2]), "", "")[:2]
             tables |= {(family, table)} if family else set()

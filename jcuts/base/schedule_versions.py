@@ -115,14 +115,10 @@ class ScheduleVersions:
         """Modules that a module imports, and the packages that they lie in."""
         if module in self._targets:
             return self._targets[module]
-        parts = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
         found = set()
         for name, names in self.files.code(file).imports:
-            level = len(name) - len(name.lstrip("."))
-            base = ".".join(parts[: len(parts) - level + 1] if level else ()) + "." * bool(level and name.strip("."))
-            target = base + name.lstrip(".")
-            if target.split(".")[0] == "jcuts":
-                found |= {target, *(f"{target}.{inner}" for inner in names)}
+            if name.split(".")[0] == "jcuts":
+                found |= {name, *(f"{name}.{inner}" for inner in names)}
         found |= {name.rpartition(".")[0] for name in found if name.count(".") > 1}
         self._targets[module] = {name for name in found if self.files.file(name) is not None}
         return self._targets[module]
@@ -132,8 +128,8 @@ class ScheduleVersions:
             reached = self.reached(roots, families)
             code = {module: self.files.code(file) for module, file in sorted(reached.items())}
             tables = sorted({table for module in code.values() for table in module.tables})
-            folders = sorted({file.parent for file in reached.values() if "arch" in file.parent.parts})
-            hardware = [file for folder in folders for file in sorted(folder.rglob("*.toml"))]
+            arch = self.files.root / "arch"
+            hardware = sorted(arch.rglob("*.toml")) if any(file.parent == arch for file in reached.values()) else []
             self._versions[name] = digest(
                 name,
                 [(module, known.code) for module, known in code.items()],

@@ -15,7 +15,8 @@ from typing import Any
 from jcuts.base import keys, knobs
 from jcuts.base.errors import CacheError
 from jcuts.cli.printing import console, duration, size, table
-from jcuts.tune.database import Row, Store
+from jcuts.tune.database import Store
+from jcuts.tune.database_rows import Row
 
 HELP = "list, export, import, merge or clear tuning results"
 

@@ -21,7 +21,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,53 +29,23 @@ from jcuts.base.errors import CacheError
 from jcuts.base.sqlite_file import SqliteFile, is_damaged
 from jcuts.base.warn_once import unusable_cache
 from jcuts.tune.choice import Choice
+from jcuts.tune.database_rows import (
+    APPLICATION_ID,
+    PLACES,
+    SCHEMA,
+    SIGNATURES,
+    TABLES,
+    Row,
+    insert,
+    read_export,
+    recorded_schedules,
+    to_object,
+    to_text,
+)
 from jcuts.tune.row_signature import FOREIGN, OTHER_VERSIONS, TUNED, Signer
 
-SCHEMA = 2
-APPLICATION_ID = 0x6A637574  # 'jcut', shown by file(1)
 UNWRITTEN = "cannot write the tuning database"
 _log = logging.getLogger("jcuts.tune")
-
-_TABLES = """
-CREATE TABLE choices (
-    problem TEXT NOT NULL, device TEXT NOT NULL, versions TEXT NOT NULL,
-    choice TEXT NOT NULL, created REAL NOT NULL, PRIMARY KEY (problem, device, versions));
-CREATE TABLE measurements (
-    problem TEXT NOT NULL, device TEXT NOT NULL, versions TEXT NOT NULL, label TEXT NOT NULL,
-    seconds REAL, rejected TEXT, detail TEXT NOT NULL, PRIMARY KEY (problem, device, versions, label));
-CREATE TABLE guards (
-    key TEXT NOT NULL, device TEXT NOT NULL, versions TEXT NOT NULL,
-    decision TEXT NOT NULL, created REAL NOT NULL, PRIMARY KEY (key, device, versions));
-CREATE TABLE partitions (
-    key TEXT NOT NULL, device TEXT NOT NULL, versions TEXT NOT NULL,
-    cover TEXT NOT NULL, created REAL NOT NULL, PRIMARY KEY (key, device, versions));
-CREATE TABLE IF NOT EXISTS signatures (
-    kind TEXT NOT NULL, key TEXT NOT NULL, device TEXT NOT NULL, versions TEXT NOT NULL,
-    source TEXT NOT NULL, signature TEXT NOT NULL, PRIMARY KEY (kind, key, device, versions));
-CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
-INSERT INTO meta VALUES ('generation', 0);
-"""
-
-_SIGNATURES = next(text for text in _TABLES.split(";") if "signatures" in text)
-"""Databases of older versions lack this table: whoever writes makes it.  Those versions go on without it."""
-
-_PLACES = {  # kind of entry -> table, key column, value column
-    "choice": ("choices", "problem", "choice"),
-    "guard": ("guards", "key", "decision"),
-    "partition": ("partitions", "key", "cover"),
-}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One stored entry: ``kind`` is 'choice', 'guard' or 'partition', ``key`` its digest."""
-
-    kind: str
-    key: str
-    device: str
-    versions: str
-    created: float
-    value: dict[str, Any]
 
 
 class Store:
@@ -96,7 +65,7 @@ class Store:
 
     def __init__(self, path: str | os.PathLike[str] | None, *, device: str, versions: str) -> None:
         self.path = None if path is None else Path(path)
-        self._file = self.path and SqliteFile(self.path, tables=_TABLES, application=APPLICATION_ID, schema=SCHEMA)
+        self._file = self.path and SqliteFile(self.path, tables=TABLES, application=APPLICATION_ID, schema=SCHEMA)
         self.device = device
         self.versions = versions
         self.errors: list[CacheError] = []
@@ -164,7 +133,7 @@ class Store:
         with self._lock:
             if (kind, key) in self._memory:
                 value = self._memory[kind, key][1]
-                return value, self._sources.get((kind, key, _text(value)), FOREIGN)
+                return value, self._sources.get((kind, key, to_text(value)), FOREIGN)
         for versions, data, source in self._rows(kind, key):
             if self._counts(versions, data):
                 return data, source
@@ -173,7 +142,7 @@ class Store:
     def _other(self, kind: str, key: str) -> tuple[dict[str, Any] | None, str]:
         """The newest row of other versions that may be right here, and whether this cache has written it."""
         for versions, data, source in self._rows(kind, key):
-            recorded = _recorded(data)
+            recorded = recorded_schedules(data)
             if versions != keys.row_versions(self.versions, recorded) and keys.is_current(recorded):
                 believed = source != FOREIGN and (recorded or kind == "choice")
                 return data, OTHER_VERSIONS if believed else FOREIGN
@@ -181,7 +150,7 @@ class Store:
 
     def _counts(self, versions: str, value: Mapping[str, Any]) -> bool:
         """Whether a row of this device is one of these packages and schedules."""
-        recorded = _recorded(value)
+        recorded = recorded_schedules(value)
         return versions == keys.row_versions(self.versions, recorded) and keys.is_current(recorded)
 
     def has_these_versions(self, row: Row) -> bool:
@@ -190,7 +159,7 @@ class Store:
 
     def _rows(self, kind: str, key: str) -> Iterator[tuple[str, dict[str, Any], str]]:
         """Rows of this device under a key, newest first: versions, value, where it comes from."""
-        table, column, value = _PLACES[kind]
+        table, column, value = PLACES[kind]
 
         def work(db: sqlite3.Connection) -> list[Any]:
             query = f"SELECT versions, {value} FROM {table} WHERE {column} = ? AND device = ? ORDER BY created DESC"
@@ -201,7 +170,7 @@ class Store:
             return [(*row, [mark[1:] for mark in marks if mark[0] == row[0]]) for row in rows]
 
         for versions, text, marks in self._ask(work):
-            data = _object(text) if isinstance(text, str) else None
+            data = to_object(text) if isinstance(text, str) else None
             if data is None or not isinstance(text, str) or not isinstance(versions, str):
                 continue
             source = self._sources.get((kind, key, text), FOREIGN)
@@ -247,15 +216,15 @@ class Store:
     def ls(self, *, all_devices: bool = True) -> list[Row]:
         """Every entry, oldest first; ``all_devices=False`` limits it to this device and these versions."""
         rows: dict[tuple[str, str, str, str], Row] = {}
-        for kind, (table, key, value) in _PLACES.items():
+        for kind, (table, key, value) in PLACES.items():
             for k, device, versions, text, created in self._read(
                 f"SELECT {key}, device, versions, {value}, created FROM {table}", ()
             ):
-                data = _object(text)
+                data = to_object(text)
                 if data is not None:
                     rows[kind, k, device, versions] = Row(kind, k, device, versions, created, data)
         for (kind, k), (created, data) in list(self._memory.items()):
-            versions = keys.row_versions(self.versions, _recorded(data))
+            versions = keys.row_versions(self.versions, recorded_schedules(data))
             rows[kind, k, self.device, versions] = Row(kind, k, self.device, versions, created, data)
         found = sorted(rows.values(), key=lambda row: (row.created, row.kind, row.key))
         if all_devices:
@@ -267,7 +236,7 @@ class Store:
         count = len(self.ls())
 
         def work(db: sqlite3.Connection) -> None:
-            db.execute(_SIGNATURES)
+            db.execute(SIGNATURES)
             for table in ("choices", "measurements", "guards", "partitions", "signatures"):
                 db.execute(f"DELETE FROM {table}")
 
@@ -306,7 +275,7 @@ class Store:
 
     def merge(self, paths: Sequence[str | os.PathLike[str]]) -> int:
         """Imports several exports in one transaction: all of them or none."""
-        entries = [entry for path in paths for entry in _read_export(Path(path))]
+        entries = [entry for path in paths for entry in read_export(Path(path))]
         entries.sort(key=lambda row: row.created)
         known = {(row.kind, row.key, row.device, row.versions): row.created for row in self.ls()}
         fresh: dict[tuple[str, str, str, str], Row] = {}
@@ -317,7 +286,7 @@ class Store:
 
         def work(db: sqlite3.Connection) -> None:
             for row in fresh.values():
-                _insert(db, row)
+                insert(db, row)
 
         if fresh and not self._write(work):
             for row in fresh.values():
@@ -329,13 +298,15 @@ class Store:
     # Inside ----------------------------------------------------------------------------------------------------------
 
     def _put(self, kind: str, key: str, value: dict[str, Any], is_news: bool = True, source: str = TUNED) -> None:
-        row = Row(kind, key, self.device, keys.row_versions(self.versions, _recorded(value)), time.time(), value)
-        text = _text(value)
+        row = Row(
+            kind, key, self.device, keys.row_versions(self.versions, recorded_schedules(value)), time.time(), value
+        )
+        text = to_text(value)
         signature = self._signer.sign((kind, key, self.device, row.versions, text), source)
         with self._lock:
             self._sources[kind, key, text] = source
             self._writes += is_news
-            if self._write(lambda db: _insert(db, row, (source, signature)), is_news):
+            if self._write(lambda db: insert(db, row, (source, signature)), is_news):
                 self._memory.pop((kind, key), None)
             else:
                 self._memory[kind, key] = (row.created, value)
@@ -426,72 +397,3 @@ def default_store() -> Store:
         device=keys.cpu_device(),
         versions=keys.packages(),
     )
-
-
-def _recorded(value: Mapping[str, Any]) -> dict[str, str]:
-    """Versions of kernel families that a value records; none for what a person made of them."""
-    found = value.get("schedules")
-    return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
-
-
-def _text(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, sort_keys=True)
-
-
-def _insert(db: sqlite3.Connection, row: Row, signed: tuple[str, str] | None = None) -> None:
-    """Writes a row. Args: signed: its source and signature; None for a row of others."""
-    owner = (row.key, row.device, row.versions)
-    text = _text(row.value)
-    db.execute(_SIGNATURES)
-    db.execute("DELETE FROM signatures WHERE kind = ? AND key = ? AND device = ? AND versions = ?", (row.kind, *owner))
-    if signed is not None and signed[1]:
-        db.execute("INSERT INTO signatures VALUES (?, ?, ?, ?, ?, ?)", (row.kind, *owner, *signed))
-    db.execute(f"INSERT OR REPLACE INTO {_PLACES[row.kind][0]} VALUES (?, ?, ?, ?, ?)", (*owner, text, row.created))
-    if row.kind != "choice":
-        return
-    db.execute("DELETE FROM measurements WHERE problem = ? AND device = ? AND versions = ?", owner)
-    for entry in row.value.get("measurements", ()):
-        db.execute(
-            "INSERT OR REPLACE INTO measurements VALUES (?, ?, ?, ?, ?, NULL, ?)",
-            (*owner, entry["label"], entry["seconds"], json.dumps(entry, sort_keys=True)),
-        )
-    for entry in row.value.get("rejections", ()):
-        db.execute(
-            "INSERT OR REPLACE INTO measurements VALUES (?, ?, ?, ?, NULL, ?, ?)",
-            (*owner, entry["label"], entry["error"], json.dumps(entry, sort_keys=True)),
-        )
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except (TypeError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _read_export(path: Path) -> list[Row]:
-    try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CacheError(f"cannot import {path}: {error}", path=str(path)) from None
-    found = data.get("jcuts_tuning") if isinstance(data, dict) else None
-    if found != SCHEMA:
-        raise CacheError(
-            f"cannot import {path}: it is not a jcuts tuning export of version {SCHEMA} (found {found!r})",
-            path=str(path),
-            found=found,
-        )
-    rows = []
-    for number, entry in enumerate(data.get("entries", ())):
-        try:
-            row = Row(**entry)
-            if row.kind not in _PLACES or not isinstance(row.value, dict):
-                raise TypeError(f"kind {row.kind!r} with a value of type {type(row.value).__name__}")
-            if row.kind == "choice":
-                Choice.from_json(row.value)
-            float(row.created)
-        except (TypeError, ValueError, CacheError) as error:
-            raise CacheError(f"cannot import {path}: entry {number}: {error}", path=str(path), entry=number) from None
-        rows.append(row)
-    return rows

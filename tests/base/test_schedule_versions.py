@@ -179,6 +179,11 @@ def test_only_dispatchers_import_a_family_from_outside():
     assert found <= DISPATCHERS
 
 
+def test_there_are_no_relative_imports():
+    """`ModuleCode.imports` would not see where they lead."""
+    assert not [file for file in ROOT.rglob("*.py") if re.search(r"^\s*from \.", file.read_text(), re.MULTILINE)]
+
+
 def test_tables_of_coefficients_are_named_by_constants():
     """A table whose name is computed counts as all of its file; one whose file is computed does not count."""
     versions_ = ScheduleVersions(ModuleFiles(ROOT))

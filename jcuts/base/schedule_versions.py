@@ -42,12 +42,12 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 GPU_DISPATCH = ("jcuts.schedule.gpu.candidates", "jcuts.codegen.cuda.compile")
 """Modules that every GPU family's schedules go through."""
 
-_CONTRACTION = ("gemm", "warp_specialized", "reduction", "window")
+_CONTRACTION = ("gemm", "conv", "warp_specialized", "reduction", "window")
 ASKED: Mapping[str, tuple[str, ...]] = {
     "attention": ("attention",),
     "block": ("inverted_residual",),
     "contraction": _CONTRACTION,
-    "convolution": ("conv", *_CONTRACTION),
+    "convolution": _CONTRACTION,
     "map": ("elementwise",),
     "reduction": ("reduction",),
     "rows": ("reduction",),

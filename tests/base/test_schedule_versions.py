@@ -26,8 +26,10 @@ DISPATCHERS = {
     "jcuts.jit.variant_space",
     "jcuts.schedule.gpu.candidates",
     "jcuts.schedule.gpu.contraction",
+    "jcuts.schedule.gpu.enumeration",
     "jcuts.schedule.gpu.families",
     "jcuts.schedule.gpu.launch_stats",
+    "jcuts.schedule.gpu.problem",
     "jcuts.schedule.gpu.traffic",
 }
 """Modules outside the families that may import a GPU family's: these imports are not followed."""

@@ -122,7 +122,7 @@ def test_an_edit_of_one_family_loses_its_problems_alone(tmp_path, monkeypatch):
     assert kept() == kept(NEW) == set(templates)
     for family, lost in {
         "attention": {"attention"},
-        "conv": {"convolution"},
+        "conv": {"contraction", "convolution"},
         "warp_specialized": {"contraction", "convolution"},
         "elementwise": {"map"},
         "cpu": set(),

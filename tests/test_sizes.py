@@ -23,7 +23,6 @@ LONG_FUNCTIONS = {"jcuts.jit.end_to_end_benchmark.benchmark_variants"}
 LONG_FILES = {
     "jcuts.codegen.cuda.launch_source",
     "jcuts.pipeline.kernel_selection",
-    "jcuts.tune.database",
     "jcuts.tune.session",
 }
 RULES = ("C901", "PLR0913", "PLR0915")

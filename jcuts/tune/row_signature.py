@@ -24,9 +24,9 @@ CHECKED = "imported, checked here"
 FOREIGN = "imported, not checked"
 """This cache knows nothing of it."""
 OTHER_VERSIONS = "tuned with other versions, not checked"
-"""A row of this cache that was made with other packages, or by an older jcuts, before a check with these."""
+"""This cache has measured or checked it with other packages, or as an older jcuts."""
 RECHECKED = "tuned with other versions, checked here"
-"""... and after it."""
+"""The same, and this cache has checked it with these versions."""
 _log = logging.getLogger("jcuts.tune")
 
 

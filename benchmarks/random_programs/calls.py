@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.random_programs.generator import FLOATS, Draw, Unsuitable, step
+from benchmarks.random_programs.draw import FLOATS, Draw, Unsuitable, step
 
 BODY = ("elementwise", "layout", "reduction", "contraction", "control")
 BODY_WEIGHTS = (5.0, 1.0, 1.0, 0.7, 0.5)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.random_programs.generator import FLOATS, NUMBERS, Draw, Unsuitable, step
+from benchmarks.random_programs.draw import FLOATS, NUMBERS, Draw, Unsuitable, step
 
 
 def _indices(d: Draw, shape: tuple[int, ...], extent: int, dtype: str = "") -> Any:

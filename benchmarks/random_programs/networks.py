@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.random_programs.generator import FLOATS, INTEGERS, Draw, Unsuitable, step
+from benchmarks.random_programs.draw import FLOATS, INTEGERS, Draw, Unsuitable, step
 
 
 def _rows(d: Draw, most: int = 24) -> tuple[Any, int]:

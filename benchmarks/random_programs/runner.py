@@ -15,7 +15,8 @@ import numpy as np
 
 import jcuts
 from benchmarks.random_programs import oracle
-from benchmarks.random_programs.generator import FLOATS, Program, program, signature
+from benchmarks.random_programs.draw import FLOATS
+from benchmarks.random_programs.generator import Program, program, signature
 from benchmarks.random_programs.plans import every_kernel
 from jcuts.base.errors import AccuracyRejected
 from jcuts.pipeline import passes as pipeline_passes

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.random_programs.generator import FLOATS, INTEGERS, NUMBERS, Draw, Unsuitable, step
+from benchmarks.random_programs.draw import FLOATS, INTEGERS, NUMBERS, Draw, Unsuitable, step
 
 FREE = {
     "floor": lax.floor,

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.random_programs import generator, runner
+from benchmarks.random_programs import draw, generator, runner
 
 pytestmark = pytest.mark.usefixtures("xla_as_shipped")
 SEED = 7_000_000
@@ -58,15 +58,13 @@ def test_gradients_of_the_newer_families_match_xla():
 
 def test_every_step_makes_a_program():
     """Each step alone, on two small arrays: it applies to at least one of a few attempts."""
-    import benchmarks.random_programs.networks  # noqa: F401 - registers its families
-
     for family in generator.MORE:
-        for _, rule in generator._STEPS[family]:
+        for _, rule in draw._STEPS[family]:
 
             def program(*values, rule=rule):
-                draw = generator.Draw(np.random.default_rng(5), generator.Kind(), "float32", list(values))
-                rule(draw)
-                return tuple(draw.pool[len(values) :])
+                drawn = draw.Draw(np.random.default_rng(5), draw.Kind(), "float32", list(values))
+                rule(drawn)
+                return tuple(drawn.pool[len(values) :])
 
             closed = jax.make_jaxpr(program)(np.ones((5, 7), np.float32), np.ones(3, np.float32))
             assert closed.jaxpr.eqns, rule.__name__
@@ -77,7 +75,7 @@ def test_smaller_seeds_keep_their_programs():
     for of in draws:
         with jax.enable_x64(of.kind.x64):
             assert jax.make_jaxpr(of.function)(*generator.signature(of)).jaxpr.eqns
-    assert generator.families() == sorted({*generator.WEIGHTS, *generator.MORE})
+    assert draw.families() == sorted({*generator.WEIGHTS, *generator.MORE})
 
 
 def test_a_seed_is_a_program():

@@ -70,7 +70,7 @@ def _write(value: object, parts: list[str]) -> None:
     elif isinstance(value, ast.AST):
         parts.append(type(value).__name__)
         for name in value._fields:
-            inner = getattr(value, name, None)
+            inner = _joined(value) if isinstance(value, ast.JoinedStr) else getattr(value, name, None)
             if inner is not None and inner != [] and name not in ("ctx", "type_comment"):
                 parts.append(name)
                 _write(inner, parts)
@@ -82,6 +82,17 @@ def _write(value: object, parts: list[str]) -> None:
         parts.append("]")
     else:
         parts.append(repr(value))
+
+
+def _joined(value: ast.JoinedStr) -> list[ast.expr]:
+    """Parts of an f-string; neighbouring constants as one, as Pythons of one version even split them differently."""
+    found: list[ast.expr] = []
+    for part in value.values:
+        if isinstance(part, ast.Constant) and found and isinstance(found[-1], ast.Constant):
+            found[-1] = ast.Constant(str(found[-1].value) + str(part.value))
+        elif not (isinstance(part, ast.Constant) and part.value == ""):
+            found.append(part)
+    return found
 
 
 class ModuleFiles:

@@ -96,6 +96,20 @@ def plan(fn, arguments, may_measure=True):
     return pipeline_passes.optimize_jaxpr(closed, settings, platform="cpu", may_measure=may_measure).report
 
 
+def unknown_problems(functions=FUNCTIONS):
+    """Problems that the rows do not have: a JAX that traces a function into other equations has another problem."""
+    stored = {row.key for row in session.store().ls() if row.kind == "choice"}
+    found = set()
+    for fn, arguments in functions:
+        closed = jax.make_jaxpr(fn)(*arguments)
+        started = pipeline_passes.start_planning(closed, Settings(mode="fusion"), platform="cpu", may_measure=True)
+        assert started.problems is not None
+        found |= {problem.digest for problem in started.problems.problems.values()} - stored
+    pipeline_passes.forget()
+    assert not found or jax.__version_info__ >= (0, 11)
+    return found
+
+
 def test_every_row_is_kept_and_read(path):
     store = here(path)
     rows = store.ls()
@@ -112,6 +126,7 @@ def test_every_row_is_kept_and_read(path):
 
 def test_every_choice_is_tried_first_and_checked_once(path, counts):
     stored = {row.key: row.value["winner"] for row in here(path).ls() if row.kind == "choice"}
+    unknown = unknown_problems()
     for fn, arguments in FUNCTIONS:
         report = plan(fn, arguments, may_measure=False)
         assert {s.chosen for s in report.subsets if s.source} <= {"xla"}  # nothing runs before it is checked
@@ -120,9 +135,10 @@ def test_every_choice_is_tried_first_and_checked_once(path, counts):
     for fn, arguments in FUNCTIONS:
         plan(fn, arguments)
     kernels = sum(winner != LIBRARY for winner in stored.values())
-    assert kernels >= 2 and counts["check"] >= kernels and counts["measure"] == 0
-    new = [row for row in here(path).ls(all_devices=False) if row.kind == "choice"]
-    assert {row.key: row.value["winner"] for row in new} == stored
+    assert kernels >= 2 and counts["check"] >= kernels - len(unknown) and counts["measure"] <= len(unknown)
+    new = [row for row in here(path).ls(all_devices=False) if row.kind == "choice" and row.key not in unknown]
+    assert {row.key: row.value["winner"] for row in new}.items() <= stored.items()
+    assert len(new) >= len(stored) - len(unknown)
     assert all(row.value["schedules"] == keys.schedules("cpu", "") for row in new)
     assert {here(path).choice(row.key)[1] for row in new} == {RECHECKED}
     assert len(here(path).ls()) >= 12 + len(new)  # the old rows stay
@@ -137,14 +153,16 @@ def test_every_choice_is_tried_first_and_checked_once(path, counts):
 def test_without_the_secret_they_are_checked_as_rows_of_others(path, counts):
     (path.parent / "tuning.db.key").unlink()
     session.set_store(here(path))
-    plan(softmax, (X,))
-    assert counts["check"] >= 1 and counts["measure"] == 0
-    new = [row for row in here(path).ls(all_devices=False) if row.kind == "choice"]
+    unknown = unknown_problems([(scan, (X,))])
+    plan(scan, (X,))
+    assert counts["check"] >= 1 and counts["measure"] == len(unknown)
+    new = [row for row in here(path).ls(all_devices=False) if row.kind == "choice" and row.key not in unknown]
     assert [here(path).choice(row.key)[1] for row in new] == [CHECKED]
 
 
 def test_functions_run(path, counts):
+    unknown = unknown_problems()
     for fn, arguments in FUNCTIONS:
         made = jcuts.optimize(fn, mode="fusion")(*arguments)
         np.testing.assert_allclose(made, fn(*arguments), rtol=1e-4, atol=1e-5)
-    assert counts["measure"] == 0
+    assert counts["measure"] <= len(unknown)

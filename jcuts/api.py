@@ -14,8 +14,8 @@ from typing import Any
 from jcuts.base import keys, knobs
 from jcuts.base.errors import NotJaxError
 from jcuts.base.settings import Settings
-from jcuts.jit import decision_keeper
-from jcuts.jit.decision_keeper import set_default_store
+from jcuts.jit import decision_cache
+from jcuts.jit.decision_cache import set_default_store
 from jcuts.jit.optimized import BoundOptimized, Optimized
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import function_name
@@ -119,7 +119,7 @@ def _cached_optimized(fn: Callable[..., Any], settings: Settings, options: dict[
     if not isinstance(fn, types.FunctionType):
         return Optimized(fn, settings, options)
     # A wrapper made under other knobs or with another store decides anew.
-    surroundings = knobs.current(), decision_keeper.default_stores(), jaxapi.jit_disabled(), jaxapi.x64_enabled()
+    surroundings = knobs.current(), decision_cache.default_stores(), jaxapi.jit_disabled(), jaxapi.x64_enabled()
     key = keys.wrapper(settings, options, surroundings)
     with _making:
         made = fn.__dict__.get(_MADE)

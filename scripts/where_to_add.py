@@ -132,7 +132,7 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
         "CPU and GPU timing; noise and interleaving",
         (
             "jcuts/tune/measure/cpu_timing.py",
-            "jcuts/tune/measure/gpu_chain_timing.py",
+            "jcuts/tune/measure/gpu_timing.py",
             "jcuts/tune/measure/statistics.py",
         ),
     ),

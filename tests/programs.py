@@ -23,7 +23,7 @@ from jcuts.schedule.cpu import loop_candidates, loop_schedule
 from jcuts.schedule.cpu.candidates import multi_phase_schedules
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
-from jcuts.xla.ffi_call import call_kernel
+from jcuts.xla.cpu_ffi_call import call_kernel
 from jcuts.xla.kernel_cache import kernel_for
 
 MACHINE = loop_candidates.Machine(vector_bytes=64, registers=32, threads=2)

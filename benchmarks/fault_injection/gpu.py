@@ -59,7 +59,7 @@ def run_objects(round_: str, kinds: list[str], options: argparse.Namespace) -> d
     from jcuts.tune.choice import LIBRARY
     from jcuts.tune.parent.tuner import TuningBudget, default_store, tune
     from jcuts.tune.worker.requests import KERNEL_KINDS
-    from jcuts.xla.ffi_call import call_kernel
+    from jcuts.xla.cpu_ffi_call import call_kernel
 
     if options.cpu:
         from tests.tune import objects as cpu_objects

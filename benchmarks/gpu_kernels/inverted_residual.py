@@ -167,7 +167,7 @@ def measured(pair: tuple[Case, Case], programs: Sequence[Any], folder: Path, mos
     from benchmarks.gpu_kernels import run
     from jcuts.jit import end_to_end_benchmark
     from jcuts.tune.kernel_file import read_kernel
-    from jcuts.xla.ffi_call import call_kernel
+    from jcuts.xla.cpu_ffi_call import call_kernel
 
     along, plain = pair
     row: dict[str, Any] = {

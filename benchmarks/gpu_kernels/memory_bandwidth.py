@@ -139,7 +139,7 @@ def bench(case: Any, programs: Sequence[Any], folder: Path, seconds: float) -> d
     from benchmarks.gpu_kernels.run import CEILING, error_of
     from jcuts.tune.kernel_file import read_kernel
     from jcuts.tune.measure import gpu_problem
-    from jcuts.xla.ffi_call import call_kernel
+    from jcuts.xla.cpu_ffi_call import call_kernel
 
     files = {str(k): folder / f"{p.digest}.kernel" for k, p in enumerate(programs)}
     kernels = {label: read_kernel(path) for label, path in files.items() if path.exists()}

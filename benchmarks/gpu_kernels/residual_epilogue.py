@@ -196,7 +196,7 @@ def measured(case: Layer, programs: Sequence[Any], folder: Path) -> dict[str, An
     """One layer: XLA, a copy, and all programs, in turns."""
     from benchmarks.gpu_kernels import run
     from jcuts.tune.kernel_file import read_kernel
-    from jcuts.xla.ffi_call import call_kernel
+    from jcuts.xla.cpu_ffi_call import call_kernel
 
     row: dict[str, Any] = {"case": case.name, "bytes": case.moved(), "programs": {}, "rejected": {}}
     count = int(min(run.MOST_SETS, max(4, -(-run.ROTATED // case.moved()))))

@@ -194,7 +194,7 @@ def bench(
     import jax.numpy as jnp
     import numpy as np
 
-    from jcuts.xla.ffi_call import call_kernel
+    from jcuts.xla.cpu_ffi_call import call_kernel
 
     moved = case.moved()
     row: dict[str, Any] = {"case": case.name, "bytes": moved, "candidates": {}, "rejected": {}}

@@ -188,9 +188,9 @@ def measured(case: Case, plain: Layer | None, programs: Sequence[Any], folder: P
     from jcuts.jit.end_to_end_benchmark import OPTIONS
     from jcuts.tune.kernel_file import read_kernel
     from jcuts.tune.measure.cuda_driver import device
-    from jcuts.tune.measure.gpu_chain_timing import ChainBenchmark
     from jcuts.tune.measure.gpu_launch import GpuLauncher, median, screen
-    from jcuts.xla.ffi_call import call_kernel
+    from jcuts.tune.measure.gpu_timing import ChainBenchmark
+    from jcuts.xla.cpu_ffi_call import call_kernel
 
     arguments = case.arguments(0)
     graphs = OPTIONS["cuda"]["graphs"]
@@ -291,7 +291,7 @@ def measure(
 def floor() -> dict[str, float]:
     """What a link of a chain takes that computes next to nothing: XLA's."""
     from jcuts.jit.end_to_end_benchmark import OPTIONS
-    from jcuts.tune.measure.gpu_chain_timing import compare
+    from jcuts.tune.measure.gpu_timing import compare
 
     x = np.ones(1024, np.float32)
     entries = {"xla": (lambda x: x + 1, {}), "xla graphs": (lambda x: x + 1, OPTIONS["cuda"]["graphs"])}

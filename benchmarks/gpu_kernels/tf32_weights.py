@@ -180,7 +180,7 @@ def measured(pair: tuple[Case, Case], programs: Sequence[Sequence[Any]], folder:
     """One layer: XLA with weights as they are ("xla") and along terms ("xla along"), and all programs, in turns."""
     from benchmarks.gpu_kernels import run
     from jcuts.tune.kernel_file import read_kernel
-    from jcuts.xla.ffi_call import call_kernel
+    from jcuts.xla.cpu_ffi_call import call_kernel
 
     along, plain = pair
     row: dict[str, Any] = {"case": along.name.removesuffix(" along terms"), "programs": {}, "rejected": {}}

@@ -39,7 +39,7 @@ def programs(network: Any, database: Any, device: Any, limits: Sequence[int]) ->
     one after the other share theirs.
     """
     from jcuts.base.errors import JcutsError
-    from jcuts.microbatch import workspace_reuse
+    from jcuts.microbatch import batch_division_dp
     from jcuts.microbatch.analysis import analyse, tables_of
 
     tables = tables_of(network, database, device)
@@ -47,7 +47,7 @@ def programs(network: Any, database: Any, device: Any, limits: Sequence[int]) ->
     middle = limits[len(limits) // 2]
 
     def single(limit: int | None) -> list[Any]:
-        found = [workspace_reuse.undivided(table, use.batch, limit, precision=use.precision) for use, table in pairs]
+        found = [batch_division_dp.undivided(table, use.batch, limit, precision=use.precision) for use, table in pairs]
         if None in found:
             raise JcutsError("a kernel has no algorithm there")
         return found
@@ -75,7 +75,7 @@ def programs(network: Any, database: Any, device: Any, limits: Sequence[int]) ->
             add(
                 f"WR {at}, pieces of the batch only",
                 lambda limit=limit: [
-                    workspace_reuse.divide(whole(table), use.batch, limit, precision=use.precision)
+                    batch_division_dp.divide(whole(table), use.batch, limit, precision=use.precision)
                     for use, table in pairs
                 ],
             )

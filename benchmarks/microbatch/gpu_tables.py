@@ -90,13 +90,13 @@ def deepbench(run: Run) -> Any:
 
 def compared(table: Any, batch: int, limit: int, precision: str) -> dict[str, Any]:
     """Of one layer: what the limit costs (unlimited), what dividing gives back (gain)."""
-    from jcuts.microbatch import workspace_reuse
+    from jcuts.microbatch import batch_division_dp
 
-    one, free = (workspace_reuse.undivided(table, batch, m, precision=precision) for m in (limit, None))
-    best = workspace_reuse.divide(table, batch, limit, precision=precision) if one is not None else None
+    one, free = (batch_division_dp.undivided(table, batch, m, precision=precision) for m in (limit, None))
+    best = batch_division_dp.divide(table, batch, limit, precision=precision) if one is not None else None
     row = {"single": description(one), "divided": description(best), "no limit": description(free)}
     if one is not None and best is not None and free is not None:
-        pieces = workspace_reuse.divide(conv_chains.whole(table), batch, limit, precision=precision)
+        pieces = batch_division_dp.divide(conv_chains.whole(table), batch, limit, precision=precision)
         row |= {"gain of pieces only": one.ticks / pieces.ticks}
         row |= {"gain": one.ticks / best.ticks, "lost": one.ticks / free.ticks, "left": best.ticks / free.ticks}
     return row

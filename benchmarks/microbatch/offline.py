@@ -24,7 +24,7 @@ from benchmarks.microbatch.gpu_tables import compared, compared_network, summary
 from benchmarks.microbatch.modelled_device import training_step  # noqa: E402
 from benchmarks.microbatch.table_run import BATCHES, MIB, MODES, MOST, in_mode  # noqa: E402
 from jcuts.base.errors import JcutsError, UsageError  # noqa: E402
-from jcuts.microbatch import workspace_reuse  # noqa: E402
+from jcuts.microbatch import batch_division_dp  # noqa: E402
 from jcuts.microbatch.analysis import tables_of  # noqa: E402
 from jcuts.microbatch.convolution import Convolution  # noqa: E402
 from jcuts.microbatch.database import Database, Device  # noqa: E402
@@ -90,8 +90,8 @@ def memory(network: Network, database: Database, device: Device) -> dict[str, An
     layers: dict[str, dict[str, int]] = {}
     seconds = {"single": 0.0, "WR": 0.0}
     for use, table in zip(network.uses, tables_of(network, database, device), strict=True):
-        single = workspace_reuse.undivided(table, use.batch, 512 * MIB, precision=use.precision)
-        divided = workspace_reuse.divide(table, use.batch, 64 * MIB, precision=use.precision)
+        single = batch_division_dp.undivided(table, use.batch, 512 * MIB, precision=use.precision)
+        divided = batch_division_dp.divide(table, use.batch, 64 * MIB, precision=use.precision)
         if single is None:
             raise UsageError(f"no single call of {use.convolution} fits 512 MiB")
         row = layers.setdefault(str(dataclasses.replace(use.convolution, kind="forward")), {})

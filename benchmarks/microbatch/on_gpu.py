@@ -217,14 +217,14 @@ def by_policy(
     import jax
     import numpy as np
 
-    from jcuts.microbatch import workspace_reuse
+    from jcuts.microbatch import batch_division_dp
     from jcuts.microbatch.timings import POLICIES, Table
 
     table = Table(c, tuple(m for size in (1, 2, 3, 4, 5, 7, 8, 13) for m in measurer(c, size)), c.unit)
     rows = []
     for policy in POLICIES:
         sizes = [m for m in table.micros if policy == "undivided" or m.batch < 13]
-        division = workspace_reuse.divide(dataclasses.replace(table, micros=tuple(sizes)), 13, policy=policy)
+        division = batch_division_dp.divide(dataclasses.replace(table, micros=tuple(sizes)), 13, policy=policy)
         found = np.asarray(jax.jit(calls(run, c, division, graph=False))(*operands), np.float64)
         off = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
         rows.append([str(c), c.layout, policy, str(division), off])
@@ -254,7 +254,7 @@ MODES = {
 
 def alexnet(run: Run) -> dict[str, Any]:
     """conv2: XLA's own, cuDNN's best single call with and without the limit, and divisions, as whole calls."""
-    from jcuts.microbatch import workspace_reuse
+    from jcuts.microbatch import batch_division_dp
     from jcuts.microbatch.database import Database
     from jcuts.microbatch.pareto import desirable_or_none
     from jcuts.tune.cudnn.measurer import this_device
@@ -271,8 +271,8 @@ def alexnet(run: Run) -> dict[str, Any]:
         device = this_device(run.platform, accuracy=accuracy)
         ours = tables_of_conv2(run, c, batch, accuracy, device, Database(run.database.path))
         chosen = {
-            "unlimited": workspace_reuse.undivided(ours, batch, precision=precision),
-            "undivided": workspace_reuse.undivided(ours, batch, limit, precision=precision),
+            "unlimited": batch_division_dp.undivided(ours, batch, precision=precision),
+            "undivided": batch_division_dp.undivided(ours, batch, limit, precision=precision),
             "pieces of the batch": divide_or_none(whole(ours), batch, limit, precision),
             "divided": divide_or_none(ours, batch, limit, precision),
         }
@@ -312,7 +312,7 @@ def whole_calls(run: Run, c: Any, batch: int, chosen: dict[str, Any], precision:
     import jax
     import numpy as np
 
-    from jcuts.tune.measure import gpu_chain_timing
+    from jcuts.tune.measure import gpu_timing
     from jcuts.xla.cudnn.match import library_function
 
     exact = jax.lax.Precision.HIGHEST if precision == "float32" else jax.lax.Precision.DEFAULT
@@ -337,7 +337,7 @@ def whole_calls(run: Run, c: Any, batch: int, chosen: dict[str, Any], precision:
         }
     if run.platform == "cuda":
         entries = {name: (function, {}) for name, function in functions.items()}
-        _, samples, _ = gpu_chain_timing.compare(entries, inputs, seconds=0.6, announce=lambda _: None)
+        _, samples, _ = gpu_timing.compare(entries, inputs, seconds=0.6, announce=lambda _: None)
         for name, one in samples.items():
             answer[name]["seconds"] = one.median
     return answer
@@ -359,11 +359,11 @@ def only_cudnn(table: Any) -> Any:
 
 def divide_or_none(table: Any, batch: int, limit: int | None, precision: str) -> Any:
     """The fastest division, None where nothing fits."""
-    from jcuts.microbatch import workspace_reuse
+    from jcuts.microbatch import batch_division_dp
     from jcuts.microbatch.errors import NoDivisionError
 
     try:
-        return workspace_reuse.divide(table, batch, limit, precision=precision)
+        return batch_division_dp.divide(table, batch, limit, precision=precision)
     except NoDivisionError:
         return None
 

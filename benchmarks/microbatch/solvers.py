@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.microbatch.modelled_device import Modelled, training_step  # noqa: E402
 from jcuts.base.errors import CacheError  # noqa: E402
-from jcuts.microbatch import clique_knapsack, deepbench, knapsack, workspace_reuse  # noqa: E402
+from jcuts.microbatch import batch_division_dp, deepbench, liveness_knapsack, multiple_choice_knapsack  # noqa: E402
 from jcuts.microbatch.best_batch import best_batch_size  # noqa: E402
 from jcuts.microbatch.database import SCHEMA, Database, Device  # noqa: E402
 from jcuts.microbatch.errors import ForeignDeviceError, NoDivisionError, NoSplitError  # noqa: E402
@@ -61,7 +61,7 @@ def run_wr(cases: int) -> dict[str, Any]:
         expected = reference.wr(table, batch, limit)
         compared += len(reference.compositions(batch))
         try:
-            found = workspace_reuse.divide(table, batch, limit)
+            found = batch_division_dp.divide(table, batch, limit)
         except NoDivisionError:
             impossible += 1
             wrong += expected is not None
@@ -92,9 +92,9 @@ def run_wd(networks: int) -> dict[str, Any]:
         for choices in (sets, every):
             costs, weights = _arrays(choices)
             found = (
-                clique_knapsack.solve_clique_knapsack(costs, weights, limits)
+                liveness_knapsack.solve_clique_knapsack(costs, weights, limits)
                 if alive
-                else knapsack.choose(costs, weights, total)
+                else multiple_choice_knapsack.choose(costs, weights, total)
             )
             counts["wrong"] += (None if found is None else found.cost) != best
             counts["wrong"] += found is not None and not (found.proven and reference.fits(found.items, weights, limits))
@@ -150,9 +150,9 @@ def _time_branches(instances: int, rounds: int) -> dict[str, Any]:
                     costs.append(np.sort(rng.integers(10**7, 10**9, len(weight)))[::-1])
                     lives.append((3 * block + depth, 3 * block + depth + int(rng.integers(0, 2))))
         limits = cliques(lives, (), 96 * MIB)
-        taken = _rounds(lambda: clique_knapsack.solve_clique_knapsack(costs, weights, limits), rounds)  # noqa: B023
+        taken = _rounds(lambda: liveness_knapsack.solve_clique_knapsack(costs, weights, limits), rounds)  # noqa: B023
         own.append(min(wall for wall, _ in taken))
-        chosen = clique_knapsack.solve_clique_knapsack(costs, weights, limits)
+        chosen = liveness_knapsack.solve_clique_knapsack(costs, weights, limits)
         variables.append(sum(map(len, costs)))
         if seed:
             continue
@@ -326,8 +326,8 @@ def _time(name: str, problems: list[tuple[Any, Any, int]], rounds: int, slow: in
     """Own times over all problems; cvxpy's over the first ``slow`` ones, whose optima must agree."""
     own, busy, states, solutions = [], [], [], []
     for costs, weights, limit in problems:
-        taken = _rounds(lambda: knapsack.choose(costs, weights, limit), rounds)  # noqa: B023
-        chosen = knapsack.choose(costs, weights, limit)
+        taken = _rounds(lambda: multiple_choice_knapsack.choose(costs, weights, limit), rounds)  # noqa: B023
+        chosen = multiple_choice_knapsack.choose(costs, weights, limit)
         own.append(min(wall for wall, _ in taken))
         busy.append(min(processor for _, processor in taken))
         states.append(chosen.states if chosen else 0)

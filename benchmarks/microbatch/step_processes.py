@@ -161,7 +161,7 @@ def _next(lines: queue.SimpleQueue[str], end: float) -> str:
 def program(spec: dict[str, Any], closed: Any) -> tuple[Any, dict[str, Any]]:
     """The step with its convolutions as the spec says, and what was chosen."""
     from jcuts.base.settings import Settings
-    from jcuts.microbatch import workspace_reuse
+    from jcuts.microbatch import batch_division_dp
     from jcuts.pipeline import microbatch_convs
     from jcuts.rewrite.simplify import simplify
     from jcuts.trace.inline import inline
@@ -171,7 +171,7 @@ def program(spec: dict[str, Any], closed: Any) -> tuple[Any, dict[str, Any]]:
         return closed, {}
     if spec.get("single"):
         microbatch_convs.desirable = lambda table, batch, limit, **more: (
-            workspace_reuse.undivided(table, batch, limit, **more),
+            batch_division_dp.undivided(table, batch, limit, **more),
         )
     if spec.get("launched"):
         microbatch_convs.call_site = lambda *args, **more: call_site(*args, **{**more, "graph": False})

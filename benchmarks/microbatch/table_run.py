@@ -128,14 +128,14 @@ class Run:
         self, measurer: Any, convolution: Any, batch: int, limits: Sequence[int], precisions: Sequence[str]
     ) -> Any:
         """The table of a convolution with every size that can matter."""
-        from jcuts.microbatch import workspace_reuse
+        from jcuts.microbatch import batch_division_dp
         from jcuts.microbatch.sampling_plan import sizes_between
         from jcuts.tune.cudnn.measurer import measured, measured_in_slices
 
         size, measurer.unwanted = batch, self.never(convolution)
         while size:
             table = measured(convolution, size, self.database, measurer, policy="undivided", library=False)
-            best = [workspace_reuse.undivided(table, size, precision=p) for p in precisions]
+            best = [batch_division_dp.undivided(table, size, precision=p) for p in precisions]
             if all(one is None or one.workspace <= min(limits) for one in best) and any(best):
                 break
             lacking = self.database.remarks(self.device, convolution, size)

@@ -128,7 +128,7 @@ def finished(run: Run, item: str, race: step_processes.Race, found: dict[str, An
 
 def mixed(run: Run) -> Any:
     """Networks with XLA's own convolutions as candidates, against plain jax.jit."""
-    from jcuts.microbatch import workspace_reuse
+    from jcuts.microbatch import batch_division_dp
     from jcuts.xla.cudnn.match import LIBRARY
 
     found: dict[str, Any] = {}
@@ -165,7 +165,7 @@ def mixed(run: Run) -> Any:
                 table = run.database.table(run.device, use.convolution)
                 own = dataclasses.replace(table, micros=tuple(m for m in table.micros if m.algorithm == LIBRARY))
                 for precision in precisions_of(run, "float32"):
-                    one = workspace_reuse.undivided(own, use.batch, precision=precision)
+                    one = batch_division_dp.undivided(own, use.batch, precision=precision)
                     rows.append([str(use.convolution), precision, description(one)])
                     largest[precision] = max(largest.get(precision, 0), one.workspace if one else 0)
             for spec in mine:

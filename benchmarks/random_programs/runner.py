@@ -33,7 +33,7 @@ from jcuts.tune.verify.inputs import flushed, make_inputs, seed_kinds
 from jcuts.tune.verify.reference import TRUST_ULP, distance, value_range, widen
 from jcuts.tune.verify.rounding_traits import is_wide
 from jcuts.tune.verify.tolerances import NOISE_ULP
-from jcuts.xla.ffi_call import call_kernel
+from jcuts.xla.cpu_ffi_call import call_kernel
 from jcuts.xla.kernel_cache import kernel_for
 
 TOLERANCE = 2.0

@@ -90,7 +90,7 @@ def run_kernel() -> str:
     import jax
     import numpy as np
 
-    from jcuts.xla.ffi_call import call_kernel, pool_threads
+    from jcuts.xla.cpu_ffi_call import call_kernel, pool_threads
 
     kernel = smoke_kernel()
     x = np.arange(TILES * BLOCK, dtype=np.float32)

@@ -16,8 +16,8 @@ from jcuts.microbatch import html_report
 from jcuts.microbatch.analysis import Analysis, Row, analyse
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database
+from jcuts.microbatch.shared_workspace_ilp import CONSTRAINTS
 from jcuts.microbatch.timings import POLICIES, Division
-from jcuts.microbatch.workspace_division import CONSTRAINTS
 
 HELP = "divide convolutions under a workspace limit, offline"
 COLUMNS = ("kernel", "division", "time", "undivided", "gain", "workspace", "unlimited", "set")

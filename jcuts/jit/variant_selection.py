@@ -13,7 +13,7 @@ from jcuts.base import knobs
 from jcuts.base.settings import Settings
 from jcuts.jit.call_signature import CallSignature
 from jcuts.jit.decision import JCUTS, XLA, Decision, DecisionStore
-from jcuts.jit.decision_keeper import DecisionKeeper
+from jcuts.jit.decision_cache import DecisionCache
 from jcuts.jit.trace_token import permission
 from jcuts.jit.traced_call import Call, TracedCall
 from jcuts.jit.variant_benchmark import benchmark
@@ -44,7 +44,7 @@ class VariantSelector:
     ) -> None:
         self.settings = settings
         self.carriers = VariantCompiler(fn, settings, options)
-        self.decisions = DecisionKeeper(settings, options, store)
+        self.decisions = DecisionCache(settings, options, store)
         self._fn = fn
         self._arguments = arguments
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from jcuts.base.errors import UsageError
-from jcuts.microbatch import workspace_reuse
+from jcuts.microbatch import batch_division_dp
 from jcuts.microbatch.best_batch import DeviceTimes
 from jcuts.microbatch.database import Database, Device
 from jcuts.microbatch.errors import MissingTimesError
 from jcuts.microbatch.network import Network, Use, peak
 from jcuts.microbatch.pareto import desirable
+from jcuts.microbatch.shared_workspace_ilp import NetworkDivision, divide_network
 from jcuts.microbatch.timings import TICK, Division, Table, check_bytes
-from jcuts.microbatch.workspace_division import NetworkDivision, divide_network
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,9 @@ def analyse(
         chosen, proven = shares.divisions, shares.proven
         share = total // len(network.uses) if constraint == "paper" and network.uses else total
     plain = _once(
-        network, lambda use, t: workspace_reuse.undivided(t, use.batch, share, precision=use.precision), tables
+        network, lambda use, t: batch_division_dp.undivided(t, use.batch, share, precision=use.precision), tables
     )
-    free = _once(network, lambda use, t: workspace_reuse.undivided(t, use.batch, precision=use.precision), tables)
+    free = _once(network, lambda use, t: batch_division_dp.undivided(t, use.batch, precision=use.precision), tables)
     rows = tuple(
         Row(use, division, one, fast, share, found)
         for use, division, one, fast, found in zip(network.uses, chosen, plain, free, sets, strict=True)
@@ -169,7 +169,7 @@ def network_times(
     tables = tables_of(network, database, device)
     resized = network.at_batch(batch)
     each = _once(
-        resized, lambda use, t: workspace_reuse.times(t, batch, limit, policy=policy, precision=use.precision), tables
+        resized, lambda use, t: batch_division_dp.times(t, batch, limit, policy=policy, precision=use.precision), tables
     )
     sums = np.sum(each, axis=0) if each else np.zeros(batch + 1)
     seconds = {b: float(sums[b]) for b in range(1, batch + 1) if 0 < sums[b] < np.inf}

@@ -18,9 +18,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from jcuts.microbatch.batch_division_dp import NEVER, fastest, no_division, scaled
 from jcuts.microbatch.errors import NoDivisionError
 from jcuts.microbatch.timings import Division, MicroConfig, Table
-from jcuts.microbatch.workspace_reuse import NEVER, fastest, no_division, scaled
 
 BLOCK = 512
 """Workspaces that are looked at together: bounds the memory of large batches."""
@@ -33,7 +33,7 @@ def desirable(
 
     No division within the limit is both faster and smaller than all of these, so no optimum over networks is lost.
     The last is the fastest division (that of `wr.divide`), the first the fastest of those with least workspace.
-    Args: as of `microbatch.workspace_reuse.divide`.
+    Args: as of `microbatch.batch_division_dp.divide`.
     Raises: NoDivisionError if the set is empty; UsageError for bad arguments.
     """
     micros = _front_per_size(table.candidates(batch, limit=limit, policy=policy, precision=precision))

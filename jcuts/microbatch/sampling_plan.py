@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from jcuts.microbatch import workspace_reuse
+from jcuts.microbatch import batch_division_dp
 from jcuts.microbatch.errors import NoDivisionError
 from jcuts.microbatch.timings import MicroConfig, Table, unsliced
 
@@ -29,12 +29,12 @@ def sizes_between(table: Table, batch: int, limit: int | None, *, precision: str
         size = s + floor((t - s) (limit - M(s)) / (M(t) - M(s)))
 
     It is promising if T(t) / t is less than the best division's time per sample.
-    Args: as of `microbatch.workspace_reuse.divide`.
+    Args: as of `microbatch.batch_division_dp.divide`.
     """
     if limit is None:
         return ()
     try:
-        best = workspace_reuse.divide(table, batch, limit, precision=precision).seconds / batch
+        best = batch_division_dp.divide(table, batch, limit, precision=precision).seconds / batch
     except NoDivisionError:
         best = float("inf")
     found: dict[int, float] = {}
@@ -83,13 +83,13 @@ def worth_slicing(
 
     It is promising if T(n, s) / n is less than the best division's time per sample.  Where other slices of an algorithm
     took longer than that, so will these.
-    Args: algorithms: names that may be sliced; others as of `microbatch.workspace_reuse.divide`.
+    Args: algorithms: names that may be sliced; others as of `microbatch.batch_division_dp.divide`.
     """
     c = table.convolution
     if limit is None or not c.slices:
         return ()
     try:
-        best = workspace_reuse.divide(table, batch, limit, precision=precision).seconds / batch
+        best = batch_division_dp.divide(table, batch, limit, precision=precision).seconds / batch
     except NoDivisionError:
         best = float("inf")
     images, packed = c.channels / (c.channels + c.outputs), c.result_bytes

@@ -270,7 +270,7 @@ def group(
 def machine() -> loop_candidates.Machine:
     """This CPU as the candidate enumeration sees it."""
     from jcuts.codegen.cpu.target import host_target
-    from jcuts.xla.ffi_call import pool_threads
+    from jcuts.xla.cpu_ffi_call import pool_threads
 
     target = host_target()
     return machine_of(host_arch(), target.vector_bytes, target.registers, pool_threads())

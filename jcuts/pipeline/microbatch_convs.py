@@ -21,14 +21,14 @@ from typing import Any
 from jcuts.base import knobs
 from jcuts.base.errors import JcutsError, Refusal
 from jcuts.base.settings import Settings
-from jcuts.microbatch import workspace_reuse
+from jcuts.microbatch import batch_division_dp
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.errors import NoDivisionError
 from jcuts.microbatch.network import Network, Use
 from jcuts.microbatch.pareto import desirable
 from jcuts.microbatch.report import DivisionReport, size_text
+from jcuts.microbatch.shared_workspace_ilp import divide_network
 from jcuts.microbatch.timings import Division, Table
-from jcuts.microbatch.workspace_division import divide_network
 from jcuts.trace import jaxapi
 from jcuts.trace.source import place
 from jcuts.tune.cudnn.measurer import database_path
@@ -255,7 +255,7 @@ def _prefer_simpler(use: _Use, limit: int, *, mixed: bool) -> None:
     assert use.table is not None and use.chosen is not None and isinstance(use.site, Site)
     batch, precision = use.site.batch, use.site.precision
     for table in (only_cudnn(use.table), _only_library(use.table) if mixed else None):
-        one = workspace_reuse.undivided(table, batch, limit, precision=precision) if table is not None else None
+        one = batch_division_dp.undivided(table, batch, limit, precision=precision) if table is not None else None
         if one is not None and one.ticks <= (1 + MARGIN) * use.chosen.ticks:
             use.chosen = one
 
@@ -285,8 +285,8 @@ def _row(use: _Use, settings: Settings) -> DivisionReport:
     row = DivisionReport(use.layer, str(site.convolution), where, site.batch, why=use.why)
     if use.table is None:
         return row
-    own = workspace_reuse.undivided(_only_library(use.table), site.batch, precision=site.precision)
-    single = workspace_reuse.undivided(only_cudnn(use.table), site.batch, _limit(settings), precision=site.precision)
+    own = batch_division_dp.undivided(_only_library(use.table), site.batch, precision=site.precision)
+    single = batch_division_dp.undivided(only_cudnn(use.table), site.batch, _limit(settings), precision=site.precision)
     row = replace(
         row,
         undivided=single.seconds if single else None,

@@ -33,7 +33,7 @@ class KernelCall:
 
     Attributes:
         number: where the call stands among the equations. covers: the numbers of those that go.
-        like: the equation whose source line the call gets. place: see `xla.ffi_call.call_kernel`.
+        like: the equation whose source line the call gets. place: see `xla.cpu_ffi_call.call_kernel`.
     """
 
     number: int

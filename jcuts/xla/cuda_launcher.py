@@ -1,8 +1,8 @@
 """CUDA custom calls: the native launcher (``launch_cuda.cc``), its registration as typed FFI handler, the traceable
 call.
 
-The CUDA counterpart of `cpu_launcher` and `ffi_call`.  A kernel's object code is an `Image`; HLO names it by digest,
-and the launcher loads it on a device when an executable first runs there.
+The CUDA counterpart of `cpu_launcher` and `cpu_ffi_call`.  A kernel's object code is an `Image`; HLO names it by
+digest, and the launcher loads it on a device when an executable first runs there.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def set_hook(hook: Any) -> None:
 
 
 def call_kernel(kernel: CompiledKernel, *operands: Any, place: Place | None = None) -> tuple[jax.Array, ...]:
-    """Calls a CUDA kernel as one XLA custom call (for images; `ffi_call.call_kernel` dispatches here).
+    """Calls a CUDA kernel as one XLA custom call (for images; `cpu_ffi_call.call_kernel` dispatches here).
 
     Scratch memory is an extra result (`scratch`): a handler that XLA captures into a graph must not allocate.
 

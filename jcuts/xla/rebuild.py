@@ -8,7 +8,7 @@ from typing import Any
 from jcuts.base.errors import IRError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.trace import jaxapi
-from jcuts.xla.ffi_call import call_kernel
+from jcuts.xla.cpu_ffi_call import call_kernel
 
 
 def subset_closed(

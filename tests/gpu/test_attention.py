@@ -10,7 +10,7 @@ import pytest
 from jcuts.base.errors import CompileRejected
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.xla import devices as xla_devices
-from jcuts.xla.ffi_call import call_kernel
+from jcuts.xla.cpu_ffi_call import call_kernel
 from jcuts.xla.kernel_cache import kernel_for
 from tests import programs
 from tests.gpu.cases import attention

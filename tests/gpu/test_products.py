@@ -11,7 +11,7 @@ from jcuts.base.errors import CompileRejected
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu import contraction
 from jcuts.xla import devices as xla_devices
-from jcuts.xla.ffi_call import call_kernel
+from jcuts.xla.cpu_ffi_call import call_kernel
 from jcuts.xla.kernel_cache import kernel_for
 from tests import programs
 from tests.ops.cases import conv

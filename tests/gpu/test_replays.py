@@ -12,7 +12,7 @@ from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.xla import cuda_launcher
 from jcuts.xla import devices as xla_devices
-from jcuts.xla.ffi_call import call_kernel
+from jcuts.xla.cpu_ffi_call import call_kernel
 from jcuts.xla.kernel_cache import kernel_for
 from tests import programs
 from tests.gpu import cases

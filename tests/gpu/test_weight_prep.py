@@ -13,7 +13,7 @@ from jcuts.pipeline import weight_prep
 from jcuts.rewrite.tf32_weights import round_tf32
 from jcuts.trace import jaxapi
 from jcuts.xla import devices as xla_devices
-from jcuts.xla.ffi_call import call_kernel
+from jcuts.xla.cpu_ffi_call import call_kernel
 from jcuts.xla.kernel_cache import kernel_for
 from tests.codegen.cuda.elementwise.test_horizontal import calls
 

@@ -16,7 +16,7 @@ from jcuts import api
 from jcuts.base import knobs
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import Settings, Variant
-from jcuts.jit import chain_ablation, decision_keeper, end_to_end_benchmark, paired_timing, variant_space
+from jcuts.jit import chain_ablation, decision_cache, end_to_end_benchmark, paired_timing, variant_space
 from jcuts.jit.decision import Decision
 from jcuts.jit.paired_timing import ms
 from jcuts.pipeline import kernel_selection, rebuild
@@ -303,7 +303,7 @@ def test_who_decided_in_noise_times_single_calls_again(acts_as_gpu, faster):
     acts_as_gpu.setattr(chain_ablation, "ablate_chains", pick_single)
     args = arguments()
     for process in range(2):
-        decision_keeper.forget_decided_here()
+        decision_cache.forget_decided_here()
         made = jcuts.optimize(lambda x, w, b: pointwise(x, w, b) - 1)
         made(*args)
         assert made.decision(*args).tries == process + 1

@@ -22,7 +22,7 @@ import jcuts
 from jcuts.api import BoundOptimized, Optimized
 from jcuts.base import knobs
 from jcuts.base.errors import JcutsError, NotJaxError, UsageError
-from jcuts.jit import decision_keeper, end_to_end_benchmark
+from jcuts.jit import decision_cache, end_to_end_benchmark
 from tests.primitive.conftest import MARK, toy  # noqa: F401  (a fixture)
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -569,7 +569,7 @@ def test_a_decision_taken_in_noise_is_measured_again_by_a_later_process(toy, mon
     monkeypatch.setattr(end_to_end_benchmark, "benchmark_variants", decide)
     settings = jcuts.optimize(scaled).settings
     for process in range(end_to_end_benchmark.MOST_TRIES + 2):
-        decision_keeper.forget_decided_here()
+        decision_cache.forget_decided_here()
         for _ in range(2):  # within a process once is enough
             f = Optimized(scaled, settings, {}, store)
             f(X)

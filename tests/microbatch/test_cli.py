@@ -11,7 +11,7 @@ import pytest
 from benchmarks.microbatch.modelled_device import NETWORKS, Modelled, resnet, training_step
 from jcuts.cli.main import main
 from jcuts.cli.microbatch import parse_bytes
-from jcuts.microbatch import workspace_reuse
+from jcuts.microbatch import batch_division_dp
 from jcuts.microbatch.analysis import analyse, network_times
 from jcuts.microbatch.database import Database
 from jcuts.microbatch.errors import MissingTimesError
@@ -130,7 +130,7 @@ def test_network_times_are_sums_of_divisions(made):
     device, network = database.device("slow"), database.network()
     found = network_times(network, database, device, 12, limit=MIB)
     expected = sum(
-        workspace_reuse.divide(database.table(device, use.convolution), 12, MIB).seconds for use in network.uses
+        batch_division_dp.divide(database.table(device, use.convolution), 12, MIB).seconds for use in network.uses
     )
     assert found.seconds[12] == pytest.approx(expected) and sorted(found.seconds) == list(range(1, 13))
     with pytest.raises(MissingTimesError, match="no times of"):
@@ -199,5 +199,5 @@ def test_modelled_sets_hold_the_fastest(made):
     for use in database.network().uses:
         table = database.table(device, use.convolution)
         found = desirable(table, use.batch)
-        assert found[-1].ticks == workspace_reuse.divide(table, use.batch).ticks
+        assert found[-1].ticks == batch_division_dp.divide(table, use.batch).ticks
         assert np.all(np.diff([d.workspace for d in found]) > 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jcuts.microbatch import workspace_reuse
+from jcuts.microbatch import batch_division_dp
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.sampling_plan import MOST, sizes_between, worth_slicing
 from jcuts.microbatch.timings import MicroConfig, Table, sliced
@@ -27,7 +27,9 @@ def test_a_size_that_fills_the_limit():
     assert sizes_between(known, 32, 64 << 20) == (12,)
     better = Table(LAYER, (*known.micros, fft(12, 63.75, 0.091e-3)))
     assert sizes_between(better, 32, 64 << 20) == ()  # nothing is left between 12 and 16
-    assert workspace_reuse.divide(better, 32, 64 << 20).seconds < workspace_reuse.divide(known, 32, 64 << 20).seconds
+    assert (
+        batch_division_dp.divide(better, 32, 64 << 20).seconds < batch_division_dp.divide(known, 32, 64 << 20).seconds
+    )
 
 
 def test_nothing_is_proposed_that_cannot_pay():
@@ -76,10 +78,10 @@ def test_what_only_slices_make_fit():
     # As measured: three slices of 64 samples are worth it, and a single call has none.
     name = sliced("fft", 3)
     more = Table(LAYER, (*known.micros, MicroConfig(64, name, "float32", 2.4e-4, 60 << 20)))
-    assert str(workspace_reuse.divide(more, 256, limit)) == "4 x 64 fft/slices=3:float32"
+    assert str(batch_division_dp.divide(more, 256, limit)) == "4 x 64 fft/slices=3:float32"
     assert (
-        workspace_reuse.undivided(more, 64, limit) is None
-        and workspace_reuse.undivided(known, 64, None).parts[0].algorithm == "fft"
+        batch_division_dp.undivided(more, 64, limit) is None
+        and batch_division_dp.undivided(known, 64, None).parts[0].algorithm == "fft"
     )
 
 

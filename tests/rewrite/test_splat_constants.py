@@ -12,7 +12,7 @@ from jax import lax
 
 import jcuts
 from jcuts.base.settings import Settings, Variant
-from jcuts.jit import decision_keeper, end_to_end_benchmark, variant_benchmark, variant_planning, variant_selection
+from jcuts.jit import decision_cache, end_to_end_benchmark, variant_benchmark, variant_planning, variant_selection
 from jcuts.pipeline import computation
 from jcuts.pipeline import passes as pipeline_passes
 from jcuts.report.function_report import NOT_MEASURED
@@ -156,7 +156,7 @@ def test_a_decision_for_fresh_weights_is_not_taken_for_trained_ones(monkeypatch,
     jcuts_wins = end_to_end_benchmark.Decision(end_to_end_benchmark.JCUTS, "as if it were faster than plain XLA")
     monkeypatch.setattr(variant_benchmark, "time_programs", lambda *args: jcuts_wins)
     if alike:
-        monkeypatch.setattr(decision_keeper, "numbers_of", lambda closed: "")
+        monkeypatch.setattr(decision_cache, "numbers_of", lambda closed: "")
     x = jnp.asarray(RNG.standard_normal((64, 96)), jnp.float32)
     trained = [RNG.standard_normal(128).astype(np.float32) for _ in range(2)]
     for bias, gain in ((np.zeros(128, np.float32), np.ones(128, np.float32)), trained):

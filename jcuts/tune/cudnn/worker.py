@@ -328,9 +328,9 @@ def _library_seconds(
     import jax
 
     if jax.default_backend() != "cpu":
-        from jcuts.tune.measure import gpu_chain_timing
+        from jcuts.tune.measure import gpu_timing
 
-        _, samples, _ = gpu_chain_timing.compare({"xla": (function, {})}, inputs, seconds=seconds, announce=announce)
+        _, samples, _ = gpu_timing.compare({"xla": (function, {})}, inputs, seconds=seconds, announce=announce)
         return samples["xla"].median
     times = []
     for _ in range(ROUNDS[0] + 1):

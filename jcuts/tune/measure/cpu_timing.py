@@ -26,7 +26,7 @@ from jcuts.codegen.artifact import CompiledKernel
 from jcuts.tune.measure.cpu_launch import Fenced, Launcher, xla_float_mode
 from jcuts.tune.measure.statistics import Samples, interleave, race
 from jcuts.tune.verify.inputs import dtype_of
-from jcuts.xla import cpu_launcher, ffi_call, native_library
+from jcuts.xla import cpu_ffi_call, cpu_launcher, native_library
 
 LOOP_BELOW = 2e-3
 """Programs shorter than this [s] are timed inside a loop."""
@@ -52,7 +52,7 @@ def as_function(kernel: CompiledKernel) -> Callable[..., Any]:
     """
     cpu_launcher.ensure_registered()
     cpu_launcher.add_kernel(kernel, persist=False)
-    return lambda *operands: ffi_call.call_kernel(kernel, *operands)
+    return lambda *operands: cpu_ffi_call.call_kernel(kernel, *operands)
 
 
 def looped(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,13 +128,13 @@ def _bench(launchers: dict[str, Launcher], inputs: Sequence[np.ndarray]) -> Call
     buffers += [Fenced(shape, dtype_of(dtype)) for shape, dtype in first.outputs]
     table = (ctypes.c_void_p * len(buffers))(*(b.address for b in buffers))
     most = max(launcher.kernel.scratch_bytes for launcher in launchers.values())
-    slot = -(-most // ffi_call.ALIGNMENT) * ffi_call.ALIGNMENT
-    scratch = Fenced((slot * max(1, ffi_call.pool_threads()),), np.dtype(np.uint8))
+    slot = -(-most // cpu_ffi_call.ALIGNMENT) * cpu_ffi_call.ALIGNMENT
+    scratch = Fenced((slot * max(1, cpu_ffi_call.pool_threads()),), np.dtype(np.uint8))
 
     def bench(label: str, share: float, _: object = buffers) -> list[float]:  # keeps the buffers alive
         launcher = launchers[label]
         kernel = launcher.kernel
-        threads = max(1, min(kernel.tiles, ffi_call.pool_threads()))
+        threads = max(1, min(kernel.tiles, cpu_ffi_call.pool_threads()))
 
         def go(repeats: int) -> list[float]:
             times = (ctypes.c_double * repeats)()

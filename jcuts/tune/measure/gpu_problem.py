@@ -26,11 +26,11 @@ from jcuts.base import fingerprint
 from jcuts.base.errors import NativeError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.tune.choice import LIBRARY, SCREENED
-from jcuts.tune.measure import cuda_driver, gpu_chain_timing, gpu_launch
+from jcuts.tune.measure import cuda_driver, gpu_launch, gpu_timing
 from jcuts.tune.measure.statistics import HOPELESS, Samples
 from jcuts.tune.problem import Problem
 from jcuts.tune.verify.inputs import dtype_of
-from jcuts.xla.ffi_call import call_kernel
+from jcuts.xla.cpu_ffi_call import call_kernel
 
 BEHIND = 1.5
 """Where the quick screening finds every kernel this many times slower than XLA, none is timed any further."""
@@ -78,8 +78,8 @@ def compile_ahead(
         _ahead.pop(path, None)  # what was compiled for it before was with parts apart, perhaps
         specs = [jax.ShapeDtypeStruct(i.shape, dtype_of(i.dtype)) for i in problem.inputs]
         try:
-            shape = gpu_chain_timing.layout(function, specs, executions(problem))
-            _lowered[path] = gpu_chain_timing.lowered(function, shape, specs, dict(options.get(path, {})))
+            shape = gpu_timing.layout(function, specs, executions(problem))
+            _lowered[path] = gpu_timing.lowered(function, shape, specs, dict(options.get(path, {})))
         except Exception as error:
             print(f"{problem.name} is not lowered ahead: {error}", file=sys.stderr)
         else:
@@ -110,7 +110,7 @@ def run_ahead(announce: Announce) -> int:
         need = _needs(_ahead[path], _lowered[path])
         if need > room:
             waves.append([])
-            room = gpu_chain_timing.MOST_BYTES
+            room = gpu_timing.MOST_BYTES
         waves[-1].append(path)
         room -= need
     for wave in waves:
@@ -145,9 +145,9 @@ def kernels_ahead(path: str, problem: Problem, library: Function, kernels: Mappi
     specs = [jax.ShapeDtypeStruct(i.shape, dtype_of(i.dtype)) for i in problem.inputs]
     made = 0
     try:
-        shape = gpu_chain_timing.layout(library, specs, executions(problem))
+        shape = gpu_timing.layout(library, specs, executions(problem))
         for label, kernel in kernels.items():
-            program = gpu_chain_timing.lowered(functools.partial(call_kernel, kernel), shape, specs, {})
+            program = gpu_timing.lowered(functools.partial(call_kernel, kernel), shape, specs, {})
             _kernel_chains[path, label] = _threads(_compile_threads(True)).submit(program.compile)
             made += 1
     except Exception as error:  # `measure` meets it again
@@ -156,7 +156,7 @@ def kernels_ahead(path: str, problem: Problem, library: Function, kernels: Mappi
 
 
 def _chains_of(
-    path: str, bench: gpu_chain_timing.ChainBenchmark, entries: Mapping[str, tuple[Function, dict[str, Any]]]
+    path: str, bench: gpu_timing.ChainBenchmark, entries: Mapping[str, tuple[Function, dict[str, Any]]]
 ) -> dict[str, Any]:
     """Compiled chains of a problem: those that were compiled ahead, and the others now."""
     found = {label: _kernel_chains[path, label] for label in entries if (path, label) in _kernel_chains}
@@ -174,7 +174,7 @@ def _compiled(path: str, name: str) -> Any:
     if path in _slow:
         start = time.perf_counter()
         try:
-            if _needs(program, _lowered[path]) * _compile_threads(True) <= gpu_chain_timing.MOST_BYTES:
+            if _needs(program, _lowered[path]) * _compile_threads(True) <= gpu_timing.MOST_BYTES:
                 _run_once(program, _lowered[path])
                 _ran.add(path)
                 spent.append((time.perf_counter() - start, f"{name}'s first run"))
@@ -222,9 +222,9 @@ def executions(problem: Problem) -> int:
     Large operands are not in the cache when an execution begins, and a clock is fine enough for what they take.
     """
     if not compiles_in_calls(problem):
-        return gpu_chain_timing.CHAIN
+        return gpu_timing.CHAIN
     size = sum(math.prod(i.shape) * dtype_of(i.dtype).itemsize for i in problem.inputs)
-    return gpu_chain_timing.LEAST if size < LARGE_BYTES else FEWEST
+    return gpu_timing.LEAST if size < LARGE_BYTES else FEWEST
 
 
 def compiles_in_calls(problem: Problem) -> bool:
@@ -261,7 +261,7 @@ def measure(
     finalists: int,
     mixed: bool,
     announce: Announce,
-    most: int = gpu_chain_timing.CHAIN,
+    most: int = gpu_timing.CHAIN,
     expected: float | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[dict[str, tuple[str, Samples]], dict[str, float]]:
@@ -288,7 +288,7 @@ def measure(
     with _eliminate():
         jax.block_until_ready(jax.device_put(np.float32(0)))  # the primary context is XLA's before it is ours
         announce("")
-        bench = gpu_chain_timing.ChainBenchmark(library, inputs, most)
+        bench = gpu_timing.ChainBenchmark(library, inputs, most)
         done("operands")
         if expected is None:
             bench.add(LIBRARY, _ahead.pop(path, None) or bench.compiled({LIBRARY: (library, dict(options))})[LIBRARY])

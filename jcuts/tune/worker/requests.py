@@ -275,7 +275,7 @@ def _answer(label: str, samples: Samples, method: str) -> dict[str, Any]:
 
 def _measure_on_gpu(problem: Problem, folder: Path, request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     """The same on a GPU."""
-    from jcuts.tune.measure import cuda_driver, gpu_chain_timing, gpu_problem
+    from jcuts.tune.measure import cuda_driver, gpu_problem, gpu_timing
 
     parted = [int(n) for n in request.get("apart", ())]
     found, spent = gpu_problem.measure(
@@ -298,7 +298,7 @@ def _measure_on_gpu(problem: Problem, folder: Path, request: dict[str, Any], ann
         if parted and autotune_cache.without_conv_relu_fusion()
         else {}
     )
-    return {"measurements": answers, "overhead": gpu_chain_timing.overhead(), "parts": spent, **more}
+    return {"measurements": answers, "overhead": gpu_timing.overhead(), "parts": spent, **more}
 
 
 def _optioned(problem: Problem, request: dict[str, Any]) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:

@@ -19,7 +19,7 @@ from jcuts.codegen.cuda.toolchain.image import SYMBOL, Image, Launch
 from jcuts.trace.canonical import canonical_text
 from jcuts.tune import resource_errors
 from jcuts.tune.baseline import autotune_cache, conv_relu_bound
-from jcuts.tune.measure import cuda_driver, gpu_chain_timing, gpu_launch, gpu_problem
+from jcuts.tune.measure import cuda_driver, gpu_launch, gpu_problem, gpu_timing
 from jcuts.tune.problem import Input, Output, Problem
 from jcuts.tune.verify import inputs as verify_inputs
 from jcuts.tune.verify import reference as references
@@ -169,9 +169,7 @@ def test_operands_that_are_there_are_not_copied():
     assert [operands for operands, _ in rotation.sets] == [4096, 8192, 12288] and len(rotation.owned) == 4
     rotation.free()
     assert not device.live
-    bench = gpu_chain_timing.ChainBenchmark(
-        lambda w, x: w @ x, [np.ones((64, 64), np.float32), np.ones((64, 2), np.float32)]
-    )
+    bench = gpu_timing.ChainBenchmark(lambda w, x: w @ x, [np.ones((64, 64), np.float32), np.ones((64, 2), np.float32)])
     first, second = bench.addresses()[:2]
     assert len(first) == 2 and first[0] != second[0] and first[1] == second[1]
 
@@ -262,7 +260,7 @@ def test_flags_in_a_file_are_the_users_too(monkeypatch, tmp_path):
 
 def test_compiling_ahead_tells_of_every_step(monkeypatch):
     told = []
-    monkeypatch.setattr(gpu_chain_timing, "lowered", lambda *_: told.append("lowered") or jax.jit(jnp.sin).lower(X))
+    monkeypatch.setattr(gpu_timing, "lowered", lambda *_: told.append("lowered") or jax.jit(jnp.sin).lower(X))
     problem = Problem("i", (Input((64,), "float32"),), (Output((64,), "float32", 1, False),), space="s")
     monkeypatch.setattr(gpu_problem, "_ahead", {})
     assert gpu_problem.compile_ahead({"a": (problem, jnp.sin), "b": (problem, jnp.sin)}, told.append) == 2
@@ -356,7 +354,7 @@ def test_results_that_equal_accepted_ones_need_no_second_check(monkeypatch):
 
 def test_programs_are_compared_as_chains():
     programs = {"xla": (jax.jit(jnp.sin), {}), "other": (lambda x: jnp.sin(x) + 1, {})}
-    bench = gpu_chain_timing.ChainBenchmark(programs["xla"][0], [np.ones((8, 8), np.float32)])
+    bench = gpu_timing.ChainBenchmark(programs["xla"][0], [np.ones((8, 8), np.float32)])
     for label, program in bench.compiled(programs).items():
         bench.add(label, program)
     samples = bench.race(0.01)
@@ -408,8 +406,8 @@ def test_xla_is_not_run_where_its_time_is_known():
 def test_programs_compile_ahead_with_options_of_their_own(monkeypatch):
     problem = Problem("i", (Input((64,), "float32"),), (Output((64,), "float32", 1, False),), space="s")
     asked = []
-    lowered = gpu_chain_timing.lowered
-    monkeypatch.setattr(gpu_chain_timing, "lowered", lambda *args: asked.append(args[-1]) or lowered(*args[:-1], {}))
+    lowered = gpu_timing.lowered
+    monkeypatch.setattr(gpu_timing, "lowered", lambda *args: asked.append(args[-1]) or lowered(*args[:-1], {}))
     monkeypatch.setattr(gpu_problem, "_ahead", {})
     both = {"a": (problem, jnp.sin), "b": (problem, jnp.sin)}
     gpu_problem.compile_ahead(both, lambda _: None, {"b": autotune_cache.without_conv_relu_fusion()})
@@ -425,7 +423,7 @@ def test_chains_of_kernels_that_were_compiled_ahead_are_not_compiled_again(monke
     assert gpu_problem.kernels_ahead("other", problem, jnp.sin, fails) == 1  # the second is left to who measures
     assert gpu_problem.kernels_ahead("p", problem, jnp.sin, {"a": jnp.sin, "b": jnp.cos}) == 2
     gpu_problem.wait_ahead(lambda _: None)
-    bench = gpu_chain_timing.ChainBenchmark(jnp.sin, [np.ones(64, np.float32)])
+    bench = gpu_timing.ChainBenchmark(jnp.sin, [np.ones(64, np.float32)])
     compiled, asked = bench.compiled, []
     monkeypatch.setattr(bench, "compiled", lambda entries: asked.extend(entries) or compiled(entries))
     entries = {label: (function, {}) for label, function in (("c", jnp.tan), ("a", jnp.sin))}
@@ -457,13 +455,13 @@ def test_every_execution_of_a_chain_happens():
     def product(w, x):
         return x @ w @ w.T
 
-    bench = gpu_chain_timing.ChainBenchmark(product, [w, x])
+    bench = gpu_timing.ChainBenchmark(product, [w, x])
     sets, shared = bench.sets, bench.shared
-    assert bench.layout.rotated == (1,) and len(sets) == gpu_chain_timing.CHAIN and len(shared) == 1
+    assert bench.layout.rotated == (1,) and len(sets) == gpu_timing.CHAIN and len(shared) == 1
     one = jax.jit(product).lower(w, x).compile()
     # Compiled ahead from shapes alone it is the same program.
     specs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (w, x)]
-    compiled = gpu_chain_timing.lowered(product, gpu_chain_timing.layout(product, specs), specs, {}).compile()
+    compiled = gpu_timing.lowered(product, gpu_timing.layout(product, specs), specs, {}).compile()
     assert set(bench.compiled({"a": (product, {})})) == {"a"}
     flops = [c.cost_analysis()["flops"] for c in (compiled, one)]
     assert flops[0] > (len(sets) - 0.5) * flops[1]
@@ -475,7 +473,7 @@ def test_operands_are_freed_as_soon_as_a_problem_is_measured():
     gc.collect()
     gc.disable()  # nothing may wait for the collector: the next problem needs the memory
     try:
-        bench = gpu_chain_timing.ChainBenchmark(jnp.sin, [np.ones((8, 8), np.float32)])
+        bench = gpu_timing.ChainBenchmark(jnp.sin, [np.ones((8, 8), np.float32)])
         for label, program in bench.compiled({"xla": (jnp.sin, {})}).items():
             bench.add(label, program)
         bench.race(0.0)
@@ -496,7 +494,7 @@ def test_a_process_whose_device_is_lost_ends_before_the_next_problem(monkeypatch
     def end(code):
         raise Ended(code)
 
-    monkeypatch.setattr(gpu_chain_timing, "ChainBenchmark", lost)
+    monkeypatch.setattr(gpu_timing, "ChainBenchmark", lost)
     monkeypatch.setattr("jcuts.tune.measure.gpu_problem.os._exit", end)
     with pytest.raises(Ended, match="70"):
         gpu_problem.measure("p", jnp.sin, [X], {}, {}, seconds=0.0, finalists=1, mixed=True, announce=lambda _: None)

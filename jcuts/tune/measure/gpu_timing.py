@@ -3,7 +3,7 @@ JAX.
 
 A program is timed as a jitted chain of executions on inputs of their own, together larger than the L2 cache, each
 waiting for the one before, inside CUDA graphs as far as XLA makes them: what a subset costs inside a larger function.
-The time is the device's (`tune.measure.device_timer`): the host's launch time of small kernels hides behind a delay
+The time is the device's (`tune.measure.cuda_event_timer`): the host's launch time of small kernels hides behind a delay
 kernel. Both kinds of candidate take the same path.
 """
 
@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jcuts.tune.measure.device_timer import stopwatch
+from jcuts.tune.measure.cuda_event_timer import stopwatch
 from jcuts.tune.measure.statistics import Samples, interleave, race
 from jcuts.xla import cuda_launcher
 

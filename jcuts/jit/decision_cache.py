@@ -38,7 +38,7 @@ def forget_decided_here() -> None:
     _decided_here.clear()
 
 
-class DecisionKeeper:
+class DecisionCache:
     """The stored decisions of one function.
 
     Args: settings: the user's options; options: of ``jax.jit``; store: where decisions are kept, None for the default.

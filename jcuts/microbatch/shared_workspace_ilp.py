@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jcuts.base.errors import UsageError
-from jcuts.microbatch import clique_knapsack, knapsack
+from jcuts.microbatch import liveness_knapsack, multiple_choice_knapsack
 from jcuts.microbatch.errors import NoDivisionError
 from jcuts.microbatch.network import cliques, peak
 from jcuts.microbatch.timings import TICK, Division, check_bytes
@@ -35,7 +35,7 @@ class NetworkDivision:
         total: sum of their workspaces [B].
         peak: most that are live at one step [B], without what is held anyway.
         bound: no choice takes less [s].
-        proven: these take the least (see `knapsack.Chosen`).
+        proven: these take the least (see `multiple_choice_knapsack.Chosen`).
         variables: configurations that were to choose from.
     """
 
@@ -87,9 +87,9 @@ def divide_network(
     costs = [np.array([division.ticks for division in choices], np.int64) for choices in sets]
     weights = [np.array([division.workspace for division in choices], np.int64) for choices in sets]
     if constraint == "paper":
-        found = knapsack.choose(costs, weights, total)
+        found = multiple_choice_knapsack.choose(costs, weights, total)
     else:
-        found = clique_knapsack.solve_clique_knapsack(costs, weights, cliques(lives, held, total))
+        found = liveness_knapsack.solve_clique_knapsack(costs, weights, cliques(lives, held, total))
     if found is None:
         smallest = [int(w.min()) for w in weights]
         least = sum(smallest) if constraint == "paper" else peak(smallest, lives, held)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jcuts.base.errors import UsageError
-from jcuts.microbatch import workspace_reuse
+from jcuts.microbatch import batch_division_dp
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.errors import NoDivisionError
 from jcuts.microbatch.pareto import BLOCK, desirable
@@ -30,14 +30,14 @@ def table_of(*rows: tuple[int, str, float, int]) -> Table:
 def test_hand_count():
     # FFT is fast, and too large undivided: two halves in 64 MiB.
     table = table_of((8, "GEMM", 30, 0), (8, "FFT", 6, 120), (4, "FFT", 4, 60), (4, "GEMM", 15, 0), (2, "FFT", 3, 30))
-    found = workspace_reuse.divide(table, 8, 64 * MIB)
+    found = batch_division_dp.divide(table, 8, 64 * MIB)
     assert found.runs == ((2, MicroConfig(4, "FFT", "float32", 4e-6, 60 * MIB)),)
     assert found.seconds == pytest.approx(8e-6) and found.workspace == 60 * MIB and found.batch == 8
     assert [start for start, _ in found.offsets] == [0, 4]
     assert str(found) == "2 x 4 FFT:float32"
-    assert workspace_reuse.divide(table, 8).parts == (MicroConfig(8, "FFT", "float32", 6e-6, 120 * MIB),)
-    assert workspace_reuse.divide(table, 8, 0).parts == (MicroConfig(8, "GEMM", "float32", 30e-6, 0),)
-    assert workspace_reuse.undivided(table, 8, 64 * MIB) == workspace_reuse.divide(table, 8, 0)
+    assert batch_division_dp.divide(table, 8).parts == (MicroConfig(8, "FFT", "float32", 6e-6, 120 * MIB),)
+    assert batch_division_dp.divide(table, 8, 0).parts == (MicroConfig(8, "GEMM", "float32", 30e-6, 0),)
+    assert batch_division_dp.undivided(table, 8, 64 * MIB) == batch_division_dp.divide(table, 8, 0)
     assert [(round(d.seconds * 1e6), d.workspace // MIB) for d in desirable(table, 8)] == [
         (30, 0),
         (12, 30),
@@ -62,9 +62,9 @@ def test_micro_batches_begin_at_multiples_of_the_unit(seed):
     ]
     if not sums:
         with pytest.raises(NoDivisionError):
-            workspace_reuse.divide(table, batch, limit)
+            batch_division_dp.divide(table, batch, limit)
         return
-    for found in (workspace_reuse.divide(table, batch, limit), desirable(table, batch, limit)[-1]):
+    for found in (batch_division_dp.divide(table, batch, limit), desirable(table, batch, limit)[-1]):
         assert found.ticks == min(sums) and found.batch == batch
         assert all(start % unit == 0 for start, _ in found.offsets)
 
@@ -87,19 +87,19 @@ def test_wr_equals_every_composition(seed):
     expected = reference.wr(table, batch, limit)
     if expected is None:
         with pytest.raises(NoDivisionError) as caught:
-            workspace_reuse.divide(table, batch, limit)
+            batch_division_dp.divide(table, batch, limit)
         least = caught.value.least
         if least is not None:  # the error's advice works, and nothing less would
-            assert least > limit and workspace_reuse.divide(table, batch, least)
+            assert least > limit and batch_division_dp.divide(table, batch, least)
             assert reference.wr(table, batch, least - 1) is None
         else:
             assert reference.wr(table, batch, None) is None
         return
-    found = workspace_reuse.divide(table, batch, limit)
+    found = batch_division_dp.divide(table, batch, limit)
     assert found.ticks == expected
     assert found.batch == batch and found.workspace <= limit
     assert set(found.parts) <= set(table.micros)
-    assert workspace_reuse.times(table, batch, limit)[batch] == pytest.approx(found.seconds, rel=1e-12)
+    assert batch_division_dp.times(table, batch, limit)[batch] == pytest.approx(found.seconds, rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -116,12 +116,12 @@ def test_desirable_set_is_the_papers(seed):
     assert [(d.ticks, d.workspace) for d in found] == points
     assert points == [(d.ticks, d.workspace) for d in reference.prune(reference.configurations(table, batch))]
     assert all(d.batch == batch and set(d.parts) <= set(table.micros) for d in found)
-    assert found[-1].ticks == workspace_reuse.divide(table, batch).ticks  # WR's answer is an element
+    assert found[-1].ticks == batch_division_dp.divide(table, batch).ticks  # WR's answer is an element
     limit = random_limit(rng, table)
     if limit >= found[0].workspace:
         inside = [d for d in found if d.workspace <= limit]
         assert [d.ticks for d in desirable(table, batch, limit)] == [d.ticks for d in inside]
-        assert workspace_reuse.divide(table, batch, limit).ticks == inside[-1].ticks
+        assert batch_division_dp.divide(table, batch, limit).ticks == inside[-1].ticks
 
 
 def test_more_workspaces_than_a_block():
@@ -135,7 +135,7 @@ def test_more_workspaces_than_a_block():
     found = desirable(table, 40)
     assert len({m.workspace for m in micros}) > BLOCK
     for division in found:
-        assert workspace_reuse.divide(table, 40, division.workspace).ticks == division.ticks
+        assert batch_division_dp.divide(table, 40, division.workspace).ticks == division.ticks
     spaces = [d.workspace for d in found]
     assert spaces == sorted(set(spaces))
 
@@ -151,7 +151,7 @@ def test_no_element_beats_another(rows):
 
 def test_of_equal_times_the_fewest_parts():
     table = table_of((1, "A", 1, 0), (2, "A", 2, 0), (4, "A", 4, 0))
-    assert len(workspace_reuse.divide(table, 7).parts) == 3
+    assert len(batch_division_dp.divide(table, 7).parts) == 3
     assert [len(d.parts) for d in desirable(table, 7)] == [3]
 
 
@@ -162,7 +162,7 @@ def test_policies():
     assert policy_sizes("undivided", 12) == (12,)
     table = table_of((3, "A", 1, 0), (4, "A", 9, 0), (12, "A", 40, 0))
     assert [
-        workspace_reuse.divide(table, 12, policy=p).seconds * 1e6 for p in ("all", "powerOfTwo", "undivided")
+        batch_division_dp.divide(table, 12, policy=p).seconds * 1e6 for p in ("all", "powerOfTwo", "undivided")
     ] == pytest.approx([4, 27, 40])
     with pytest.raises(UsageError, match="choose one of"):
         policy_sizes("some", 12)
@@ -171,13 +171,13 @@ def test_policies():
 def test_more_exact_arithmetic_is_welcome_less_is_not():
     half = convolution(dtype="float16")
     table = Table(half, (MicroConfig(4, "GEMM", "float16", 3e-6, 0), MicroConfig(4, "FFT", "float32", 2e-6, MIB)))
-    assert workspace_reuse.divide(table, 4).parts[0].math == "float32"
-    assert workspace_reuse.divide(table, 4, 0).parts[0].math == "float16"
+    assert batch_division_dp.divide(table, 4).parts[0].math == "float32"
+    assert batch_division_dp.divide(table, 4, 0).parts[0].math == "float16"
     with pytest.raises(NoDivisionError):
-        workspace_reuse.divide(table, 4, 0, precision="float32")
+        batch_division_dp.divide(table, 4, 0, precision="float32")
     single = Table(convolution(), (MicroConfig(4, "GEMM", "tf32", 1e-6, 0), MicroConfig(4, "GEMM", "float32", 3e-6, 0)))
-    assert workspace_reuse.divide(single, 4).parts[0].math == "float32"
-    assert workspace_reuse.divide(single, 4, precision="tf32").parts[0].math == "tf32"
+    assert batch_division_dp.divide(single, 4).parts[0].math == "float32"
+    assert batch_division_dp.divide(single, 4, precision="tf32").parts[0].math == "tf32"
 
 
 @pytest.mark.parametrize(
@@ -190,9 +190,9 @@ def test_more_exact_arithmetic_is_welcome_less_is_not():
         lambda: MicroConfig(1, "A", "float32", 1e-6, 2**64),
         lambda: Table(convolution(), (MicroConfig(1, "A", "float16", 1e-6, 0),)),
         lambda: Table(convolution(), (MicroConfig(1, "A", "float32", 1e-6, 0),) * 2),
-        lambda: workspace_reuse.divide(table_of((1, "A", 1, 0)), 0),
-        lambda: workspace_reuse.divide(table_of((1, "A", 1, 0)), 2, -1),
-        lambda: workspace_reuse.divide(table_of((1, "A", 1, 0)), 2, precision="float8"),
+        lambda: batch_division_dp.divide(table_of((1, "A", 1, 0)), 0),
+        lambda: batch_division_dp.divide(table_of((1, "A", 1, 0)), 2, -1),
+        lambda: batch_division_dp.divide(table_of((1, "A", 1, 0)), 2, precision="float8"),
         lambda: desirable(table_of((1, "A", 1, 0)), 2, policy="none"),
     ],
 )
@@ -204,7 +204,7 @@ def test_bad_input_is_a_usage_error(make):
 def test_nothing_adds_up():
     table = table_of((4, "A", 1, 0), (6, "A", 1, 8))
     with pytest.raises(NoDivisionError, match="measured sizes are") as caught:
-        workspace_reuse.divide(table, 9)
+        batch_division_dp.divide(table, 9)
     assert caught.value.least is None
     with pytest.raises(NoDivisionError) as caught:
         desirable(table, 10, MIB)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from jcuts.base.errors import UsageError
-from jcuts.microbatch import clique_knapsack, knapsack, workspace_reuse
+from jcuts.microbatch import batch_division_dp, liveness_knapsack, multiple_choice_knapsack
 from jcuts.microbatch.errors import NoDivisionError
 from jcuts.microbatch.network import Clique, cliques, peak
 from jcuts.microbatch.pareto import desirable
+from jcuts.microbatch.shared_workspace_ilp import divide_network
 from jcuts.microbatch.timings import Division, MicroConfig
-from jcuts.microbatch.workspace_division import divide_network
 from tests.microbatch import reference
 from tests.microbatch.cases import UNIT, random_sets, random_table
 
@@ -37,7 +37,13 @@ def test_knapsack_equals_enumeration(seed):
     costs, weights, _ = random_problem(rng)
     limit = int(rng.integers(0, sum(int(w.max()) for w in weights) + 2))
     limits = [Clique(tuple(range(len(costs))), limit)]
-    check(knapsack.choose(costs, weights, limit), reference.knapsack(costs, weights, limits), costs, weights, limits)
+    check(
+        multiple_choice_knapsack.choose(costs, weights, limit),
+        reference.knapsack(costs, weights, limits),
+        costs,
+        weights,
+        limits,
+    )
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -53,7 +59,7 @@ def test_liveness_equals_enumeration(seed):
         if (members := tuple(k for k, (b, e) in enumerate(lives) if b <= step <= e))
     ]
     expected = reference.knapsack(costs, weights, every_step)
-    found = clique_knapsack.solve_clique_knapsack(costs, weights, cliques(lives, held, total))
+    found = liveness_knapsack.solve_clique_knapsack(costs, weights, cliques(lives, held, total))
     check(found, expected, costs, weights, every_step)
 
 
@@ -61,10 +67,10 @@ def test_liveness_equals_enumeration(seed):
 def test_the_exhaustive_passes_equal_enumeration(seed, monkeypatch):
     # Such short lists in the first passes that the second ones must do the work; every bound is tried.
     for module, name, value in (
-        (knapsack, "WIDTH", 1),
-        (knapsack, "MANY", 0),
-        (clique_knapsack, "BEAM", 1),
-        (clique_knapsack, "PAIRWISE", 2),
+        (multiple_choice_knapsack, "WIDTH", 1),
+        (multiple_choice_knapsack, "MANY", 0),
+        (liveness_knapsack, "BEAM", 1),
+        (liveness_knapsack, "PAIRWISE", 2),
     ):
         monkeypatch.setattr(module, name, value)
     rng = np.random.default_rng(10_000 + seed)
@@ -72,11 +78,17 @@ def test_the_exhaustive_passes_equal_enumeration(seed, monkeypatch):
     share = rng.uniform(0.05, 0.95)
     limit = int(sum(w[0] for w in weights) * (1 - share) + sum(w[-1] for w in weights) * share)
     limits = [Clique(tuple(range(6)), limit)]
-    check(knapsack.choose(costs, weights, limit), reference.knapsack(costs, weights, limits), costs, weights, limits)
+    check(
+        multiple_choice_knapsack.choose(costs, weights, limit),
+        reference.knapsack(costs, weights, limits),
+        costs,
+        weights,
+        limits,
+    )
     lives = [(k, k + 2) for k in range(6)]
     limits = cliques(lives, (), limit // 2)
     check(
-        clique_knapsack.solve_clique_knapsack(costs, weights, limits),
+        liveness_knapsack.solve_clique_knapsack(costs, weights, limits),
         reference.knapsack(costs, weights, limits),
         costs,
         weights,
@@ -92,7 +104,7 @@ def test_knapsack_equals_highs(kind, size):
     least, most = sum(int(w[0]) for w in weights), sum(int(w[-1]) for w in weights)
     limit = least + (most - least) // 3 // UNIT * UNIT
     limits = [Clique(tuple(range(len(costs))), limit)]
-    found = knapsack.choose(costs, weights, limit)
+    found = multiple_choice_knapsack.choose(costs, weights, limit)
     other = reference.highs(costs, weights, limits)
     assert found is not None and found.proven and other is not None
     assert reference.fits(found.items, weights, limits)
@@ -117,7 +129,7 @@ def test_branches_that_overlap_equal_highs(seed):
                 lives.append((begin, begin + int(rng.integers(0, 2))))
     limits = cliques(lives, (), 700 * UNIT)
     found, other = (
-        clique_knapsack.solve_clique_knapsack(costs, weights, limits),
+        liveness_knapsack.solve_clique_knapsack(costs, weights, limits),
         reference.highs(costs, weights, limits),
     )
     assert found is not None and other is not None and found.proven
@@ -128,7 +140,10 @@ def test_branches_that_overlap_equal_highs(seed):
 def test_a_search_that_may_not_grow_says_so():
     costs, weights = random_sets(np.random.default_rng(0), 60, 300, "weak")
     limit = sum(int(w[-1]) for w in weights) // 2
-    whole, cut = knapsack.choose(costs, weights, limit), knapsack.choose(costs, weights, limit, most=4)
+    whole, cut = (
+        multiple_choice_knapsack.choose(costs, weights, limit),
+        multiple_choice_knapsack.choose(costs, weights, limit, most=4),
+    )
     assert whole is not None and cut is not None
     assert whole.proven and not cut.proven
     assert cut.bound <= whole.cost <= cut.cost
@@ -165,7 +180,7 @@ def test_alone_at_every_step_wd_is_wr_with_the_whole_limit():
     sets = [desirable(table, 6) for table in tables]
     total = max(s[len(s) // 2].workspace for s in sets)
     alone = divide_network(sets, total, constraint="liveness")
-    assert [d.ticks for d in alone.divisions] == [workspace_reuse.divide(table, 6, total).ticks for table in tables]
+    assert [d.ticks for d in alone.divisions] == [batch_division_dp.divide(table, 6, total).ticks for table in tables]
     assert alone.peak <= total
     together = divide_network(sets, total, constraint="liveness", lives=[(0, 4)] * 5)
     paper = divide_network(sets, total)
@@ -197,10 +212,10 @@ def test_cliques():
         lambda: divide_network([], -1),
         lambda: divide_network([], 1, constraint="none"),
         lambda: divide_network([], 1, lives=[(0, 1)]),
-        lambda: knapsack.choose([np.array([1])], [], 1),
-        lambda: knapsack.choose([np.array([], int)], [np.array([], int)], 1),
-        lambda: knapsack.choose([np.array([-1])], [np.array([0])], 1),
-        lambda: knapsack.choose([np.array([2**60])] * 4, [np.array([0])] * 4, 1),
+        lambda: multiple_choice_knapsack.choose([np.array([1])], [], 1),
+        lambda: multiple_choice_knapsack.choose([np.array([], int)], [np.array([], int)], 1),
+        lambda: multiple_choice_knapsack.choose([np.array([-1])], [np.array([0])], 1),
+        lambda: multiple_choice_knapsack.choose([np.array([2**60])] * 4, [np.array([0])] * 4, 1),
     ],
 )
 def test_bad_input_is_a_usage_error(call):

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 from jcuts.base.errors import NativeError
-from jcuts.tune.measure import cuda_driver, device_timer, gpu_chain_timing, gpu_problem
+from jcuts.tune.measure import cuda_driver, cuda_event_timer, gpu_problem, gpu_timing
 from jcuts.tune.measure import statistics as measure_statistics
 from jcuts.tune.problem import Input, Output, Problem
 
@@ -53,9 +53,9 @@ def watch(monkeypatch):
     device, hooks, clock = Device(), [], [0.0]
     monkeypatch.setattr(cuda_driver, "device", lambda: device)
     monkeypatch.setattr(cuda_driver, "Events", Events)
-    monkeypatch.setattr(device_timer.cuda_launcher, "set_hook", hooks.append)
-    monkeypatch.setattr(device_timer.time, "perf_counter", lambda: clock[0])
-    made = device_timer.Stopwatch()
+    monkeypatch.setattr(cuda_event_timer.cuda_launcher, "set_hook", hooks.append)
+    monkeypatch.setattr(cuda_event_timer.time, "perf_counter", lambda: clock[0])
+    made = cuda_event_timer.Stopwatch()
     made.clock, made.hook = clock, hooks[0]
     return made
 
@@ -73,20 +73,20 @@ def program(watch, host, marks=(0, 1)):
 
 def test_events_stand_around_a_program_behind_a_kernel_that_waits(watch):
     assert watch.seconds(program(watch, 10e-6)) == 3e-6
-    wait = ("wait", 77, int(device_timer.LEAST_DELAY * 1e9))
+    wait = ("wait", 77, int(cuda_event_timer.LEAST_DELAY * 1e9))
     assert watch.device.done == ["push", wait, (0, 77), "pop", "push", (1, 77), "pop"]
 
 
 def test_the_wait_outlasts_the_host(watch):
     assert watch.seconds(program(watch, 1e-3)) == 3e-6
     waits = [x[2] for x in watch.device.done if x[0] == "wait"]
-    assert waits == [int(device_timer.LEAST_DELAY * 1e9), int(2 * device_timer.AHEAD * 1e6)]
+    assert waits == [int(cuda_event_timer.LEAST_DELAY * 1e9), int(2 * cuda_event_timer.AHEAD * 1e6)]
     watch.seconds(program(watch, 1e-3))  # it stays so
     assert len([x for x in watch.device.done if x[0] == "wait"]) == 3
     watch.seconds(program(watch, 1.0))  # but not for ever
-    assert watch.delay == device_timer.MOST_DELAY
+    assert watch.delay == cuda_event_timer.MOST_DELAY
     delays = [watch.delay for _ in range(8) if watch.seconds(program(watch, 10e-6))]  # nor after one busy moment
-    assert delays == [device_timer.MOST_DELAY / 2 ** (k + 1) for k in range(6)] + [device_timer.LEAST_DELAY] * 2
+    assert delays == [cuda_event_timer.MOST_DELAY / 2 ** (k + 1) for k in range(6)] + [cuda_event_timer.LEAST_DELAY] * 2
 
 
 @pytest.mark.parametrize("marks", [(), (0,), (1,)])
@@ -106,7 +106,7 @@ def test_what_the_driver_refuses_inside_is_raised_outside(watch, monkeypatch):
 
 
 def test_without_a_gpu_there_is_no_stopwatch():
-    assert device_timer.stopwatch() is None
+    assert cuda_event_timer.stopwatch() is None
 
 
 def test_callables_may_tell_what_they_took():
@@ -143,10 +143,7 @@ def test_chains_whose_calls_compile_are_short_and_run_ahead_although_they_are_la
     shapes = [jax.ShapeDtypeStruct(i.shape, i.dtype) for i in operands]
     exported = jax.export.export(jax.jit(grouped))(*shapes)
     problem = replace(plain, identity="g", library=bytes(exported.serialize()), reference=b"")
-    assert (
-        gpu_problem.executions(plain) == gpu_chain_timing.CHAIN
-        and gpu_problem.executions(problem) == gpu_chain_timing.LEAST
-    )
+    assert gpu_problem.executions(plain) == gpu_timing.CHAIN and gpu_problem.executions(problem) == gpu_timing.LEAST
     monkeypatch.setattr(gpu_problem, "LARGE_BYTES", 100)
     assert gpu_problem.executions(problem) == gpu_problem.FEWEST
     monkeypatch.undo()
@@ -156,9 +153,7 @@ def test_chains_whose_calls_compile_are_short_and_run_ahead_although_they_are_la
     monkeypatch.setattr(gpu_problem, "SMALL_BYTES", 0)
     few = {path: (problem, jax.jit(exported.call)) for path in "abc"} | {"d": (plain, jax.jit(exported.call))}
     needs = gpu_problem._needs
-    monkeypatch.setattr(
-        gpu_problem, "_needs", lambda *a: needs(*a) + gpu_chain_timing.MOST_BYTES
-    )  # one after the other
+    monkeypatch.setattr(gpu_problem, "_needs", lambda *a: needs(*a) + gpu_timing.MOST_BYTES)  # one after the other
     assert gpu_problem.compile_ahead(few, lambda _: None) == 4
     gpu_problem.wait_ahead(lambda _: None)
     assert not ran and gpu_problem.run_ahead(lambda _: None) == 3

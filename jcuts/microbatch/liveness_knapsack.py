@@ -3,9 +3,10 @@
     minimise  sum_k C[k, j_k]   subject to  sum over k in clique of W[k, j_k] <= room(clique),  for every clique
 
 A kernel's workspace is live from one step to another, so the cliques that hold it follow each other.  Cliques that can
-never overflow are dropped; connected components are solved one by one, a single clique by `knapsack.choose`.  The rest
-is swept in program order: a state is what the open cliques hold and the cost so far; a clique that is complete is
-checked and forgotten.  States go by dominance and by the bound of the linear relaxation's multipliers.
+never overflow are dropped; connected components are solved one by one, a single clique by
+`multiple_choice_knapsack.choose`.  The rest is swept in program order: a state is what the open cliques hold and the
+cost so far; a clique that is complete is checked and forgotten.  States go by dominance and by the bound of the linear
+relaxation's multipliers.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jcuts.microbatch import knapsack
-from jcuts.microbatch.knapsack import Chosen, Floats, Ints
+from jcuts.microbatch import multiple_choice_knapsack
+from jcuts.microbatch.multiple_choice_knapsack import Chosen, Floats, Ints
 from jcuts.microbatch.network import Clique
 
 BEAM = 64
@@ -27,9 +28,13 @@ PAIRWISE = 1024
 
 
 def solve_clique_knapsack(
-    costs: Sequence[Ints], weights: Sequence[Ints], cliques: Sequence[Clique], *, most: int = knapsack.MOST
+    costs: Sequence[Ints],
+    weights: Sequence[Ints],
+    cliques: Sequence[Clique],
+    *,
+    most: int = multiple_choice_knapsack.MOST,
 ) -> Chosen | None:
-    """Solves one problem; arguments and result as of `knapsack.choose`, with ``cliques`` instead of the limit.
+    """Solves one problem; as `multiple_choice_knapsack.choose`, with ``cliques`` instead of the limit.
 
     Every class's cliques must follow each other in ``cliques``, as those of an interval do (`network.cliques`).
     ``weight`` of the result is the sum over all classes.
@@ -51,7 +56,7 @@ def solve_clique_knapsack(
         place = {k: i for i, k in enumerate(members)}
         local = [Clique(tuple(place[k] for k in clique.members), clique.room) for clique in part]
         if len(local) == 1:
-            found = knapsack.choose(*mine, local[0].room, most=most)
+            found = multiple_choice_knapsack.choose(*mine, local[0].room, most=most)
         else:
             found = _Sweep(*mine, local).run(most)
         if found is None:
@@ -95,7 +100,7 @@ class _Sweep:
     """One component of at least two cliques."""
 
     def __init__(self, costs: Sequence[Ints], weights: Sequence[Ints], cliques: Sequence[Clique]) -> None:
-        core = knapsack.Core.make(costs, weights)
+        core = multiple_choice_knapsack.Core.make(costs, weights)
         self.names = core.names
         self.shift = int(core.costs[:, -1].sum())
         self.costs = core.costs - core.costs[:, -1:]
@@ -164,7 +169,7 @@ class _Sweep:
         picks = np.zeros(len(self.costs), np.int64)
         used = self.weights[:, 0] @ self.inside
         while True:
-            free = np.where(self.inside, (self.rooms - used)[None, :], knapsack.LARGEST).min(axis=1)
+            free = np.where(self.inside, (self.rooms - used)[None, :], multiple_choice_knapsack.LARGEST).min(axis=1)
             more = self.weights - self.weights[self.rows, picks][:, None]
             saved = np.where(more <= free[:, None], self.costs[self.rows, picks][:, None] - self.costs, 0)
             k, j = divmod(int(saved.argmax()), saved.shape[1])

@@ -20,7 +20,7 @@ from jcuts.base.errors import IRError
 from jcuts.base.fingerprint import digest
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.xla import cpu_launcher
-from jcuts.xla.ffi_call import call_kernel, pool_threads, scratch_result_bytes
+from jcuts.xla.cpu_ffi_call import call_kernel, pool_threads, scratch_result_bytes
 from tests.xla import kernels
 
 TILES, BLOCK = 24, 1024
@@ -135,7 +135,7 @@ def test_control_flow():
 
 LOOP = """
     import jax, jax.numpy as jnp, numpy as np
-    from jcuts.xla.ffi_call import call_kernel
+    from jcuts.xla.cpu_ffi_call import call_kernel
     from tests.xla import kernels
 
     kernel = kernels.counted(7)
@@ -235,7 +235,7 @@ PERSISTENT = """
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     from jcuts.xla import cpu_launcher
-    from jcuts.xla.ffi_call import call_kernel
+    from jcuts.xla.cpu_ffi_call import call_kernel
     from tests.xla import kernels
     kernel = kernels.affine(6, 16)
     x = jnp.arange(96, dtype=jnp.float32)
@@ -261,7 +261,7 @@ def test_persistent_compilation_cache_of_another_process(tmp_path, cache_dir):
 POOL = """
     import threading
     import jax, jax.numpy as jnp, numpy as np
-    from jcuts.xla.ffi_call import call_kernel
+    from jcuts.xla.cpu_ffi_call import call_kernel
     from tests.xla import kernels
     affine, scratch = kernels.affine(16, 256), kernels.through_scratch(16, 256)
     run = jax.jit(lambda x: sum(call_kernel(scratch, call_kernel(affine, x * i)[0])[0] for i in range(8)))

@@ -56,12 +56,12 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
     ),
     (
         "a GPU kernel family",
-        "schedules, the thread's code, and where both are dispatched",
+        "an entry in each half of the registry: schedules; kernel, launch and split. Then a rule that asks for it",
         (
             "jcuts/schedule/gpu/families.py",
             "jcuts/schedule/gpu/enumeration.py",
-            "jcuts/codegen/cuda/compile.py",
-            "jcuts/codegen/cuda/launch_source.py",
+            "jcuts/codegen/cuda/families.py",
+            "jcuts/codegen/cuda/tile_kernel.py",
             "jcuts/base/schedule_versions.py",
             "docs/kernels/README.md",
         ),

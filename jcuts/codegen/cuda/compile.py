@@ -1,4 +1,4 @@
-"""Scheduled program -> cubin: chooses the kernel family's emitter, runs numba.cuda (NVVM) and ptxas, checks resource
+"""Scheduled program -> cubin: emits the tile of its kernel family, runs numba.cuda (NVVM) and ptxas, checks resource
 limits.
 
 The only file that imports numba.cuda.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 from llvmlite import ir
@@ -16,57 +15,19 @@ from llvmlite import ir
 from jcuts.base import fingerprint, keys
 from jcuts.base.errors import CompileRejected, JcutsError
 from jcuts.codegen.artifact import CompiledKernel
-from jcuts.codegen.cuda.attention.flash import FlashAttentionKernel
-from jcuts.codegen.cuda.conv.few_channels import FewChannelConvKernel
-from jcuts.codegen.cuda.conv.implicit_gemm import ImplicitGemmKernel
-from jcuts.codegen.cuda.conv.implicit_gemm_tile import ImplicitGemmKernelTile
-from jcuts.codegen.cuda.elementwise.horizontal import CombinedShape, HorizontalKernel
-from jcuts.codegen.cuda.elementwise.smem_transpose import SmemTransposeKernel, TransposedShape
-from jcuts.codegen.cuda.elementwise.thread_tile import ThreadTileKernel, fix_axis, tile_indexed_axes
-from jcuts.codegen.cuda.gemm.mma_f64 import DoubleShape, F64MmaKernel
-from jcuts.codegen.cuda.gemm.mma_mainloop import MmaKernel, MmaKernelTile
-from jcuts.codegen.cuda.gemm.simt import FmaShape, SimtGemmKernel
-from jcuts.codegen.cuda.gemm.wgmma_mainloop import WgmmaKernel
-from jcuts.codegen.cuda.gemm.wgmma_tile import WgmmaKernelTile
-from jcuts.codegen.cuda.inverted_residual.kernel import InvertedResidualKernel
-from jcuts.codegen.cuda.launch_source import AnyShape, CudaSource, emit_source
-from jcuts.codegen.cuda.layout.weight_transpose import TurnShape, WeightTransposeKernel
+from jcuts.codegen.cuda.families import kernel_family_of
+from jcuts.codegen.cuda.launch_source import emit_source
+from jcuts.codegen.cuda.launch_writer import CudaSource
+from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
-from jcuts.codegen.cuda.reduction.column import ColumnReductionKernel, ColumnShape
-from jcuts.codegen.cuda.reduction.column_norm import ColumnRowsShape, ColumnSoftmaxKernel, outer_axes
-from jcuts.codegen.cuda.reduction.row import RowReductionKernel, RowReductionTile
-from jcuts.codegen.cuda.reduction.welford import WelfordKernel
-from jcuts.codegen.cuda.scan.kernel import ScanColumnsEmitter, ScanRowsEmitter, ScanShape, scans_of_grid
 from jcuts.codegen.cuda.split_kernels import KernelPart, split_into_kernels
 from jcuts.codegen.cuda.toolchain import ptxas
 from jcuts.codegen.cuda.toolchain.image import SYMBOL, Image, Launch, Resources
 from jcuts.codegen.cuda.toolchain.target import AMPERE, GROUPED, REGISTERS, CudaTarget
-from jcuts.codegen.cuda.warp_specialized.kernel import WarpSpecializedKernel
-from jcuts.codegen.cuda.warp_specialized.tile import WarpSpecializedTile
-from jcuts.codegen.cuda.window.sliding_window import SlidingWindowKernel, walk_of
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import verify
-from jcuts.schedule.gpu.attention.tile import FlashTile
-from jcuts.schedule.gpu.conv.few_channels_tile import FewChannelTile
-from jcuts.schedule.gpu.inverted_residual.tile import InvertedResidualTile
-
-_KERNEL_EMITTERS: tuple[tuple[type, Any], ...] = (
-    (WarpSpecializedTile, WarpSpecializedKernel),
-    (ImplicitGemmKernelTile, ImplicitGemmKernel),
-    (WgmmaKernelTile, WgmmaKernel),
-    (FmaShape, SimtGemmKernel),
-    (DoubleShape, F64MmaKernel),
-    (MmaKernelTile, MmaKernel),
-    (FewChannelTile, FewChannelConvKernel),
-    (InvertedResidualTile, InvertedResidualKernel),
-    (FlashTile, FlashAttentionKernel),
-    (TurnShape, WeightTransposeKernel),
-    (CombinedShape, HorizontalKernel),
-)
-"""Who emits forms on matrix units, and what prepares their operands; a kind stands before what it is one of."""
-_BY_BLOCK = (MmaKernelTile, FewChannelTile, InvertedResidualTile, FlashTile, TurnShape, CombinedShape)
-"""Whose emitters get the numbers of block and thread."""
+from jcuts.schedule.gpu.families import FAMILIES, TENSOR_CORES
 
 _lock = threading.RLock()
 _SLOW_PATHS = frozenset({"sin", "cos", "tan"})
@@ -126,9 +87,8 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
         for part, source, symbol in zip(found, emitted, symbols, strict=True)
     ]
     arch = arch_of(program, target)
-    overlapped = not {"pixels", "fed"}.isdisjoint(dict(program.params))
     grids = [ptxas.Grid(source.blocks, source.threads, source.shared) for source in emitted]
-    cubin, report, early = ptxas.assemble_best(sources, arch, grids, overlapped=overlapped)
+    cubin, report, early = ptxas.assemble_best(sources, arch, grids, overlapped=kernel_family_of(program).overlapped)
     launches = []
     for part, source, symbol in zip(found, emitted, symbols, strict=True):
         used = report[symbol]
@@ -140,11 +100,10 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
                 registers=used.registers,
             )
         check_limits(program.name, used, source.threads, target, source.shared)
-        for shape in source.variants.values():
-            if isinstance(shape, WarpSpecializedTile) and shape.registers and used.registers != shape.entry_registers:
-                raise CompileRejected(
-                    f"{program.name}: {symbol} has {used.registers} registers to share, not {shape.entry_registers}"
-                )
+        entry_registers = kernel_family_of(part.program).entry_registers
+        for wanted in map(entry_registers, source.variants.values()):
+            if wanted is not None and used.registers != wanted:
+                raise CompileRejected(f"{program.name}: {symbol} has {used.registers} registers to share, not {wanted}")
         grid, block, cluster = ((n, 1, 1) for n in (source.blocks, source.threads, source.cluster))
         launches.append(
             Launch(symbol, grid, block, part.arguments, source.shared, cluster, waits=early, resources=used)
@@ -187,17 +146,19 @@ def arch_of(program: Program, target: CudaTarget) -> str:
 
     Raises: CompileRejected where the target has no warpgroups.
     """
-    if "groups" not in dict(program.params):
+    features = kernel_family_of(program).features
+    if not features:
         return target.arch
     if target.capability != GROUPED:
         raise CompileRejected(f"{program.name}: products of warp groups need compute capability 9.0, not {target.arch}")
-    return target.arch + "a"
+    return target.arch + features
 
 
 def check_tensor_core_support(program: Program, target: CudaTarget) -> None:
     """Raises CompileRejected for a schedule of matrix units whose copies and products the target does not have."""
     form = dict(program.params).get("cuda")
-    if form in ("product", "patch", "block", "attention") and target.capability < AMPERE:
+    families = (FAMILIES[name] for name in FAMILIES)
+    if target.capability < AMPERE and any(f.form == form and f.capability >= TENSOR_CORES for f in families):
         raise CompileRejected(
             f"{program.name}: a {form} needs asynchronous copies and TF32 (compute capability 8.0), {target.arch} has "
             "neither",
@@ -252,8 +213,8 @@ def _ptx(program: Program, source: CudaSource, target: CudaTarget, symbol: str) 
     names: dict[str, Any] = {"cuda": cuda}
     try:
         with _lock:
-            for name, shape in source.variants.items():
-                names[name] = _tile(program, shape, types, intrinsic, symbol, target)
+            for name, tile in source.variants.items():
+                names[name] = _tile(program, tile, source, types, intrinsic, symbol, target)
             for name, (kind, number) in source.helpers.items():
                 names[name] = _helper(kind, number, types, intrinsic)
             exec(compile(source.text, f"<jcuts {program.name}>", "exec"), names)
@@ -292,73 +253,33 @@ def _narrow(builder: Any, value: Any) -> Any:
     return builder.trunc(value, L.I32) if value.type.width > 32 else value
 
 
-def _tile(program: Program, shape: AnyShape, types: Any, intrinsic: Any, symbol: str, target: CudaTarget) -> object:
+def _tile(
+    program: Program, tile: Any, source: CudaSource, types: Any, intrinsic: Any, symbol: str, target: CudaTarget
+) -> object:
     """A numba intrinsic that emits what one thread does."""
-    buffers = [b for b in program.buffers if b.role != "local"]
-    axes = outer_axes(program) if isinstance(shape, ColumnRowsShape) else program.phases[0].axes
-    integers = ["row", "lane"] if isinstance(shape, RowReductionTile) else [a.name for a in axes]
-    if isinstance(shape, ScanShape):
-        integers = [*scans_of_grid(program, shape), *(["thread"] if shape.rows else [])]
-    integers = ["block", "thread"] if isinstance(shape, _BY_BLOCK) else integers
-    integers += ["thread"] if isinstance(shape, (ColumnShape, ColumnRowsShape, TransposedShape)) else []
+    buffers = {b.name: b for b in program.buffers}
+    names = [b.name for b in program.buffers if b.role != "local"]
+    kernel = kernel_family_of(program).kernel
 
     def signature_of(*operands: Any) -> Any:
         def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             gpu = GpuBuilder(builder, target.capability)
             pointers = {
-                b.name: builder.ptrtoint(value, ir.IntType(64))
-                for b, value in zip(buffers, args[: len(buffers)], strict=True)
+                name: builder.ptrtoint(value, ir.IntType(64))
+                for name, value in zip(names, args[: len(names)], strict=True)
             }
-            numbers = [_narrow(builder, value) for value in args[len(buffers) :]]
-            _emit(gpu, program, shape, pointers, dict(zip(integers, numbers, strict=True)), symbol)
+            numbers = [_narrow(builder, value) for value in args[len(names) :]]
+            integers = dict(zip(source.record, numbers, strict=True))
+            shared = L.I32(0)
+            if source.shared:
+                shared = ptx_mma.dynamic_shared(gpu, f"{symbol}_shared", source.alignment)
+            kernel(gpu, program, tile, buffers, pointers, integers, symbol, shared).emit()
             return context.get_dummy_value()
 
         return types.void(*operands), generate
 
     # numba reads the parameter list of an intrinsic, so it has to be spelled out.
-    parameters = ", ".join(f"a{k}" for k in range(len(buffers) + len(integers)))
+    parameters = ", ".join(f"a{k}" for k in range(len(names) + len(source.record)))
     space: dict[str, Any] = {"signature_of": signature_of}
     exec(f"def tile(typing_context, {parameters}):\n    return signature_of({parameters})\n", space)
     return intrinsic(space["tile"])
-
-
-def _emit(
-    builder: GpuBuilder,
-    program: Program,
-    shape: AnyShape,
-    pointers: Mapping[str, Any],
-    integers: Mapping[str, Any],
-    symbol: str,
-) -> None:
-    buffers = {b.name: b for b in program.buffers}
-    if isinstance(shape, RowReductionTile):
-        RowReductionKernel(builder, program, shape, buffers, pointers, integers["row"], integers["lane"], symbol).emit()
-        return
-    if isinstance(shape, ColumnRowsShape):
-        emitter = WelfordKernel if dict(program.params)["cuda"] == "moments" else ColumnSoftmaxKernel
-        emitter(builder, program, shape, buffers, pointers, integers, symbol).emit()
-        return
-    if isinstance(shape, ScanShape):
-        walker = ScanRowsEmitter if shape.rows else ScanColumnsEmitter
-        walker(builder, program, shape, buffers, pointers, integers, symbol).emit()
-        return
-    if isinstance(shape, TransposedShape):
-        SmemTransposeKernel(builder, program, shape, buffers, pointers, integers, symbol).emit()
-        return
-    if isinstance(shape, _BY_BLOCK):
-        multiplier = next(emitter for kind, emitter in _KERNEL_EMITTERS if isinstance(shape, kind))
-        multiplier(builder, program, shape, buffers, pointers, integers, symbol).emit()
-        return
-    if isinstance(shape, ColumnShape):
-        ColumnReductionKernel(builder, program, shape, buffers, pointers, integers, symbol).emit()
-        return
-    phase = program.phases[0]
-    by_tile = tile_indexed_axes(phase)
-    for name, place in shape.fixed:
-        phase = fix_axis(phase, name, place)
-    multiples = {a.name: a.unroll for a in phase.axes if a.name not in by_tile}
-    walk = walk_of(program)
-    if walk is not None:
-        SlidingWindowKernel(builder, phase, shape, buffers, pointers, integers, multiples, by_tile).walk(walk)
-        return
-    ThreadTileKernel(builder, phase, shape, buffers, pointers, integers, multiples, by_tile).emit()

@@ -262,7 +262,7 @@ def _lines(phase: Phase, env: Mapping[str, np.ndarray], sizes: Mapping[str, int]
 
 
 def _points(program: Program, phase: Phase, block: int, threads: int) -> dict[str, np.ndarray]:
-    """Coordinates of every point of a block: thread, unrolled axes, terms (as `codegen.cuda.launch_source` numbers
+    """Coordinates of every point of a block: thread, unrolled axes, terms (as `codegen.cuda.elementwise.launch` numbers
     them).
     """
     counts = {a.name: -(-a.extent // a.unroll) for a in phase.axes}

@@ -58,24 +58,25 @@ class FlashAttentionKernel:
         self,
         builder: GpuBuilder,
         program: Program,
-        shape: FlashTile,
+        tile: FlashTile,
         buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value],
         integers: Mapping[str, L.Value],
         symbol: str,
+        shared: L.Value,
     ) -> None:
-        self.builder, self.program, self.shape, self.buffers = builder, program, shape, buffers
-        self.attention, self.thread = shape.attention, integers["thread"]
-        self.shared = ptx_mma.dynamic_shared(builder, f"{symbol}_shared")
+        self.builder, self.program, self.shape, self.buffers = builder, program, tile, buffers
+        self.attention, self.thread = tile.attention, integers["thread"]
+        self.shared = shared
         self.lane = builder.and_(self.thread, L.I32(WARP - 1))
         warp = builder.lshr(self.thread, L.I32(5))
-        self.part = builder.udiv(warp, L.I32(shape.warps[0]))
-        self.band = builder.urem(warp, L.I32(shape.warps[0]))
-        _, groups = shape.blocks
+        self.part = builder.udiv(warp, L.I32(tile.warps[0]))
+        self.band = builder.urem(warp, L.I32(tile.warps[0]))
+        _, groups = tile.blocks
         block = integers["block"]
         head = builder.udiv(block, L.I32(groups))
-        row = builder.mul(builder.urem(block, L.I32(groups)), L.I32(shape.rows))
-        self.row = builder.add(row, builder.mul(self.band, L.I32(shape.warp[0])))
+        row = builder.mul(builder.urem(block, L.I32(groups)), L.I32(tile.rows))
+        self.row = builder.add(row, builder.mul(self.band, L.I32(tile.warp[0])))
         variables: dict[str, L.Value] = {ROWS: self.row}
         for axis in reversed(self.attention.batch):
             first = axis is self.attention.batch[0]

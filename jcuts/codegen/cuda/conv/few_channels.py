@@ -48,29 +48,28 @@ class FewChannelConvKernel:
         self,
         builder: GpuBuilder,
         program: Program,
-        shape: FewChannelTile,
+        tile: FewChannelTile,
         buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value],
         integers: Mapping[str, L.Value],
         symbol: str,
+        shared: L.Value,
     ) -> None:
-        self.builder, self.program, self.shape, self.buffers = builder, program, shape, buffers
+        self.builder, self.program, self.shape, self.buffers = builder, program, tile, buffers
         self.phase, thread = program.phases[0], integers["thread"]
         self.thread = thread
-        self.shared = ptx_mma.dynamic_shared(builder, f"{symbol}_shared")
+        self.shared = shared
         self.lane = builder.and_(thread, L.I32(WARP - 1))
-        _, groups = shape.blocks
+        _, groups = tile.blocks
         block = integers["block"]
-        column = builder.mul(builder.udiv(block, L.I32(groups)), L.I32(shape.columns))
-        self.first = builder.mul(builder.urem(block, L.I32(groups)), L.I32(shape.share))
+        column = builder.mul(builder.udiv(block, L.I32(groups)), L.I32(tile.columns))
+        self.first = builder.mul(builder.urem(block, L.I32(groups)), L.I32(tile.share))
         self.frame = M.Frame(builder, {COLUMNS: column}, pointers, self.phase.ranges(), {})
-        self.copier = ImageLoader(self.frame, shape, self.shared)
-        self.filters = FilterLoader(
-            self.frame, shape, thread, builder.add(self.shared, L.I32(shape.stages * shape.patch))
-        )
+        self.copier = ImageLoader(self.frame, tile, self.shared)
+        self.filters = FilterLoader(self.frame, tile, thread, builder.add(self.shared, L.I32(tile.stages * tile.patch)))
         warp = builder.lshr(thread, L.I32(5))
-        _, wide, across = shape.warps
-        high, long, broad = shape.warp
+        _, wide, across = tile.warps
+        high, long, broad = tile.warp
         self.row = builder.mul(builder.udiv(warp, L.I32(wide * across)), L.I32(high))
         self.pixel = builder.mul(builder.urem(builder.udiv(warp, L.I32(across)), L.I32(wide)), L.I32(long))
         self.column = builder.mul(builder.urem(warp, L.I32(across)), L.I32(broad))

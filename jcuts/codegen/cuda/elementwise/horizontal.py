@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jcuts.base.errors import CompileRejected
-from jcuts.codegen.cuda.elementwise.thread_tile import ThreadTileKernel, TileVariant
+from jcuts.codegen.cuda.elementwise.thread_tile import RegisterTileEmitter, TileVariant
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.program import Buffer, Program
@@ -74,13 +74,14 @@ class HorizontalKernel:
         self,
         builder: GpuBuilder,
         program: Program,
-        shape: CombinedShape,
+        tile: CombinedShape,
         buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value],
         integers: Mapping[str, L.Value],
         symbol: str,
+        shared: L.Value,
     ) -> None:
-        self.builder, self.program, self.shape, self.buffers = builder, program, shape, buffers
+        self.builder, self.program, self.shape, self.buffers = builder, program, tile, buffers
         self.pointers, self.block, self.thread = pointers, integers["block"], integers["thread"]
 
     def emit(self) -> None:
@@ -92,7 +93,7 @@ class HorizontalKernel:
         (axis,) = phase.axes
         block = builder.sub(self.block, L.I32(self.shape.first[number]))
         place = builder.add(builder.mul(block, L.I32(self.shape.threads)), self.thread)
-        point = ThreadTileKernel(
+        point = RegisterTileEmitter(
             builder,
             phase,
             TileVariant(((axis.name, 1),)),

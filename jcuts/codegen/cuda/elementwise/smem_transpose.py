@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from llvmlite import ir
 
 from jcuts.base.errors import CompileRejected
-from jcuts.codegen.cuda.elementwise.thread_tile import ThreadTileKernel, TileVariant
+from jcuts.codegen.cuda.elementwise.thread_tile import RegisterTileEmitter, TileVariant
 from jcuts.codegen.cuda.graph.node_emitter import from_word
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
@@ -108,7 +108,7 @@ def _conflict_degree(elements: list[int], size: int) -> int:
     return max(len(words) for words in banks.values())
 
 
-class _Reader(ThreadTileKernel):
+class _Reader(RegisterTileEmitter):
     """Reads the staged elements of a tile's points from shared memory."""
 
     places: list[tuple[L.Value, int, Node]]  # address of the thread's first element, bytes between lines, the load
@@ -133,24 +133,25 @@ class SmemTransposeKernel:
         self,
         builder: GpuBuilder,
         program: Program,
-        shape: TransposedShape,
+        tile: TransposedShape,
         buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value],
         integers: Mapping[str, L.Value],
         symbol: str,
+        shared: L.Value,
     ) -> None:
-        self.builder, self.program, self.shape = builder, program, shape
+        self.builder, self.program, self.shape = builder, program, tile
         self.buffers, self.pointers, self.symbol = buffers, pointers, symbol
         self.phase = program.phases[0]
         self.lane = self.phase.axes[-1]
-        self.crossed = next(a for a in self.phase.axes if a.name == shape.crossed)
+        self.crossed = next(a for a in self.phase.axes if a.name == tile.crossed)
         self.thread = integers["thread"]
         self.others = {a.name: integers[a.name] for a in self.phase.axes if a not in (self.lane, self.crossed)}
-        self.row = builder.mul(integers[self.crossed.name], L.I32(shape.rows))
-        self.column = builder.mul(integers[self.lane.name], L.I32(shape.columns))
-        self.loads = smem_staged_loads(self.phase, shape.crossed)
+        self.row = builder.mul(integers[self.crossed.name], L.I32(tile.rows))
+        self.column = builder.mul(integers[self.lane.name], L.I32(tile.columns))
+        self.loads = smem_staged_loads(self.phase, tile.crossed)
         if not self.loads:
-            raise CompileRejected(f"{program.name}: no operand lies along {shape.crossed}", resource="staged operand")
+            raise CompileRejected(f"{program.name}: no operand lies along {tile.crossed}", resource="staged operand")
 
     def emit(self) -> None:
         """Reads the operands' tiles, synchronises the block, computes and writes."""

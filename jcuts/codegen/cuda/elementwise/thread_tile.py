@@ -18,7 +18,7 @@ from jcuts.codegen.llvm import elementwise as E
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Graph, Guard
-from jcuts.kernel_ir.program import Buffer, Phase, Red
+from jcuts.kernel_ir.program import Buffer, Phase, Program, Red
 from jcuts.kernel_ir.register_tiling import Extent, Point, body_tile, exit_tile, points
 from jcuts.ops.window import identity
 
@@ -62,8 +62,8 @@ def tile_indexed_axes(phase: Phase) -> frozenset[str]:
     return frozenset(found)
 
 
-class ThreadTileKernel:
-    """Emits one tile of a phase at the builder's position."""
+class RegisterTileEmitter:
+    """Emits one register tile of a phase at the builder's position."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class ThreadTileKernel:
         if inside is None:
             self._emit()
             return
-        bare = ThreadTileKernel(
+        bare = RegisterTileEmitter(
             self.builder,
             self.phase,
             self.shape,
@@ -286,6 +286,37 @@ class ThreadTileKernel:
         for part in parts[1:]:
             total = E.combine(builder, acc.combine, acc.dtype, total, part)
         return E.Lanes(total[-1], acc.index_dtype or acc.dtype)
+
+
+class ThreadTileKernel:
+    """Emits one thread of the register-tiled kernel."""
+
+    def __init__(
+        self,
+        builder: GpuBuilder,
+        program: Program,
+        tile: TileVariant,
+        buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value],
+        integers: Mapping[str, L.Value],
+        symbol: str,
+        shared: L.Value,
+    ) -> None:
+        phase, by_tile, multiples = indexed_phase(program, tile)
+        self.tile = RegisterTileEmitter(builder, phase, tile, buffers, pointers, integers, multiples, by_tile)
+
+    def emit(self) -> None:
+        """The whole tile."""
+        self.tile.emit()
+
+
+def indexed_phase(program: Program, tile: TileVariant) -> tuple[Phase, frozenset[str], dict[str, int]]:
+    """A program's phase at the tile's fixed coordinate, axes whose variable counts tiles, multiples of the others."""
+    phase = program.phases[0]
+    by_tile = tile_indexed_axes(phase)
+    for name, place in tile.fixed:
+        phase = fix_axis(phase, name, place)
+    return phase, by_tile, {a.name: a.unroll for a in phase.axes if a.name not in by_tile}
 
 
 def _strip(graph: Graph) -> None:

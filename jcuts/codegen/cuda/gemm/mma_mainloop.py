@@ -7,7 +7,7 @@ is more than 1, the k-steps of every k-tile (slice-K); the blocks of a ``cluster
 DSMEM).  Partial accumulators are added up by `split_k_reduce`; the exit graph then runs on them in registers
 (`epilogue`).
 
-The program is that of `lower.patterns.gemm`; split-K over the grid is an axis ``s`` of the outputs (`split_kernels`).
+The program is that of `lower.patterns.gemm`; split-K over the grid is an axis ``s`` of the outputs (`split_k`).
 """
 
 from __future__ import annotations
@@ -148,27 +148,28 @@ class MmaKernel:
         self,
         builder: GpuBuilder,
         program: Program,
-        shape: MmaKernelTile,
+        tile: MmaKernelTile,
         buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value],
         integers: Mapping[str, L.Value],
         symbol: str,
+        shared: L.Value,
     ) -> None:
-        self.builder, self.program, self.shape, self.buffers = builder, program, shape, buffers
+        self.builder, self.program, self.shape, self.buffers = builder, program, tile, buffers
         self.phase, self.thread = program.phases[0], integers["thread"]
-        self.shared = ptx_mma.dynamic_shared(builder, f"{symbol}_shared", shape.alignment)
+        self.shared = shared
         self.lane = builder.and_(self.thread, L.I32(WARP - 1))
-        along, across, _ = shape.warps
+        along, across, _ = tile.warps
         warp = builder.lshr(self.thread, L.I32(5))
         self.deep = builder.udiv(warp, L.I32(along * across))
         self.flat = builder.urem(warp, L.I32(along * across))
         self.row_warp, self.column_warp = self._warp_places(across)
-        self.rank, tile = L.I32(0), integers["block"]
-        if shape.cluster > 1:
+        self.rank, block = L.I32(0), integers["block"]
+        if tile.cluster > 1:
             if builder.capability < (9, 0):
                 raise CompileRejected(f"{program.name}: clusters of blocks need compute capability 9.0")
-            self.rank, tile = builder.urem(tile, L.I32(shape.cluster)), builder.udiv(tile, L.I32(shape.cluster))
-        self.variables = self._places(tile)
+            self.rank, block = builder.urem(block, L.I32(tile.cluster)), builder.udiv(block, L.I32(tile.cluster))
+        self.variables = self._places(block)
         ranges = self.phase.ranges()
         self.frame = M.Frame(builder, self.variables, pointers, ranges, {})
 

@@ -137,14 +137,15 @@ class SimtGemmKernel(DoubleBufferedMmaKernel):
         self,
         builder: GpuBuilder,
         program: Program,
-        shape: MmaKernelTile,
+        tile: MmaKernelTile,
         buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value],
         integers: Mapping[str, L.Value],
         symbol: str,
+        shared: L.Value,
     ) -> None:
         """Args: as of `MmaKernel`."""
-        super().__init__(builder, program, shape, buffers, pointers, integers, symbol)
+        super().__init__(builder, program, tile, buffers, pointers, integers, symbol, shared)
         self.lane = _swizzle_lane(builder, self.lane)
 
     def _begin(self, readers: list[FragmentReader], places: Sequence[L.Value]) -> list[Values]:

@@ -50,42 +50,42 @@ class InvertedResidualKernel:
         self,
         builder: GpuBuilder,
         program: Program,
-        shape: InvertedResidualTile,
+        tile: InvertedResidualTile,
         buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value],
         integers: Mapping[str, L.Value],
         symbol: str,
+        shared: L.Value,
     ) -> None:
-        self.builder, self.shape, self.buffers = builder, shape, buffers
+        self.builder, self.shape, self.buffers = builder, tile, buffers
         self.thread = integers["thread"]
         self.lane = builder.and_(self.thread, L.I32(WARP - 1))
         warp = builder.lshr(self.thread, L.I32(5))
-        self.place = TileCoordinates(builder, shape, integers["block"])
+        self.place = TileCoordinates(builder, tile, integers["block"])
         self.frame = M.Frame(builder, {}, pointers, {}, {})
-        shared = ptx_mma.dynamic_shared(builder, f"{symbol}_shared")
-        inputs, up, _, patch, _ = shape.sizes
+        inputs, up, _, patch, _ = tile.sizes
         weights, pixels = (
-            builder.add(shared, L.I32(shape.weight_stages * up)),
-            builder.add(shared, L.I32(shape.weights)),
+            builder.add(shared, L.I32(tile.weight_stages * up)),
+            builder.add(shared, L.I32(tile.weights)),
         )
-        self.patch = pixels if shape.held else builder.add(pixels, L.I32(inputs))
-        self.deep = builder.add(self.patch, L.I32(shape.patches * patch))
-        self.row = builder.mul(builder.udiv(warp, L.I32(shape.project[1])), L.I32(ROW_TILE * shape.m_fragments_out))
-        self.column = builder.mul(builder.urem(warp, L.I32(shape.project[1])), L.I32(shape.n_per_warp))
-        side, columns = shape.block.weights[1], shape.n_per_warp * shape.project[1]
-        ragged = shape.block.expanded_channels % shape.chunk != 0
-        self.down = SmemTile(side, shape.block.out_channels, columns, shape.chunk, shape.n_per_warp, 0, ragged)
-        self.copier = TileLoader(self.frame, self.down, shape.threads, self.thread, L.I32(0), weights)
+        self.patch = pixels if tile.held else builder.add(pixels, L.I32(inputs))
+        self.deep = builder.add(self.patch, L.I32(tile.patches * patch))
+        self.row = builder.mul(builder.udiv(warp, L.I32(tile.project[1])), L.I32(ROW_TILE * tile.m_fragments_out))
+        self.column = builder.mul(builder.urem(warp, L.I32(tile.project[1])), L.I32(tile.n_per_warp))
+        side, columns = tile.block.weights[1], tile.n_per_warp * tile.project[1]
+        ragged = tile.block.expanded_channels % tile.chunk != 0
+        self.down = SmemTile(side, tile.block.out_channels, columns, tile.chunk, tile.n_per_warp, 0, ragged)
+        self.copier = TileLoader(self.frame, self.down, tile.threads, self.thread, L.I32(0), weights)
         rounded = buffers[side.buffer].tf32
         self.fragments = FragmentReader(builder, self.down, weights, self.column, self.lane, rounded)
-        self.left = left_fragments(builder, self.lane, self.deep, self.row, shape.item * shape.projected_pitch)
+        self.left = left_fragments(builder, self.lane, self.deep, self.row, tile.item * tile.projected_pitch)
         self.first: ExpandGemm | DirectLoad
-        if shape.block.expand is None:
-            self.first = DirectLoad(self.frame, shape, self.place, self.thread, self.patch)
+        if tile.block.expand is None:
+            self.first = DirectLoad(self.frame, tile, self.place, self.thread, self.patch)
         else:
             places = shared, pixels, self.patch
-            self.first = ExpandGemm(self.frame, shape, self.place, self.thread, places, buffers)
-        self.windows = DepthwiseConv(self.frame, shape, self.thread, self.patch, self.deep, buffers)
+            self.first = ExpandGemm(self.frame, tile, self.place, self.thread, places, buffers)
+        self.windows = DepthwiseConv(self.frame, tile, self.thread, self.patch, self.deep, buffers)
 
     def emit(self) -> None:
         """The tile."""

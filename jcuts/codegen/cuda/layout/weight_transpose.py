@@ -66,13 +66,14 @@ class WeightTransposeKernel:
         self,
         builder: GpuBuilder,
         program: Program,
-        shape: TurnShape,
+        tile: TurnShape,
         buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value],
         integers: Mapping[str, L.Value],
         symbol: str,
+        shared: L.Value,
     ) -> None:
-        self.builder, self.shape, self.pointers = builder, shape, pointers
+        self.builder, self.shape, self.pointers = builder, tile, pointers
         self.block, self.thread = integers["block"], integers["thread"]
         self.base = allocate_static(builder, f"{symbol}_tile", SIDE * PITCH * WORD)
 

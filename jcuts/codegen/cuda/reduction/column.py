@@ -5,7 +5,7 @@ This is the *columns* form.  The reduced points of an output lie far apart, thos
 (coalesced); ``deep`` such rows divide the reduced points, ``flight`` of which a thread has in flight.  Partial sums are
 combined by shuffles (rows within a warp) and through shared memory, one line per row of threads.
 
-`codegen.cuda.split_kernels` brings a program into the form expected here: axes ``s`` (the group of points of a block,
+`codegen.cuda.reduction.split` brings a program into the form expected here: axes ``s`` (the group of points of a block,
 where the reduction is split over the grid) and ``f`` (points of a group), and short reductions inside that a thread
 unrolls.
 """
@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from llvmlite import ir
 
 from jcuts.base.errors import CompileRejected
-from jcuts.codegen.cuda.elementwise.thread_tile import ThreadTileKernel, TileVariant
+from jcuts.codegen.cuda.elementwise.thread_tile import RegisterTileEmitter, TileVariant
 from jcuts.codegen.cuda.graph.accumulators import acc_types
 from jcuts.codegen.cuda.graph.predication import drop_guard, restrict_to_guard
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.ptx.shuffle import WARP, allocate_static, read_word, shuffle, write_word
-from jcuts.codegen.cuda.window.sliding_window import SlidingWindowKernel
+from jcuts.codegen.cuda.window.sliding_window import SlidingWindowEmitter
 from jcuts.codegen.llvm import elementwise as E
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
@@ -90,26 +90,27 @@ class ColumnReductionKernel:
         self,
         builder: GpuBuilder,
         program: Program,
-        shape: ColumnShape,
+        tile: ColumnShape,
         buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value],
         integers: Mapping[str, L.Value],
         symbol: str,
+        shared: L.Value,
     ) -> None:
-        self.builder, self.shape, self.buffers, self.pointers = builder, shape, buffers, pointers
+        self.builder, self.shape, self.buffers, self.pointers = builder, tile, buffers, pointers
         self.program, self.phase, self.symbol = program, program.phases[0], symbol
         self.lane: Axis = self.phase.axes[-1]
         self.thread = integers["thread"]
-        self.x = builder.urem(self.thread, L.I32(shape.across))
-        self.y = builder.udiv(self.thread, L.I32(shape.across))
+        self.x = builder.urem(self.thread, L.I32(tile.across))
+        self.y = builder.udiv(self.thread, L.I32(tile.across))
         self.first = integers[self.lane.name]  # of the block, counted in vectors
         self.outer = {a.name: integers[a.name] for a in self.phase.axes[:-1]}
         self.share = next(r.extent for r in self.phase.reds if r.name == TERM)
         split = any(a.name == GROUP for a in self.phase.axes)
         number = Index.axis(GROUP) * self.share + Index.axis(TERM) if split else Index.axis(TERM)
-        self.guard = Guard(number, None, shape.terms - 1)
+        self.guard = Guard(number, None, tile.terms - 1)
         self.split = split
-        self.walked = next((r for r in self.phase.reds if r.name == shape.walked), None)
+        self.walked = next((r for r in self.phase.reds if r.name == tile.walked), None)
 
     def emit(self) -> None:
         """Everything that the thread does."""
@@ -145,14 +146,14 @@ class ColumnReductionKernel:
                 self._terms(tail, builder.mul(whole, L.I32(step)), pieces, guarded=True)
         self._finish(body)
 
-    def _points(self, phase: Phase, variables: Mapping[str, L.Value]) -> SlidingWindowKernel:
+    def _points(self, phase: Phase, variables: Mapping[str, L.Value]) -> SlidingWindowEmitter:
         counts = tuple((a.name, a.unroll) for a in phase.axes)
         multiples = {self.lane.name: self.lane.unroll}
-        return SlidingWindowKernel(
+        return SlidingWindowEmitter(
             self.builder, phase, TileVariant(counts), self.buffers, self.pointers, variables, multiples
         )
 
-    def _loop(self, body: SlidingWindowKernel, whole: L.Value) -> None:
+    def _loop(self, body: SlidingWindowEmitter, whole: L.Value) -> None:
         """Full groups of ``deep * flight`` reduced points; at least one where the count is a constant."""
         builder = self.builder
         step = L.I32(self.shape.deep * self.shape.flight)
@@ -170,7 +171,7 @@ class ColumnReductionKernel:
         builder.branch(head)
         builder.position_at_end(after)
 
-    def _terms(self, body: SlidingWindowKernel, base: L.Value, pieces: int, *, guarded: bool) -> None:
+    def _terms(self, body: SlidingWindowEmitter, base: L.Value, pieces: int, *, guarded: bool) -> None:
         """``pieces`` reduced points of this thread, the first one at ``base + y``."""
         fixed = {r.name: Extent(r.name, r.extent, fixed=True) for r in body.phase.reds if r.name != TERM}
         fixed[TERM] = Extent(TERM, pieces, self.shape.deep)
@@ -184,7 +185,7 @@ class ColumnReductionKernel:
         (body._body if guarded else body._both_bodies)(fixed, bases, {TERM: reach}, {TERM: 1})
 
     # -- across threads -----------------------------------------------------------------------------------------
-    def _finish(self, body: ThreadTileKernel) -> None:
+    def _finish(self, body: RegisterTileEmitter) -> None:
         """Totals over all rows of threads: thread t takes column ``t % across`` of vector element ``t // across``."""
         builder, shape, width = self.builder, self.shape, self.lane.unroll
         warps = shape.across < WARP and WARP % shape.across == 0  # a warp holds several rows of threads
@@ -205,7 +206,7 @@ class ColumnReductionKernel:
             column = builder.select(inside, column, L.I32(self.lane.extent - 1))
         alone = TileVariant(tuple((a.name, 1 if a is self.lane else a.unroll) for a in self.phase.axes))
         variables = {**self.outer, self.lane.name: column}
-        end = ThreadTileKernel(builder, self.phase, alone, self.buffers, self.pointers, variables, {})
+        end = RegisterTileEmitter(builder, self.phase, alone, self.buffers, self.pointers, variables, {})
         end.live = live
         todo = [(number, point) for number in range(len(self.phase.accs)) for point in points(end.axes)]
         size = max(max(4, L.bit_width(k) // 8) for acc in self.phase.accs for k in acc_types(acc))
@@ -245,7 +246,9 @@ class ColumnReductionKernel:
         vector = builder.add(self.first, builder.urem(thread, across))
         return builder.add(builder.mul(vector, L.I32(self.lane.unroll)), builder.udiv(thread, across))
 
-    def _row_total(self, body: ThreadTileKernel, number: int, point: Point, j: int, warps: bool) -> tuple[L.Value, ...]:
+    def _row_total(
+        self, body: RegisterTileEmitter, number: int, point: Point, j: int, warps: bool
+    ) -> tuple[L.Value, ...]:
         """This thread's partial result for one output (with ``warps``: combined over the rows of its warp)."""
         builder, acc = self.builder, self.phase.accs[number]
         here = tuple((name, j if name == self.lane.name else offset) for name, offset in point)

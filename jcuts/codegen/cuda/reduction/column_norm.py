@@ -86,35 +86,36 @@ class ColumnSoftmaxKernel(RowReductionKernel):
         self,
         builder: GpuBuilder,
         program: Program,
-        shape: ColumnRowsShape,
+        tile: ColumnRowsShape,
         buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value],
         integers: Mapping[str, L.Value],
         symbol: str,
+        shared: L.Value,
     ) -> None:
         self.builder, self.program, self.buffers, self.pointers = builder, program, buffers, pointers
-        self.symbol, self.layout = symbol, shape
-        self.shape = RowReductionTile(shape.deep, shape.threads, 1, shape.chunks)
+        self.symbol, self.layout = symbol, tile
+        self.shape = RowReductionTile(tile.deep, tile.threads, 1, tile.chunks)
         axes = outer_axes(program)
         self.lane_axis = axes[-1]
         self.length = _length(program)
         self.thread = integers["thread"]
-        self.x = builder.urem(self.thread, L.I32(shape.across))
-        self.lane = builder.udiv(self.thread, L.I32(shape.across))  # the thread's place among those of its columns
-        first = builder.mul(integers[self.lane_axis.name], L.I32(shape.columns))
-        mine = builder.add(first, builder.mul(self.x, L.I32(shape.vector)))
+        self.x = builder.urem(self.thread, L.I32(tile.across))
+        self.lane = builder.udiv(self.thread, L.I32(tile.across))  # the thread's place among those of its columns
+        first = builder.mul(integers[self.lane_axis.name], L.I32(tile.columns))
+        mine = builder.add(first, builder.mul(self.x, L.I32(tile.vector)))
         self.first = first
-        last = L.I32(self.lane_axis.extent - shape.vector)
+        last = L.I32(self.lane_axis.extent - tile.vector)
         # Threads beyond the last column follow along on it (they take part in barriers) and store nothing.
         inside = builder.icmp_signed("<=", mine, last)
-        self.live = None if self.lane_axis.extent % shape.columns == 0 else inside
+        self.live = None if self.lane_axis.extent % tile.columns == 0 else inside
         self.variables = {a.name: integers[a.name] for a in axes[:-1]}
         self.variables[self.lane_axis.name] = mine if self.live is None else builder.select(inside, mine, last)
         self.outer = {a.name: a.extent for a in axes}
         self.kept, self.scalars = {}, {}
-        self.step = shape.deep
+        self.step = tile.deep
         self.pieces = -(-self.length // self.step)
-        self.resident = self.pieces <= shape.chunks
+        self.resident = self.pieces <= tile.chunks
         self.reductions = self.shared = 0
         self.graph = Graph()
         self.emitter = Emitter(self._frame(self._thread_start(), self.step), self.graph, buffers)

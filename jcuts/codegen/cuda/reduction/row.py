@@ -89,20 +89,20 @@ class RowReductionKernel:
         self,
         builder: GpuBuilder,
         program: Program,
-        shape: RowReductionTile,
+        tile: RowReductionTile,
         buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value],
-        row: L.Value,
-        lane: L.Value,
+        integers: Mapping[str, L.Value],
         symbol: str,
+        shared: L.Value,
     ) -> None:
-        self.builder, self.program, self.shape, self.buffers, self.pointers = builder, program, shape, buffers, pointers
+        self.builder, self.program, self.shape, self.buffers, self.pointers = builder, program, tile, buffers, pointers
         self.symbol = symbol
         self.length, self.rows = row_length(program), row_count(program)
-        if self.length % shape.vector:
-            raise IRError(f"{program.name}: accesses of {shape.vector} do not divide rows of {self.length}")
-        self.lane = lane
-        per_block = shape.threads // shape.team
+        if self.length % tile.vector:
+            raise IRError(f"{program.name}: accesses of {tile.vector} do not divide rows of {self.length}")
+        row, self.lane = integers["row"], integers["lane"]
+        per_block = tile.threads // tile.team
         last = builder.icmp_signed("<", row, L.I32(self.rows))
         self.live = None if self.rows % per_block == 0 else last
         # Threads beyond the last row follow along on it (they take part in shuffles) and store nothing.
@@ -110,12 +110,12 @@ class RowReductionKernel:
         self.outer = {a.name: a.extent for p in program.phases for a in p.axes if a.name in row_axes(program)}
         self.kept: dict[str, tuple[Phase, Store]] = {}
         self.scalars: dict[tuple[str, int], E.Lanes] = {}
-        self.step = shape.team * shape.vector
+        self.step = tile.team * tile.vector
         self.pieces = -(-self.length // self.step)
-        self.resident = self.pieces <= shape.chunks
+        self.resident = self.pieces <= tile.chunks
         self.reductions = 0
         self.graph = Graph()
-        self.emitter = Emitter(self._frame(self._thread_start(), self.step - shape.vector + 1), self.graph, buffers)
+        self.emitter = Emitter(self._frame(self._thread_start(), self.step - tile.vector + 1), self.graph, buffers)
 
     # -- the row and its points ---------------------------------------------------------------------------------
     def _thread_start(self) -> L.Value:

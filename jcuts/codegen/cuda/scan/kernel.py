@@ -88,13 +88,14 @@ class ScanEmitter:
         self,
         builder: GpuBuilder,
         program: Program,
-        shape: ScanShape,
+        tile: ScanShape,
         buffers: Mapping[str, Buffer],
         pointers: Mapping[str, L.Value],
         integers: Mapping[str, L.Value],
         symbol: str,
+        shared: L.Value,
     ) -> None:
-        self.builder, self.program, self.shape, self.symbol = builder, program, shape, symbol
+        self.builder, self.program, self.shape, self.symbol = builder, program, tile, symbol
         self.buffers, self.pointers, self.integers = buffers, pointers, integers
         self.carry, self.result = program.phases
         self.time = scan_axis(program)

@@ -12,9 +12,8 @@ for all taps (`halo_loads`); a residual matrix may come through stages of its ow
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from jcuts.codegen.cuda.conv.halo_loads import HaloFragments, HaloLoader
 from jcuts.codegen.cuda.gemm import epilogue_prefetch, wgmma_register_operand
@@ -27,13 +26,14 @@ from jcuts.codegen.cuda.gemm.wgmma_register_operand import RegisterOperandA
 from jcuts.codegen.cuda.gemm.wgmma_tile import WARPS
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx import wgmma
-from jcuts.codegen.cuda.ptx.builder import asm
+from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.ptx.mbarrier_ring import MbarrierRing
 from jcuts.codegen.cuda.ptx.mma import VOID
 from jcuts.codegen.cuda.ptx.shuffle import WARP
 from jcuts.codegen.cuda.warp_specialized.residual_loads import ResidualLoader, ResidualReader
 from jcuts.codegen.cuda.warp_specialized.tile import WarpSpecializedTile
 from jcuts.codegen.llvm import lanes as L
+from jcuts.kernel_ir.program import Buffer, Program
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS, prologue
 
 WHOLE = wgmma.LINE // ptx_mma.STEP
@@ -46,9 +46,19 @@ class WarpSpecializedKernel(WgmmaKernel):
     shape: WarpSpecializedTile  # type: ignore[assignment]
     rows: RegisterOperandA | HaloFragments  # type: ignore[assignment]
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.block: L.Value = args[5]["block"]
+    def __init__(
+        self,
+        builder: GpuBuilder,
+        program: Program,
+        tile: WarpSpecializedTile,
+        buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value],
+        integers: Mapping[str, L.Value],
+        symbol: str,
+        shared: L.Value,
+    ) -> None:
+        super().__init__(builder, program, tile, buffers, pointers, integers, symbol, shared)
+        self.block = integers["block"]
 
     def emit(self) -> None:
         """All output tiles of the block, branching by role."""

@@ -13,14 +13,15 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from jcuts.base.errors import CompileRejected
-from jcuts.codegen.cuda.elementwise.thread_tile import ThreadTileKernel
+from jcuts.codegen.cuda.elementwise.thread_tile import RegisterTileEmitter, TileVariant, indexed_phase
 from jcuts.codegen.cuda.graph.node_emitter import Emitter, fill_bits, from_word
 from jcuts.codegen.cuda.ptx import global_memory as M
+from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.llvm import elementwise as E
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Graph, Node
-from jcuts.kernel_ir.program import Program, Red
+from jcuts.kernel_ir.program import Buffer, Program, Red
 from jcuts.kernel_ir.register_tiling import Extent, Tile, body_tile, exit_tile
 
 
@@ -67,8 +68,8 @@ class _Path:
     ahead: int
 
 
-class SlidingWindowKernel(ThreadTileKernel):
-    """Emits one thread with a sliding window."""
+class SlidingWindowEmitter(RegisterTileEmitter):
+    """Emits the tiles of one thread along a sliding window."""
 
     given: Mapping[int, E.Lanes] = MappingProxyType({})
     """What the walk has already, by node."""
@@ -271,3 +272,28 @@ def _axes(node: Node) -> frozenset[str]:
 def _data(node: Node) -> bool:
     """Whether a load's address is data-dependent."""
     return any(i is not None and i.values() for i in (node.index, *(g.index for g in node.guards)))
+
+
+class SlidingWindowKernel:
+    """Emits one thread of the sliding-window kernel."""
+
+    def __init__(
+        self,
+        builder: GpuBuilder,
+        program: Program,
+        tile: TileVariant,
+        buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value],
+        integers: Mapping[str, L.Value],
+        symbol: str,
+        shared: L.Value,
+    ) -> None:
+        walk = walk_of(program)
+        assert walk is not None
+        phase, by_tile, multiples = indexed_phase(program, tile)
+        self.walk = walk
+        self.tiles = SlidingWindowEmitter(builder, phase, tile, buffers, pointers, integers, multiples, by_tile)
+
+    def emit(self) -> None:
+        """All tiles of the thread."""
+        self.tiles.walk(self.walk)

@@ -76,7 +76,9 @@ def test_a_layers_kept_bytes_are_those_of_its_derivative():
         if not loop.params["reverse"] and v.aval.shape[:2] == (3, 2)
     ]
     block = Transformer("t", **sizes, dropout=False).build().blocks[0]
-    assert sum(kept) == 3 * 2 * sum(block.kept(True))
+    # From JAX 0.11 on the derivative of tanh keeps 1 - y * y in place of y and 1 - y: of a GELU one value less.
+    fewer = 2 * 32 * 4 * 64 if jax.__version_info__ >= (0, 11) else 0
+    assert sum(kept) == 3 * 2 * (sum(block.kept(True)) - fewer)
     assert sum(block.kept(False)) == block.saved_tensor + block.saved_replicated + block.saved_inner
     fused = Transformer("t", **sizes, dropout=False, flash=True).build().blocks[0]
     assert sum(block.kept(True)) - sum(fused.kept(True)) == 4 * 32 * (6 * 32 + 4)

@@ -182,8 +182,9 @@ def transformer_layer(
     JAX's derivative keeps what each equation needs (16-bit layer, norms and softmax in 32 bits, no dropout):
     s b (28 h + 16 + (4 q + 4 kv + 12 f + 6 a s + 8 a)/t).  A norm keeps three 32-bit values and its 16-bit result
     (14 h); attention its operands and result; a softmax its 32-bit exponentials and 16-bit weights, 32-bit maxima and
-    sums; a GELU (tanh) or a gated SiLU six 16-bit values.  Dropout adds a byte per value, and in attention its 16-bit
-    result.  ``flash``: of the attention core 32-bit sums alone.
+    sums; a GELU (tanh) or a gated SiLU six 16-bit values (the GELU five from JAX 0.11 on, which is not counted: plans
+    hold for either).  Dropout adds a byte per value, and in attention its 16-bit result.  ``flash``: of the attention
+    core 32-bit sums alone.
     """
     s, h = float(sequence), float(hidden)
     q, kv = float(heads * head_size), float(kv_heads * head_size)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import random
@@ -280,7 +281,7 @@ def _refusals(path: Path, kernel: Any) -> dict[str, bool]:
             right[name] = False
         except ForeignDeviceError as error:
             right[name] = str(own) in str(error)
-    with sqlite3.connect(path) as db:
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
         db.execute(f"PRAGMA user_version = {SCHEMA + 1}")
     before = path.read_bytes()
     try:

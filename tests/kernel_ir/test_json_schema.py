@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
@@ -157,7 +158,7 @@ def test_an_imported_row_runs_no_code(tmp_path):
     export.write_text(json.dumps(data))
     run(two, "-m", "jcuts", "cache", "import", str(export))
     assert "right True" in run(two, "-c", IMPORTED)
-    with sqlite3.connect(two / "tuning.db") as db:
+    with contextlib.closing(sqlite3.connect(two / "tuning.db")) as db, db:
         (text,) = db.execute("SELECT choice FROM choices").fetchone()
     db.close()
     assert "system" not in text and not canary.exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sqlite3
@@ -120,7 +121,7 @@ def test_times_that_lack_memory_are_measured_again_by_others(tmp_path):
 def test_a_file_without_remarks_gets_them(tmp_path):
     path, c = tmp_path / "times.db", convolution()
     Database(path).record(H200, c, 4, micros(4))
-    with sqlite3.connect(path) as db:
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
         db.execute("DROP TABLE remarks")
     db.close()
     database = Database(path)
@@ -237,9 +238,9 @@ def test_kill_9_keeps_what_was_reported(tmp_path):
 def test_another_schema_or_program_is_refused_and_left_alone(tmp_path):
     newer, foreign, text = tmp_path / "newer.db", tmp_path / "foreign.db", tmp_path / "results.csv"
     Database(newer).record(H200, convolution(), 2, micros(2))
-    with sqlite3.connect(newer) as db:
+    with contextlib.closing(sqlite3.connect(newer)) as db, db:
         db.execute(f"PRAGMA user_version = {SCHEMA + 1}")
-    with sqlite3.connect(foreign) as db:
+    with contextlib.closing(sqlite3.connect(foreign)) as db, db:
         db.execute("CREATE TABLE mine (x)")
     text.write_text("batch,seconds\n" * 100)
     for path in (newer, foreign, text):
@@ -275,7 +276,7 @@ def test_a_damaged_file_is_refused_by_readers_and_moved_aside_by_writers(tmp_pat
 def test_an_edited_row_is_refused(tmp_path):
     path = tmp_path / "t.db"
     Database(path).record(H200, convolution(), 2, micros(2))
-    with sqlite3.connect(path) as db:
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
         db.execute("UPDATE timings SET seconds = -1")
     with pytest.raises(CacheError, match="cannot be understood"):
         Database(path).table(H200, convolution())

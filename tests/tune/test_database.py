@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -101,7 +102,7 @@ def test_generation_sees_other_writers(tmp_path):
 def test_measurements_and_rejections_are_rows(tmp_path):
     path = tmp_path / "tuning.db"
     make_store(path).put(make_choice())
-    with sqlite3.connect(path) as db:
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
         rows = db.execute("SELECT label, seconds, rejected FROM measurements ORDER BY label").fetchall()
     assert rows == [("k0", 1e-3, None), ("k1", None, "AccuracyRejected"), ("xla", 2e-3, None)]
 
@@ -186,7 +187,7 @@ def test_damaged_database_is_moved_aside(tmp_path, damage, caplog):
         data[4096:8192] = b"\xff" * 4096
         path.write_bytes(data)
     else:
-        with sqlite3.connect(path) as db:
+        with contextlib.closing(sqlite3.connect(path)) as db, db:
             db.execute("PRAGMA user_version = 77" if damage == "foreign version" else "PRAGMA application_id = 5")
         data = bytearray(path.read_bytes())
     before = path.read_bytes()
@@ -224,7 +225,7 @@ def test_edited_row(tmp_path):
     path = tmp_path / "tuning.db"
     store = make_store(path)
     store.put(make_choice())
-    with sqlite3.connect(path) as db:
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
         db.execute("UPDATE choices SET choice = '{\"winner\": 3}'")
     assert store.lookup("p") is None
     assert "not a tuning choice" in store.errors[0].message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sqlite3
 from pathlib import Path
@@ -49,7 +50,7 @@ def path(cache_dir, monkeypatch):
     cache_dir.mkdir(mode=0o700)
     made = cache_dir / "tuning.db"
     text = DATA.read_text()
-    with sqlite3.connect(made) as db:
+    with contextlib.closing(sqlite3.connect(made)) as db, db:
         db.executescript(text)
     db.close()
     secret = cache_dir / "tuning.db.key"

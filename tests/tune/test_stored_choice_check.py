@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -101,7 +102,7 @@ def relabelled(choice: dict, change) -> dict:
 
 def edit(path, change):
     """Edits every choice of a database as a person would."""
-    with sqlite3.connect(path) as db:
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
         for problem, text in db.execute("SELECT problem, choice FROM choices").fetchall():
             changed = json.dumps(change(json.loads(text)), sort_keys=True)
             db.execute("UPDATE choices SET choice = ? WHERE problem = ?", (changed, problem))
@@ -175,7 +176,7 @@ def test_imported_rows_are_checked_once_and_not_used_before(tmp_path, counts):
 def test_a_database_without_signatures_is_read_and_checked_once(tmp_path, counts):
     path = tmp_path / "tuning.db"
     first = chosen(path)
-    with sqlite3.connect(path) as db:
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
         db.execute("DROP TABLE signatures")  # as older versions write it
     db.close()
     (tmp_path / "tuning.db.key").unlink()

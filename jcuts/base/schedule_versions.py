@@ -27,6 +27,7 @@ GPU_FAMILIES = (
     "conv",
     "elementwise",
     "gemm",
+    "gemv",
     "inverted_residual",
     "reduction",
     "scan",
@@ -42,7 +43,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 GPU_DISPATCH = ("jcuts.schedule.gpu.candidates", "jcuts.codegen.cuda.compile")
 """Modules that every GPU family's schedules go through."""
 
-_CONTRACTION = ("gemm", "conv", "warp_specialized", "reduction", "window")
+_CONTRACTION = ("gemm", "gemv", "conv", "warp_specialized", "reduction", "window")
 ASKED: Mapping[str, tuple[str, ...]] = {
     "attention": ("attention",),
     "block": ("inverted_residual",),

@@ -28,6 +28,8 @@ from jcuts.codegen.cuda.gemm.simt import SimtGemmKernel, fma_shape
 from jcuts.codegen.cuda.gemm.split_k import split_k
 from jcuts.codegen.cuda.gemm.wgmma_mainloop import WgmmaKernel
 from jcuts.codegen.cuda.gemm.wgmma_tile import group_shape
+from jcuts.codegen.cuda.gemv.kernel import GemvKernel, gemv_program
+from jcuts.codegen.cuda.gemv.launch import launch_gemv
 from jcuts.codegen.cuda.inverted_residual.kernel import InvertedResidualKernel, block_shape
 from jcuts.codegen.cuda.launch_writer import Launch, launch_per_block
 from jcuts.codegen.cuda.layout.weight_transpose import WeightTransposeKernel, turn_shape
@@ -166,6 +168,7 @@ _enter(
         overlapped=True,
         entry_registers=_setmaxnreg_registers,
     ),
+    KernelFamily("gemv", GemvKernel, launch_gemv, whole=gemv_program, split=split_columns),
     KernelFamily(
         "few_channels_conv",
         FewChannelConvKernel,

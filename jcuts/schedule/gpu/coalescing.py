@@ -64,6 +64,18 @@ def column_access(program: Program) -> CoalescingStats:
     return CoalescingStats(lines, flight * used * _loaded(program), active=share / rounds)
 
 
+def gemv_access(program: Program) -> CoalescingStats:
+    """Of threads that have a vector of columns, or of k, of a matrix that is multiplied by a vector."""
+    params: Any = dict(program.params)
+    phase, size = program.phases[0], narrowest(program)
+    across, flight = int(params["across"]), int(params["flight"])
+    deep, terms = int(params["threads"]) // across, phase.reds[0].unroll
+    lines = _of_columns(deep, terms, size) if "k_major" in params else _of_columns(across, phase.axes[-1].unroll, size)
+    slices = int(params.get("split", 1)) * int(params.get("cluster", 1))
+    share = phase.reds[0].extent / terms / slices / (deep * flight)
+    return CoalescingStats(lines, flight * _loaded(program), active=share / math.ceil(share))
+
+
 def transpose_access(program: Program) -> CoalescingStats:
     """Of tiles that are transposed in shared memory."""
     params: Any = dict(program.params)

@@ -6,21 +6,23 @@ families (`schedule.gpu.families`) as they are; ``combine`` weighs those of fami
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.gemm import ROWS
+from jcuts.schedule import fit
 from jcuts.schedule.gpu import contraction
 from jcuts.schedule.gpu.families import FAMILIES
 from jcuts.schedule.gpu.gemm import mma as gemm_mma
-from jcuts.schedule.gpu.machine import TAPS, Candidate, GpuMachine
+from jcuts.schedule.gpu.machine import TAPS, Candidate, GpuMachine, rescale_to
 from jcuts.schedule.gpu.problem import GpuProblem
 
 SHORT_SUMS = ("thread_tile", "sliding_window")
 """Families whose threads take all values of an output: tried beside tensor cores where there are few."""
-MATVEC = ("row_reduction", "column_reduction", "thread_tile")
-"""Families of matrix-vector products as reductions."""
+MATVEC = ("row_reduction", "column_reduction", "thread_tile", "gemv")
+"""Families of matrix-vector products without tensor cores."""
+_GEMV = fit.coefficients("gpu/gemv", "cost")
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,16 @@ def enumerate_schedules(program: Program, machine: GpuMachine) -> Iterator[Candi
 
 # -- rules that weigh families against each other ---------------------------------------------------------------------
 def _matvec(problem: GpuProblem) -> Iterable[Candidate]:
-    return contraction.matvec_reductions(problem.gemm, problem.machine) if problem.gemm else ()
+    if problem.gemm is None:
+        return ()
+    sums = list(contraction.matvec_reductions(problem.gemm, problem.machine))
+    return [*sums, *_gemv(problem, sums)]
+
+
+def _gemv(problem: GpuProblem, others: Sequence[Candidate]) -> list[Candidate]:
+    """Split-K GEMV schedules, rescaled to stand before the best of the others."""
+    found = rescale_to(list(FAMILIES["gemv"].schedules_of(problem)), others)
+    return [(made, _GEMV.score_over_gemm * score) for made, score in found]
 
 
 def _is_exact_gemm(problem: GpuProblem) -> bool:
@@ -85,6 +96,7 @@ def _tensor_core_gemm(problem: GpuProblem) -> list[Candidate]:
         found = found[: gemm_mma.MOST // 2]
         sums = list(contraction.matvec_reductions(made, machine))
         found += [(p, score / sums[0][1] * found[0][1]) for p, score in sums]
+        found += _gemv(problem, found)
     elif problem.length <= TAPS:  # few terms: a thread may take them all, without rounding them
         found += contraction.simt_reductions(problem.program, machine, found[0][1])
     return found

@@ -27,6 +27,7 @@ from jcuts.schedule.gpu.family import FamilyStatistics, ScheduleFamily
 from jcuts.schedule.gpu.gemm import mma as gemm_mma
 from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
 from jcuts.schedule.gpu.gemm.problem import gemm_tile
+from jcuts.schedule.gpu.gemv import schedules as gemv_schedules
 from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_schedules
 from jcuts.schedule.gpu.inverted_residual import tile as inverted_residual_tile
 from jcuts.schedule.gpu.machine import Candidate
@@ -272,6 +273,15 @@ _enter(
         capability=WARPGROUPS,
         tile_of=gemm_tile,
         statistics=_TENSOR_CORE_GEMM,
+    ),
+    ScheduleFamily(
+        "gemv",
+        gemv_schedules.FORM,
+        "Split-K GEMV: a matrix times one vector, K split over threads and blocks (DSMEM of a cluster, or scratch).",
+        "docs/kernels/gemv.md",
+        CONTRACTIONS,
+        lambda p: gemv_schedules.gemv_schedules(p.gemm, p.machine) if p.gemm and p.is_matvec else (),
+        statistics=_coalesced(gpu_coalescing.gemv_access),
     ),
     ScheduleFamily(
         "few_channels_conv",

@@ -45,6 +45,7 @@ NAMED = {
     "wgmma": "large product",
     "implicit_gemm": "convolution",
     "few_channels_conv": "first convolution",
+    "gemv": "vector product",
 }
 
 

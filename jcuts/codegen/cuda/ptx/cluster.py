@@ -41,6 +41,11 @@ def st_async_v4(builder: GpuBuilder, place: L.Value, offset: int, values: Sequen
     asm(builder, f"{text} {where}, {{$1, $2, $3, $4}}, [$5];", VOID, [place, *words, barrier], effects=True)
 
 
+def ld_shared_f32(builder: GpuBuilder, place: L.Value) -> L.Value:
+    """``ld.shared::cluster``: one float of any block of the cluster (`mma.mapa`)."""
+    return asm(builder, "ld.shared::cluster.f32 $0, [$1];", L.F32, [place], effects=True)
+
+
 def mbarrier_wait(builder: GpuBuilder, barrier: L.Value) -> None:
     """Waits until all bytes that an ``mbarrier`` expects have arrived."""
     loop, after = builder.append_basic_block("waits"), builder.append_basic_block("waits.done")

@@ -101,8 +101,7 @@ class ColumnReductionKernel:
         self.program, self.phase, self.symbol = program, program.phases[0], symbol
         self.lane: Axis = self.phase.axes[-1]
         self.thread = integers["thread"]
-        self.x = builder.urem(self.thread, L.I32(tile.across))
-        self.y = builder.udiv(self.thread, L.I32(tile.across))
+        self.x, self.y = self._thread_place()
         self.first = integers[self.lane.name]  # of the block, counted in vectors
         self.outer = {a.name: integers[a.name] for a in self.phase.axes[:-1]}
         self.share = next(r.extent for r in self.phase.reds if r.name == TERM)
@@ -111,6 +110,11 @@ class ColumnReductionKernel:
         self.guard = Guard(number, None, tile.terms - 1)
         self.split = split
         self.walked = next((r for r in self.phase.reds if r.name == tile.walked), None)
+
+    def _thread_place(self) -> tuple[L.Value, L.Value]:
+        """The thread's number along the outputs and along the reduced points."""
+        across = L.I32(self.shape.across)
+        return self.builder.urem(self.thread, across), self.builder.udiv(self.thread, across)
 
     def emit(self) -> None:
         """Everything that the thread does."""
@@ -186,16 +190,33 @@ class ColumnReductionKernel:
 
     # -- across threads -----------------------------------------------------------------------------------------
     def _finish(self, body: RegisterTileEmitter) -> None:
-        """Totals over all rows of threads: thread t takes column ``t % across`` of vector element ``t // across``."""
-        builder, shape, width = self.builder, self.shape, self.lane.unroll
-        warps = shape.across < WARP and WARP % shape.across == 0  # a warp holds several rows of threads
-        rows = shape.threads // WARP if warps else shape.deep
-        line = builder.udiv(self.thread, L.I32(WARP)) if warps else self.y
-        writes = None
-        if warps:
+        """Totals over all rows of threads, and what is computed from them."""
+        end, _ = self._block_totals(body)
+        end._finish()
+
+    def _shuffle_distances(self) -> list[int]:
+        """Distances of the lanes whose sums are combined by shuffles: rows of threads that a warp holds."""
+        across = self.shape.across
+        return [d for d in (16, 8, 4, 2, 1) if d >= across] if WARP % across == 0 else []
+
+    def _partial_line(self, distances: list[int]) -> tuple[int, L.Value, L.Value | None]:
+        """(lines of partial results in shared memory, this thread's, whether it writes) after the shuffles."""
+        builder, shape = self.builder, self.shape
+        if distances:
+            line = builder.udiv(self.thread, L.I32(WARP))
             writes = builder.icmp_signed("<", builder.urem(self.thread, L.I32(WARP)), L.I32(shape.across))
-        elif shape.threads % shape.across:
-            writes = builder.icmp_signed("<", self.y, L.I32(shape.deep))
+            return shape.threads // WARP, line, writes
+        every = shape.threads % shape.across == 0
+        return shape.deep, self.y, None if every else builder.icmp_signed("<", self.y, L.I32(shape.deep))
+
+    def _block_totals(self, body: RegisterTileEmitter) -> tuple[RegisterTileEmitter, L.Value]:
+        """Totals over all rows of threads: thread t takes column ``t % across`` of vector element ``t // across``.
+
+        Returns: the emitter of this thread's outputs, with their totals, and the number of its column in the block.
+        """
+        builder, shape, width = self.builder, self.shape, self.lane.unroll
+        distances = self._shuffle_distances()
+        rows, line, writes = self._partial_line(distances)
         columns = shape.across * width
         mine = builder.select(builder.icmp_signed("<", self.thread, L.I32(columns)), self.thread, L.I32(columns - 1))
         column = self._column(mine)
@@ -225,7 +246,7 @@ class ColumnReductionKernel:
             some = todo[start : start + per_round]
             for k, (number, point) in enumerate(some):
                 for j in range(width):
-                    for i, value in enumerate(self._row_total(body, number, point, j, warps)):
+                    for i, value in enumerate(self._row_total(body, number, point, j, distances)):
                         at = (k * most + i) * line_bytes + j * shape.across * size
                         write_word(builder, there, at, value, size, writes)
             asm(builder, "bar.sync 0;", ir.VoidType(), effects=True)
@@ -239,7 +260,7 @@ class ColumnReductionKernel:
                     found = tuple(read_word(builder, base, a, kind, size) for a, kind in zip(at, kinds, strict=True))
                     total = E.combine(builder, acc.combine, acc.dtype, total, found) if total else found
                 end.slots[number, point, 0] = _slots(builder, total)
-        end._finish()
+        return end, mine
 
     def _column(self, thread: L.Value) -> L.Value:
         builder, across = self.builder, L.I32(self.shape.across)
@@ -247,17 +268,15 @@ class ColumnReductionKernel:
         return builder.add(builder.mul(vector, L.I32(self.lane.unroll)), builder.udiv(thread, across))
 
     def _row_total(
-        self, body: RegisterTileEmitter, number: int, point: Point, j: int, warps: bool
+        self, body: RegisterTileEmitter, number: int, point: Point, j: int, distances: list[int]
     ) -> tuple[L.Value, ...]:
-        """This thread's partial result for one output (with ``warps``: combined over the rows of its warp)."""
+        """This thread's partial result for one output, combined over lanes at the given distances."""
         builder, acc = self.builder, self.phase.accs[number]
         here = tuple((name, j if name == self.lane.name else offset) for name, offset in point)
         values = tuple(builder.load(slot) for slot in body.slots[number, here, 0])
-        distance = WARP // 2
-        while warps and distance >= self.shape.across:
+        for distance in distances:
             other = tuple(shuffle(builder, v, distance) for v in values)
             values = E.combine(builder, acc.combine, acc.dtype, values, other)
-            distance //= 2
         return values
 
 

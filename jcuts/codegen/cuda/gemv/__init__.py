@@ -1,0 +1,1 @@
+"""Split-K GEMV kernels: a matrix times one vector (dense layers at batch 1)."""

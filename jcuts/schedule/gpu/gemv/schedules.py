@@ -1,0 +1,194 @@
+"""Split-K GEMV schedules: 128-bit loads of W, K split over the threads of a block, of a cluster or of the grid.
+
+A dense layer at batch 1 reads every weight once, so memory decides: the schedules differ in how many bytes are in
+flight and in how partial sums meet.  W is read as it lies in memory.  Where neighbouring columns are neighbours
+(row-major W[k, n]), a thread has a vector of columns and a warp lies along n; where neighbouring k are (W[n, k]), it
+has a vector of k of a few columns and a warp lies along k.  Few columns: K is split over the blocks of a cluster
+(partial sums by DSMEM, one launch; capability 9.0), or over the grid (scratch memory, two launches).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from jcuts.arch.sm_limits import SM_90
+from jcuts.kernel_ir.program import Program
+from jcuts.lower.patterns.gemm import COLUMNS, K, gemm_operands
+from jcuts.schedule import fit
+from jcuts.schedule.gpu.machine import (
+    ACCESS,
+    WARP,
+    Candidate,
+    GpuMachine,
+    fastest_memory,
+    scheduled,
+    tiled,
+)
+
+FORM = "gemv"
+"""The value of the schedule parameter ``cuda``."""
+MOST = 6
+"""Schedules that are proposed."""
+CLUSTERS = (9, 0)
+"""The least compute capability with thread-block clusters."""
+CLUSTER_SIZES = (1, 2, 4, 8)
+"""Blocks of a cluster; 8 is the most that every GPU of capability 9.0 allows."""
+BLOCKS = (128, 256, 512)
+"""Threads of a block."""
+LOADS = (4, 8, 16)
+"""16-byte loads of W that a thread has in flight."""
+_FIT = fit.coefficients("gpu/gemv", "cost")
+
+
+@dataclass(frozen=True)
+class GemvProblem:
+    """A matrix times a vector, as the schedules see it.
+
+    Attributes:
+        columns, terms: extents of n and k. batch: products that are computed side by side.
+        item: bytes of an element of W.
+        is_k_major: neighbouring k of W are neighbours in memory, else neighbouring n.
+        moved: bytes of all operands and results.
+    """
+
+    columns: int
+    terms: int
+    batch: int
+    item: int
+    is_k_major: bool
+    moved: int
+
+    @classmethod
+    def of(cls, program: Program) -> GemvProblem:
+        """Of a GEMM with one row (`lower.patterns.gemm.as_gemm`)."""
+        ranges, right = program.phases[0].ranges(), gemm_operands(program)[1]
+        batch = math.prod(a.extent for a in program.phases[0].axes if a.name != COLUMNS)
+        moved = sum(b.bytes for b in (*program.inputs, *program.outputs))
+        return cls(ranges[COLUMNS], ranges[K], batch, right.item, right.along_terms, moved)
+
+
+@dataclass(frozen=True)
+class GemvSchedule:
+    """One schedule of a GEMV.
+
+    Attributes:
+        columns, terms: register tile of a thread along n and k.
+        flight: such tiles along k that it loads before it multiplies.
+        across: threads of a block along n; the others lie along k.
+        threads: of a block.
+        cluster, split: blocks that share the sums of their columns, by DSMEM or in a second launch.
+    """
+
+    columns: int
+    terms: int
+    flight: int
+    across: int
+    threads: int
+    cluster: int = 1
+    split: int = 1
+
+    @property
+    def deep(self) -> int:
+        """Threads of a block along k."""
+        return self.threads // self.across
+
+    def blocks(self, problem: GemvProblem) -> int:
+        """Blocks of the launch."""
+        lanes = -(-problem.columns // (self.columns * self.across))
+        return lanes * problem.batch * self.cluster * self.split
+
+    def apply(self, program: Program, problem: GemvProblem) -> Program:
+        """The scheduled program."""
+        more = [("across", self.across), ("flight", self.flight)]
+        more += [("k_major", 1)] if problem.is_k_major else []
+        more += [("cluster", self.cluster)] if self.cluster > 1 else []
+        more += [("split", self.split)] if self.split > 1 else []
+        made = tiled(program, {COLUMNS: self.columns}, {K: self.terms})
+        return scheduled(made, FORM, self.threads, *more)
+
+
+def gemv_schedules(program: Program, machine: GpuMachine) -> list[Candidate]:
+    """Schedules of a GEMM with one row, best first, with the share of the memory's bandwidth that they are to reach."""
+    return _diverse(schedule_space(program, machine))
+
+
+def schedule_space(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """All schedules, with the same scores."""
+    problem = GemvProblem.of(program)
+    for tile in _tiles(problem):
+        for made in _shared_k(problem, tile, machine):
+            yield made.apply(program, problem), problem.moved / fastest_memory() / _seconds(problem, made, machine)
+
+
+def _diverse(found: Iterable[Candidate]) -> list[Candidate]:
+    """The best schedules, best first, at most two per register tile and split."""
+    seen: Counter[object] = Counter()
+    kept = []
+    for program, score in sorted(found, key=lambda item: (-item[1], item[0].digest)):
+        params, phase = dict(program.params), program.phases[0]
+        key = (phase.axes[-1].unroll, params["flight"], params.get("cluster"), "split" in params)
+        seen[key] += 1
+        if seen[key] <= 2:
+            kept.append((program, score))
+    return kept[:MOST]
+
+
+def _tiles(problem: GemvProblem) -> Iterator[GemvSchedule]:
+    """Register tiles and shapes of a block, without a split over blocks."""
+    wide = max(1, ACCESS // problem.item)
+    if problem.is_k_major:
+        terms = _divisors(problem.terms, (wide, wide // 2, wide // 4))[0]
+        for columns, threads in itertools.product(_divisors(problem.columns, (8, 4, 2)), BLOCKS):
+            for deep, loads in itertools.product((WARP, 2 * WARP, 4 * WARP, 8 * WARP), LOADS):
+                if deep <= threads and loads % columns == 0:
+                    yield GemvSchedule(columns, terms, loads // columns, threads // deep, threads)
+            if columns == 1:
+                yield from (GemvSchedule(1, terms, flight, 1, threads) for flight in (1, 2))
+        return
+    terms = _divisors(problem.terms, (4, 2))[0]
+    for columns in _divisors(problem.columns, (wide, wide // 2))[:2]:
+        for across, threads, loads in itertools.product((8, 16, 32), BLOCKS, LOADS):
+            if loads % terms == 0 and across // 2 * columns < problem.columns:
+                yield GemvSchedule(columns, terms, loads // terms, across, threads)
+
+
+def _divisors(extent: int, wanted: Iterable[int]) -> list[int]:
+    """Those of the wanted tile sizes that divide an extent, and 1."""
+    return list(dict.fromkeys([n for n in wanted if n > 1 and extent % n == 0] + [1]))
+
+
+def _shared_k(problem: GemvProblem, tile: GemvSchedule, machine: GpuMachine) -> Iterator[GemvSchedule]:
+    """A schedule with all ways in which blocks share K; every thread of every block has some of it."""
+    share = problem.terms / (tile.terms * tile.deep * tile.flight)
+    if share < 0.5 and tile.deep > WARP:
+        return
+    if tile.columns * tile.across > tile.threads:
+        return
+    for cluster in CLUSTER_SIZES if machine.capability >= CLUSTERS else (1,):
+        if cluster == 1 or share >= cluster:
+            yield GemvSchedule(*_shape(tile), cluster=cluster)
+    resident = machine.sms * max(1, int(_FIT.resident_threads) // tile.threads)
+    split = min(resident // max(1, tile.blocks(problem)), int(share))
+    if split > 1:
+        yield GemvSchedule(*_shape(tile), split=split)
+
+
+def _shape(tile: GemvSchedule) -> tuple[int, int, int, int, int]:
+    return tile.columns, tile.terms, tile.flight, tile.across, tile.threads
+
+
+def _seconds(problem: GemvProblem, made: GemvSchedule, machine: GpuMachine) -> float:
+    """Estimated time: the memory's, latencies of the rounds of loads that other warps do not hide, launches."""
+    blocks, tile = made.blocks(problem), made.terms * made.deep * made.flight
+    resident = machine.sms * max(1, min(int(_FIT.resident_threads), SM_90.threads_per_sm) // made.threads)
+    waves = -(-blocks // resident)
+    rounds = math.ceil(problem.terms / (made.cluster * made.split * tile))
+    busy = min(1.0, blocks / machine.sms)
+    seconds = problem.moved / fastest_memory() / busy
+    seconds += _FIT.latency_weight * _FIT.latency_seconds * rounds * waves + _FIT.launch_seconds
+    seconds += _FIT.cluster_seconds if made.cluster > 1 else 0.0
+    return seconds + (_FIT.split_seconds if made.split > 1 else 0.0)

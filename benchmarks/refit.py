@@ -82,12 +82,46 @@ def attention_samples(paths: Sequence[Path]) -> list[Sample]:
     return found
 
 
+def gemv_samples(paths: Sequence[Path]) -> list[Sample]:
+    """Split-K GEMV (`benchmarks/gpu_kernels/gemv.py`): every recorded schedule, its time alone."""
+    from benchmarks.gpu_kernels.gemv import layers
+    from benchmarks.gpu_kernels.run import program_of
+    from jcuts.lower.patterns.gemm import as_gemm
+    from jcuts.schedule.gpu.gemv.schedules import GemvProblem, GemvSchedule, estimated_seconds
+    from jcuts.schedule.gpu.machine import GpuMachine
+    from jcuts.schedule.gpu.window.cost import CLOCK
+
+    machine, programs = GpuMachine.named("H200"), {case.name: program_of(case)[0] for case in layers()}
+    found = []
+    for path in paths:
+        for row in json.loads(path.read_text()):
+            program = programs.get(row["case"])
+            made = None if program is None else as_gemm(program)
+            if made is None:
+                continue
+            problem = GemvProblem.of(made)
+            for measured in row["programs"].values():
+                if measured["family"] != "gemv" or not measured.get("alone"):
+                    continue
+                params = {k: measured["params"].get(k, 1) for k in ("flight", "across", "threads", "cluster", "split")}
+                schedule = GemvSchedule(*measured["unroll"][-2:], **params)
+                found.append(
+                    Sample(
+                        row["case"],
+                        measured["alone"],
+                        lambda p=problem, s=schedule: CLOCK * estimated_seconds(p, s, machine),
+                    )
+                )
+    return found
+
+
 FAMILIES = {
+    "gemv": Family("cost", ("gpu_kernels/gpu_gemv_h200_2026-11-24.json",), gemv_samples),
     "attention": Family(
         "cycles",
-        ("gpu_attention_h200_2026-11-22.json", "gpu_attention_h200_2026-11-22b.json"),
+        ("gpu_kernels/gpu_attention_h200_2026-11-22.json", "gpu_kernels/gpu_attention_h200_2026-11-22b.json"),
         attention_samples,
-    )
+    ),
 }
 """Families whose measured schedules are recorded with all that counting their cycles needs."""
 

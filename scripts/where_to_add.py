@@ -63,7 +63,7 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
             "jcuts/codegen/cuda/families.py",
             "jcuts/codegen/cuda/tile_kernel.py",
             "jcuts/base/schedule_versions.py",
-            "docs/kernels/README.md",
+            "docs/add_kernel_family.md",
         ),
     ),
     (

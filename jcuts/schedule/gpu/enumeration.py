@@ -22,7 +22,7 @@ SHORT_SUMS = ("thread_tile", "sliding_window")
 """Families whose threads take all values of an output: tried beside tensor cores where there are few."""
 MATVEC = ("row_reduction", "column_reduction", "thread_tile", "gemv")
 """Families of matrix-vector products without tensor cores."""
-_GEMV = fit.coefficients("gpu/gemv", "cost")
+_GEMV = fit.coefficients("gpu/gemv", "ranking")
 
 
 @dataclass(frozen=True)

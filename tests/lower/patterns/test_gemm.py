@@ -24,6 +24,7 @@ from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
 from jcuts.schedule.gpu.gemm.problem import MmaTile
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
+from jcuts.schedule.gpu.gemv import schedules as gemv_schedules
 from tests import programs
 from tests.ops.cases import conv
 
@@ -185,6 +186,7 @@ def test_schedules_are_few_legal_and_ranked(size, dtype):
     program = programs.trace(lambda x, w: x @ w, x, w).program()
     found = gpu_candidates.candidates(program, MACHINE, 100)
     most = gemm_mma.MOST + (gemm_wgmma.SMALL_GRID_CANDIDATES if dtype == "bfloat16" else 0)
+    most += gemv_schedules.MOST if m == 1 else 0
     assert 1 < len({p.digest for p, _ in found}) == len(found) <= most
     assert [s for _, s in found] == sorted((s for _, s in found), reverse=True) and found[0][1] <= 1
     for candidate, _ in found:

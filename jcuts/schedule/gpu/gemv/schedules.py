@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from jcuts.arch.sm_limits import SM_90
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.gemm import COLUMNS, K, gemm_operands
 from jcuts.schedule import fit
+from jcuts.schedule.gpu.coalescing import LINE
 from jcuts.schedule.gpu.machine import (
     ACCESS,
     WARP,
@@ -41,7 +41,8 @@ BLOCKS = (128, 256, 512)
 """Threads of a block."""
 LOADS = (4, 8, 16)
 """16-byte loads of W that a thread has in flight."""
-_FIT = fit.coefficients("gpu/gemv", "cost")
+_COST = fit.coefficients("gpu/gemv", "cost")
+_RANKING = fit.coefficients("gpu/gemv", "ranking")
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,10 @@ def schedule_space(program: Program, machine: GpuMachine) -> Iterator[Candidate]
     problem = GemvProblem.of(program)
     for tile in _tiles(problem):
         for made in _shared_k(problem, tile, machine):
-            yield made.apply(program, problem), problem.moved / fastest_memory() / _seconds(problem, made, machine)
+            yield (
+                made.apply(program, problem),
+                problem.moved / fastest_memory() / estimated_seconds(problem, made, machine),
+            )
 
 
 def _diverse(found: Iterable[Candidate]) -> list[Candidate]:
@@ -171,7 +175,7 @@ def _shared_k(problem: GemvProblem, tile: GemvSchedule, machine: GpuMachine) -> 
     for cluster in CLUSTER_SIZES if machine.capability >= CLUSTERS else (1,):
         if cluster == 1 or share >= cluster:
             yield GemvSchedule(*_shape(tile), cluster=cluster)
-    resident = machine.sms * max(1, int(_FIT.resident_threads) // tile.threads)
+    resident = _resident_blocks(tile, machine)
     split = min(resident // max(1, tile.blocks(problem)), int(share))
     if split > 1:
         yield GemvSchedule(*_shape(tile), split=split)
@@ -181,14 +185,24 @@ def _shape(tile: GemvSchedule) -> tuple[int, int, int, int, int]:
     return tile.columns, tile.terms, tile.flight, tile.across, tile.threads
 
 
-def _seconds(problem: GemvProblem, made: GemvSchedule, machine: GpuMachine) -> float:
-    """Estimated time: the memory's, latencies of the rounds of loads that other warps do not hide, launches."""
-    blocks, tile = made.blocks(problem), made.terms * made.deep * made.flight
-    resident = machine.sms * max(1, min(int(_FIT.resident_threads), SM_90.threads_per_sm) // made.threads)
-    waves = -(-blocks // resident)
-    rounds = math.ceil(problem.terms / (made.cluster * made.split * tile))
-    busy = min(1.0, blocks / machine.sms)
-    seconds = problem.moved / fastest_memory() / busy
-    seconds += _FIT.latency_weight * _FIT.latency_seconds * rounds * waves + _FIT.launch_seconds
-    seconds += _FIT.cluster_seconds if made.cluster > 1 else 0.0
-    return seconds + (_FIT.split_seconds if made.split > 1 else 0.0)
+def _resident_blocks(made: GemvSchedule, machine: GpuMachine) -> int:
+    """Blocks that run at once."""
+    return machine.sms * max(1, int(_RANKING.resident_threads) // made.threads)
+
+
+def estimated_seconds(problem: GemvProblem, made: GemvSchedule, machine: GpuMachine) -> float:
+    """Estimated time: the memory's at the rate that lines and bytes in flight allow, and the fixed parts.
+
+    The rate of loads in flight is Little's law: bytes that all resident threads have asked for, over the latency.
+    """
+    blocks = made.blocks(problem)
+    in_warp = made.deep * made.terms if problem.is_k_major else made.across * made.columns
+    line = min(1.0, in_warp * problem.item / LINE)
+    rate = fastest_memory() * _COST.bandwidth_share * (1.0 - min(1.0, _COST.line_share) * (1.0 - line))
+    asked = made.columns * made.terms * made.flight * problem.item
+    in_flight = asked * made.threads * min(blocks, _resident_blocks(made, machine))
+    memory = problem.moved / rate / min(1.0, blocks / machine.sms)
+    latency = problem.moved / in_flight * _COST.memory_latency_seconds
+    seconds = math.sqrt(math.hypot(memory**2, latency**2)) + _COST.fixed_seconds
+    seconds += _COST.cluster_seconds if made.cluster > 1 else 0.0
+    return seconds + (_COST.split_seconds if made.split > 1 else 0.0)

@@ -129,23 +129,16 @@ def schedule_space(program: Program, machine: GpuMachine) -> Iterator[Candidate]
 
 
 def _diverse(found: Iterable[Candidate]) -> list[Candidate]:
-    """The best schedules, best first: at most two per register tile and split, and the best of every way to share K.
-
-    The model does not tell clusters from splits over the grid by much (they differ by one launch), so both are tried.
-    """
+    """The best schedules, best first, at most two per register tile and split."""
     seen: Counter[object] = Counter()
-    kept, others = [], []
+    kept = []
     for program, score in sorted(found, key=lambda item: (-item[1], item[0].digest)):
         params, phase = dict(program.params), program.phases[0]
-        sharing = ("cluster" in params, "split" in params)
         key = (phase.axes[-1].unroll, params["flight"], params.get("cluster"), "split" in params)
         seen[key] += 1
-        seen[sharing] += 1
-        if seen[key] <= 2 and len(kept) < MOST:
+        if seen[key] <= 2:
             kept.append((program, score))
-        elif seen[sharing] == 1:
-            others.append((program, score))
-    return kept[: MOST - len(others)] + others
+    return kept[:MOST]
 
 
 def _tiles(problem: GemvProblem) -> Iterator[GemvSchedule]:

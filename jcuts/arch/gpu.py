@@ -1,4 +1,7 @@
-"""GPU machine model: Table 3.4 of the thesis, and the rates that the roofline bound needs besides."""
+"""GPU machine model (`GpuArch`): SM count, bandwidths, register, shared-memory and occupancy limits, FLOP/s per unit.
+
+The first fields are Table 3.4 of the thesis (``docs/estimate.md``), the others what the roofline bound needs besides.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Options of ``jcuts.optimize`` as a frozen, hashable record (a parameter of the primitive), and program variants."""
+"""Options of ``jcuts.optimize`` as a frozen, hashable record (a parameter of the JAX primitive), and `Variant`.
+
+A variant is one version of a function: which rewrites it has, which regions become kernels, whether calls are chained.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Smoke tests of ``jcuts doctor``: a hand-made kernel through the launcher, a function through ``optimize``."""
+"""Smoke tests of ``jcuts doctor``: hand-written LLVM IR through the CPU custom call, and a call of ``optimize``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""End-to-end A/B benchmark: the whole optimised function against plain ``jax.jit``, on the user's own arguments.
+"""Chooses the whole program by an end-to-end benchmark: plain ``jax.jit`` against all variants on the user's arguments.
 
-Whatever single regions gained, the user never gets a program slower than plain ``jax.jit``.  Candidates are whole
-programs: plain XLA, jcuts, and each of them with compiler options (which JAX accepts at top level only).
+Timings are paired; a gain has to exceed the noise, and to show twice unless it is clear, else plain ``jax.jit`` runs,
+whatever single regions gained.  Candidates are whole programs: plain XLA, jcuts, and each of them with compiler options
+(which JAX accepts at top level only).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Program variants of a function as jitted functions (*carriers*), compiled on demand.
+"""Function multi-versioning: each program variant is its own ``jax.jit`` function (a *carrier*), made on first use.
 
-Every variant (plain XLA, jcuts, each with compiler options) is one ``jax.jit``-wrapped carrier.  JAX runs the Python
-body of a carrier only for a signature that it has not seen; if the slow path did not request that trace, it raises
-``NeedsDecision``.
+Variants are plain XLA and jcuts, each with or without compiler options.  JAX runs the Python body of a carrier only for
+a signature that it has not seen; if the slow path did not request that trace, a guard raises ``NeedsDecision``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Selects partition and kernels together: the partition search with measured times (`fusion.partition_space`).
+"""Operator fusion and kernel selection by autotuning: which regions of a jaxpr become kernels, and which kernels.
+
+CPU: partition search with measured kernel times (`fusion.partition_space`).  GPU: the greedy partition, with kernels
+per region and merges into inverted residuals chosen by measurement.
 
 The result is stored as a whole: a later process, or one that may not measure, takes the stored partition and reads the
 choices of its regions without a search.

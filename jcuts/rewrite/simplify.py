@@ -1,4 +1,8 @@
-"""Clean-up of a flat jaxpr: DCE, CSE, constant folding, split to slices, broadcasts sunk to users; no value changes."""
+"""Canonicalisation of a flat jaxpr: DCE, CSE, constant folding, ``split`` to slices, pairs of casts, cheap broadcasts.
+
+Broadcasts, iotas and converted literals are rematerialised at each user; a cast to a wider type and back is removed.
+Values stay what they were, but for the last bits of folded constants: NumPy computes them in place of XLA.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,7 @@ SMALL = 1 << 16  # elements up to which a constant may grow by folding
 
 
 def simplify(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """Applies all clean-ups (split to slices, DCE, CSE, constant folding, broadcasts sunk), in bodies of control flow
-    as well.
+    """Applies the clean-ups of this file; bodies of control flow get DCE, CSE and copies of broadcasts.
 
     Closed-over weights are constants, so what depends on them alone is computed once (a folded batch norm, a transposed
     matrix); arguments never are.  A broadcast that several subsets use is copied to each of them, where it becomes an

@@ -1,6 +1,4 @@
-"""Classifies errors of exhausted resources (memory or device held by other processes), which are not the candidate's
-fault.
-"""
+"""Classifies transient resource errors of tuning workers (memory, disk, device), not held against a candidate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verifies stored choices from other caches (imported or unsigned rows) or other package versions once each.
+"""Revalidates tuning-database rows that this installation cannot trust: imported, unsigned or of other versions.
 
 All kernels that such a choice may run are compiled and compared with the float64 reference in the session's processes,
 by the tuner's acceptance rule; nothing is timed.  A correct choice is kept, and signed, under these versions; one with

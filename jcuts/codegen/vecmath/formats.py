@@ -1,5 +1,6 @@
-"""Float-format parameters (bits, exponent range, rounded constants) of the generic formulas, and exact splitting and
-scaling.
+"""Float-format traits of the generic elementary functions: bit layout, ranges, multi-part constants, coefficients.
+
+With them come frexp (`split`), ldexp (`scale`) and the error-free transforms FastTwoSum and TwoProduct (FMA).
 """
 
 from __future__ import annotations

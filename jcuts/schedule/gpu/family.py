@@ -1,4 +1,7 @@
-"""What a GPU kernel family is to the scheduler (`ScheduleFamily`), and what its launches move (`FamilyStatistics`)."""
+"""Interface of a GPU kernel family to the scheduler: what it matches, which schedules it proposes, what launches move.
+
+`FamilyStatistics` are what the performance model reads: traffic, bytes in flight, compute unit.
+"""
 
 from __future__ import annotations
 

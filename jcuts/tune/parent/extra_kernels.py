@@ -39,8 +39,8 @@ def submit_extra_kernels(pool: WorkerPool, programs: Iterable[Program]) -> int:
 
 def compile_kernels(programs: Iterable[Program]) -> None:
     """Compiles programs at once, if the processes of a session are at hand; else `kernel_for` does, one by one."""
-    shop = current_worker_session()
-    if shop is None or (pool := shop.made.get(("cuda", workers_of()))) is None:
+    session = current_worker_session()
+    if session is None or (pool := session.made.get(("cuda", workers_of()))) is None:
         return
     start = time.perf_counter()
     if count := submit_extra_kernels(pool, programs):

@@ -160,8 +160,8 @@ def _check_all(
     """Checks stored choices of others in processes of a session; those that are right."""
     platform = "cuda" if any(problem.device for problem, _, _ in asked_about) else "cpu"
     try:
-        with shared_worker_session() as shop, shop.folder() as folder:
-            pool = shop.pool(platform, effort.workers or workers_of())
+        with shared_worker_session() as workers_open, workers_open.folder() as folder:
+            pool = workers_open.pool(platform, effort.workers or workers_of())
             session = TuningQueue(pool, replace(effort, checks_last=False), progress)
             return stored_choice_check.check(asked_about, store, folder, session, prepare)
     except OSError as error:
@@ -188,10 +188,10 @@ def _measure_all(
     platform = "cuda" if any(p.device for p in problems) else "cpu"
     workers = asked.effort.workers or workers_of()
     try:
-        with shared_worker_session() as shop, shop.folder() as folder:
+        with shared_worker_session() as workers_open, workers_open.folder() as folder:
             quiet = asked.quiet or (lambda _: True)
             early = functools.partial(quiet, False) if platform != "cpu" and is_mine() else None
-            session = TuningQueue(shop.pool(platform, workers), asked.effort, asked.progress, asked.mode, early)
+            session = TuningQueue(workers_open.pool(platform, workers), asked.effort, asked.progress, asked.mode, early)
             derives = asked.mode == "mixed" and platform != "cpu"
             digests, lines = (
                 {p.digest for p in problems},

@@ -1,4 +1,4 @@
-"""Lifetime of a session's worker processes and their shared folder, reused over several calls of the tuner."""
+"""Autotuning session: lifetime of worker processes and their scratch folder, shared by nested calls of the tuner."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ class WorkerSession:
             shutil.rmtree(own, ignore_errors=True)
 
 
-_open_shop = threading.local()
+_open_session = threading.local()
 
 
 def current_worker_session() -> WorkerSession | None:
-    """The workshop that is open on this thread."""
-    return getattr(_open_shop, "shop", None)
+    """The session that is open on this thread."""
+    return getattr(_open_session, "session", None)
 
 
 def workers_of() -> int:
@@ -104,16 +104,16 @@ def workers_of() -> int:
 @contextlib.contextmanager
 def shared_worker_session() -> Iterator[WorkerSession]:
     """All calls of `tune` inside the block, on this thread, share their processes: starting one costs seconds."""
-    shop = current_worker_session()
-    if shop is not None:
-        yield shop
+    session = current_worker_session()
+    if session is not None:
+        yield session
         return
-    shop = _open_shop.shop = WorkerSession()
+    session = _open_session.session = WorkerSession()
     try:
-        with shop.stack:
-            yield shop
+        with session.stack:
+            yield session
     finally:
-        _open_shop.shop = None
+        _open_session.session = None
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
-"""GEMM prologue: a norm or activation applied to the A fragments in registers, between the shared-memory read and
-``wgmma``.
+"""GEMM prologue fusion: element-wise operations on A fragments in registers, between shared memory and ``wgmma``.
+
+They are a norm with known statistics (a scale and a shift per k) and an activation.
 
 The vectors that it needs (one element per k) are copied into shared memory once, behind the tiles.  The k that a lane
 holds are those of `wgmma_register_operand`: of float32 two that are 4 apart, of bfloat16 two pairs that are 8 apart.

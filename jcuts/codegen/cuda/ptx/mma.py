@@ -1,4 +1,6 @@
-"""PTX of GEMM kernels: ``cp.async``, ``ldmatrix``, ``mma.sync``, shared-memory accesses, TF32 conversion, prefetches.
+"""Inline PTX of tensor-core kernels: ``cp.async``, ``ldmatrix``, ``mma.sync`` (TF32, 16-bit, FP64), shared memory.
+
+Distributed shared memory, barriers, rounding to TF32 and prefetches are here, too.
 
 Fragments are those of ``mma.m16n8k8`` (TF32) and ``mma.m16n8k16`` (16-bit floats): 32 bytes of k at a time in both.  Of
 the A operand a lane holds rows ``lane / 4`` and eight more, of B one column ``lane / 4``; of the result rows ``lane /

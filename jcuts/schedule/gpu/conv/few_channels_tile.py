@@ -1,4 +1,6 @@
-"""Block tile of the few-channel convolution: shared-memory layout of the image patch and the filters.
+"""Thread-block tile of the few-channel convolution (implicit GEMM, ``mma.sync``): its shared-memory layout.
+
+A fragments are gathered from the patch (the input pixels of a tile, with their halo), without im2col.
 
 A block computes ``rows x pixels`` outputs of ``columns`` filters.  The patch that their windows cover is as it lies in
 memory, line by line; a line begins up to three elements early, so that copies of 16 bytes are aligned.  Filters lie

@@ -1,4 +1,4 @@
-"""Schedules of ``mma.sync`` GEMMs, and of SIMT ones for ``precision`` above TF32, ranked by `gemm.cost`."""
+"""Schedules of GEMMs by ``mma.sync`` (TF32, 16-bit, FP64) or SIMT FMA (float32 above TF32), ranked by `gemm.cost`."""
 
 from __future__ import annotations
 

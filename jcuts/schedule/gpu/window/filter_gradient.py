@@ -1,4 +1,7 @@
-"""Schedules of depthwise filter gradients: column reductions with a sliding window down the rows of an image."""
+"""Schedules of the depthwise filter gradient (wgrad): a register-tiled reduction whose window slides down image rows.
+
+Rows that windows share stay in registers; the reduction is split over blocks; a fitted cost model ranks.
+"""
 
 from __future__ import annotations
 

@@ -27,10 +27,21 @@ def array(*shape: int, seed: int = 0, scale: float = 1.0, dtype: Any = jnp.float
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape) * scale, dtype)
 
 
-def network(name: str, batch: int, *, closed: bool = True, dtype: str = "float32", size: int | None = None) -> Workload:
-    """A ``keras.applications`` network's inference. Batch-norm statistics are made non-trivial.
+def network(
+    name: str,
+    batch: int,
+    *,
+    closed: bool = True,
+    dtype: str = "float32",
+    size: int | None = None,
+    statistics: str = "trained",
+) -> Workload:
+    """A ``keras.applications`` network's inference.
 
-    ``size`` is the height and width of its images, where not the network's own.
+    Args:
+        size: height and width of its images, where not the network's own.
+        statistics: "trained": batch norms have varied means, variances and offsets, as after training; "fresh": as
+            keras makes them, all equal, so that XLA folds most of a batch norm away.
     """
     import keras
 
@@ -43,6 +54,8 @@ def network(name: str, batch: int, *, closed: bool = True, dtype: str = "float32
 
     def varied(variable: Any) -> jax.Array:
         value = np.asarray(variable.value)
+        if statistics == "fresh":
+            return jnp.asarray(value, dtype)
         if "moving_variance" in variable.path:
             value = 0.5 + rng.random(value.shape)
         elif "moving_mean" in variable.path or "beta" in variable.path:

@@ -17,9 +17,10 @@ from jcuts.cli import printing
 from jcuts.plan import html_report
 from jcuts.plan.cost import inference
 from jcuts.plan.search import tier_placement
-from jcuts.plan.search.exhaustive import Ranked, Result, search
+from jcuts.plan.search.exhaustive import Result, search
 from jcuts.plan.search.plan import RECOMPUTE, SCHEDULES
 from jcuts.plan.search.plan_space import Space
+from jcuts.plan.search.ranked import Ranked
 from jcuts.plan.spec import cluster as clusters
 from jcuts.plan.spec import model as models
 from jcuts.plan.spec.cluster import Cluster
@@ -34,6 +35,7 @@ BAR = {
     "context": "bright_yellow",
     "expert": "dark_orange",
     "pipeline": "magenta",
+    "embedding": "bright_magenta",
     "gradients": "green",
     "launch": "white",
     "bubble": "bright_black",

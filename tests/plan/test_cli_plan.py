@@ -10,8 +10,8 @@ import pytest
 from jcuts.cli.main import main
 from jcuts.plan import html_report
 from jcuts.plan.calibrate import fit, measure
-from jcuts.plan.search.exhaustive import cost_plans
 from jcuts.plan.search.plan import Plan
+from jcuts.plan.search.ranked import cost_plans
 from jcuts.plan.spec import cluster, model, toml_file
 from jcuts.plan.spec.workload import Training
 

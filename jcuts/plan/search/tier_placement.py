@@ -11,7 +11,7 @@ import numpy as np
 from jcuts.base.errors import UsageError
 from jcuts.plan.cost.sharded_sizes import sizes
 from jcuts.plan.cost.training_step import estimate
-from jcuts.plan.search.exhaustive import NoPlanError
+from jcuts.plan.search.no_plan import NoPlanError
 from jcuts.plan.search.plan import TIERS, Plan, Plans
 from jcuts.plan.spec.cluster import Cluster
 from jcuts.plan.spec.layers import BYTES, Model

@@ -11,9 +11,10 @@ from benchmarks.planner import gpt_step as gpt
 from jcuts.base.errors import NotJaxError, UsageError
 from jcuts.plan import jax_mesh
 from jcuts.plan.cost import jaxpr, jaxpr_liveness
-from jcuts.plan.search.exhaustive import cost_plans, search
+from jcuts.plan.search.exhaustive import search
 from jcuts.plan.search.plan import Plan
 from jcuts.plan.search.plan_space import Space
+from jcuts.plan.search.ranked import cost_plans
 from jcuts.plan.spec import cluster, model
 from jcuts.plan.spec.workload import Training
 

@@ -126,7 +126,7 @@ def _model(arguments: argparse.Namespace) -> Model:
     name = arguments.model
     if ":" not in name:
         return models.load(name, sequence=arguments.sequence, flash=arguments.flash)
-    from jcuts.plan.cost import jaxpr
+    from jcuts.plan.cost import traced_model
 
     if arguments.sequence:
         raise UsageError("--sequence is for presets and TOML files: a function's example inputs have their own")
@@ -152,7 +152,7 @@ def _model(arguments: argparse.Namespace) -> Model:
         raise UsageError(
             f"--model {name} must return (function, parameters, *inputs), where inputs begin with the batch axis"
         )
-    return jaxpr.model(*example, name=function)
+    return traced_model.model(*example, name=function)
 
 
 def _document(model: Model, cluster: Cluster, work: Training, result: Result, placed: Any) -> dict[str, Any]:

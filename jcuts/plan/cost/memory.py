@@ -72,8 +72,7 @@ def training_memory(model: Model, cluster: Cluster, plans: Plans, held: Sizes, w
     }
     replicas = (plans["data"] * plans["context"]).astype(np.float64)
     flown = in_flight(plans, micro_batches, work.autodiff)
-    kept = flown * held.layers * held.saved_layer
-    amounts["activations"] = kept
+    amounts["activations"] = flown * (held.layers * held.saved_layer + held.embed_saved)
     # Streamed tensors need two buffers: the one in use and the one on its way.
     layer = BYTES * held.layer_parameters
     buffers = {

@@ -121,6 +121,7 @@ class Sizes:
     full_layer: Floats
     boundary: Floats
     head_saved: Floats
+    embed_saved: Floats
 
 
 def stage_layers(model: Model, plans: Plans) -> NDArray[np.int64]:
@@ -199,6 +200,9 @@ def sizes(model: Model, plans: Plans, autodiff: bool = False) -> Sizes:
         if model.head
         else np.zeros(len(plans))
     )
+    first_kept = np.zeros(len(plans))
+    if model.embed is not None:
+        first_kept = share * (model.embed.saved_tensor / t + model.embed.saved_replicated / spread)
     return Sizes(
         layers=layers,
         parameters=np.maximum(layers * (held + experts + tables), largest) + alone,
@@ -209,4 +213,5 @@ def sizes(model: Model, plans: Plans, autodiff: bool = False) -> Sizes:
         full_layer=full,
         boundary=edge_bytes,
         head_saved=head,
+        embed_saved=first_kept,
     )

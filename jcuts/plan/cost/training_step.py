@@ -146,7 +146,7 @@ def _stacked(model: Model, plans: Plans, held: Sizes, work: Training, micro_batc
         return np.zeros(len(plans))
     kept = held.layers * held.saved_layer
     nested = (plans["schedule"] == GPIPE) & (ticks(plans, micro_batches) > 1)
-    looped = (held.layers > 1) & (model.looped and any(block.count > 1 for block in model.blocks))
+    looped = (held.layers > 1) & any(block.count > 1 for block in model.blocks)
     return np.where(looped, 3 * kept, 0.0) + np.where(nested, 5 * (kept + held.head_saved), 0.0)
 
 

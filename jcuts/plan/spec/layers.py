@@ -118,7 +118,6 @@ class Model:
 
     ``blocks`` follow each other; ``embed`` belongs to the first stage, ``head`` (logits and loss) to the last.
     ``tied``: head and embedding share parameters (their gradients are reduced between first and last stage).
-    ``looped``: layers run in a loop (``lax.scan``) that stacks up what the backward pass needs.
     ``lookup_pooled``, ``lookup_rows``: bytes per sample that embedding tables give, after pooling and before it.
     """
 
@@ -135,7 +134,6 @@ class Model:
     hidden: int = 0
     sequence: int = 1
     cache_bytes: float = 0.0
-    looped: bool = True
     lookup_pooled: float = 0.0
     lookup_rows: float = 0.0
     details: dict[str, object] = field(default_factory=dict, compare=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 from jcuts.base.errors import UsageError
 from jcuts.cli import printing
-from jcuts.cli.plan import write
+from jcuts.cli.output_files import write
 from jcuts.plan.calibrate import validate
 from jcuts.plan.calibrate.tables import shipped
 from jcuts.plan.spec import cluster as clusters

@@ -16,7 +16,7 @@ from jcuts.plan.cost.training_step import estimate
 from jcuts.plan.search import heterogeneous
 from jcuts.plan.search.neighbours import Rejected, explain_neighbours
 from jcuts.plan.search.no_plan import Nearest, nearest_of, no_plan
-from jcuts.plan.search.plan import TIERS, Plans
+from jcuts.plan.search.plan import KIND, TIERS, Plans
 from jcuts.plan.search.plan_space import CLASSES, Space, chunks
 from jcuts.plan.search.ranked import LEAST, RESOLUTION, Ranked, cost_arrays, shortage, total_memory
 from jcuts.plan.spec.cluster import Cluster
@@ -25,6 +25,9 @@ from jcuts.plan.spec.workload import Training
 
 KEPT = 64
 """Plans of each chunk that stay candidates (the fastest of their kind; the Pareto front is kept besides)."""
+
+AXES = KIND.index("micro") + 1
+"""Settings of a kind that are sizes: axes and micro-batch."""
 
 LOOKED_AT = 4096
 """Fastest plans of each chunk among which the kinds are told apart."""
@@ -130,10 +133,14 @@ def _fastest(plans: Plans, total: NDArray, memory: NDArray, limit: int) -> NDArr
 
 
 def distinct(plans: Iterable[Ranked]) -> list[Ranked]:
-    """The best plan of each kind (``Ranked.kind``), best first: variants of one plan are not listed beside it."""
-    made: dict[tuple, Ranked] = {}
+    """The best plan of each kind (``Ranked.kind``), best first: variants of one plan are not listed beside it, nor are
+    plans of its axes and micro-batch that move more tensors in the same time."""
+    kinds: dict[tuple, Ranked] = {}
     for one in sorted(plans, key=lambda ranked: ranked.order):
-        made.setdefault(one.kind, one)
+        kinds.setdefault(one.kind, one)
+    made: dict[tuple, Ranked] = {}
+    for one in kinds.values():
+        made.setdefault((f"{one.seconds:.5g}", *one.kind[:AXES]), one)
     return list(made.values())
 
 

@@ -16,7 +16,8 @@ class Transformer:
     sequences.
 
     ``flash``: attention never writes its scores.  ``vocabulary_divided``: the tensor axis divides embedding and logits.
-    ``experts``/``chosen``: mixture of experts in every layer.
+    ``experts``/``chosen``: mixture of experts in every layer.  ``causal``: a decoder, which can generate; encoders
+    cannot.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Transformer:
     vocabulary_divided: bool = True
     experts: int = 1
     chosen: int = 1
+    causal: bool = True
 
     def build(self) -> Model:
         """The blocks of the network.
@@ -92,7 +94,7 @@ class Transformer:
             experts=self.experts,
             hidden=self.hidden,
             sequence=self.sequence,
-            cache_bytes=2.0 * BYTES * kv_heads * head_size * self.layers,
+            cache_bytes=2.0 * BYTES * kv_heads * head_size * self.layers * self.causal,
             details=asdict(self),
         )
 
@@ -118,8 +120,8 @@ _PRESETS: dict[str, Transformer] = {
         _T("turing-530b", 105, 20480, 128, 2048, 51200, batch=280),
         _T("megatron-1t", 128, 25600, 160, 2048, 51200, batch=512),
         # BERT (arXiv 1810.04805) at sequence 512.
-        _T("bert-base", 12, 768, 12, 512, 30522, batch=256),
-        _T("bert-large", 24, 1024, 16, 512, 30522, batch=256),
+        _T("bert-base", 12, 768, 12, 512, 30522, batch=256, causal=False),
+        _T("bert-large", 24, 1024, 16, 512, 30522, batch=256, causal=False),
         # OPT (arXiv 2205.01068) table 1.
         _T("opt-1.3b", 24, 2048, 32, 2048, 50272, batch=512, dropout=False),
         _T("opt-6.7b", 32, 4096, 32, 2048, 50272, batch=1024, dropout=False),
@@ -236,6 +238,7 @@ def from_table(table: toml_file.Table) -> Transformer:
         vocabulary_divided=table.flag("vocabulary_divided", True),
         experts=table.integer("experts", 1),
         chosen=table.integer("chosen", 1),
+        causal=table.flag("causal", True),
     )
     table.done()
     if made.hidden % made.heads:

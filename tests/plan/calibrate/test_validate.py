@@ -123,17 +123,3 @@ def test_full_weight_offload_beats_partial_because_the_batch_grows():
     # At equal batch, keeping weights is of course better: it is the batch that decides.
     equal = [serve(made, T4, Serving(512, 32, 2, weights_on_gpu=f)).tokens_per_second for f in (0.0, 0.2)]
     assert equal[1] > equal[0]
-
-
-def test_serving_search_and_bad_input():
-    made = model.load("opt-6.7b", sequence=544)
-    found = inference.search(made, T4, inference.space(made, T4, 512, 32))
-    speeds = [cost.tokens_per_second for cost in found]
-    assert speeds == sorted(speeds, reverse=True) and speeds[0] > 25 and not any(cost.short for cost in found)
-    assert "gpu memory" in serve(model.load("opt-30b"), T4, Serving(512, 32, 1)).short
-    with pytest.raises(UsageError, match="weights_on_gpu"):
-        Serving(1, 1, 1, weights_on_gpu=2)
-    with pytest.raises(UsageError, match="no transformer"):
-        serve(model.load("resnet50"), T4, Serving(1, 1, 1))
-    with pytest.raises(UsageError, match="scan_gbs"):
-        serve(made, T4, Serving(1, 1, 1, host_attention=True))

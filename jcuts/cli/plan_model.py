@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -61,14 +62,14 @@ def guarded(model: str, call: Callable[..., Any], *arguments: Any, **keywords: A
 
 
 def _first(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+    return str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
 
 
 def _last_line(error: BaseException) -> str:
     """``file, line N: `` of the innermost frame outside of installed packages and of jcuts."""
-    own = str(Path(__file__).resolve().parents[1])
+    own = (str(Path(__file__).resolve().parents[1]), sysconfig.get_paths()["stdlib"], "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if "site-packages" not in frame.filename and not frame.filename.startswith((own, "<")):
+        if "site-packages" not in frame.filename and not frame.filename.startswith(own):
             return f"{frame.filename}, line {frame.lineno}: "
     return ""
 

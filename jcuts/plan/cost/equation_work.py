@@ -50,7 +50,7 @@ def equation_work(equation: Any, other: Any, samples: int, times: float = 1.0) -
     size, double = (sum(map(bytes_of, e.outvars)) for e in (equation, other))
     per_sample = (double - size) / samples
     product, doubled = products_of(equation), products_of(other)
-    if product is not None and doubled is not None:
+    if product is not None and doubled is not None and not _is_depthwise(product):
         return _product_work(product, doubled, samples, times, per_sample)
     moved = 2 * per_sample * times
     fused = name not in HEAVY
@@ -58,6 +58,14 @@ def equation_work(equation: Any, other: Any, samples: int, times: float = 1.0) -
     stream = Stream(name, moved, 2 * moved, "no", kernels[0], kernels[1])
     return Work(operations=[stream], kept=per_sample * times * (0.5 if fused else 1.0))
 
+
+def _is_depthwise(product: Gemm) -> bool:
+    """Whether a grouped convolution is one of channels by themselves, which memory bounds, not matrix units."""
+    return product.name == "convolution" and product.batch >= GROUPS > product.n
+
+
+GROUPS = 16
+"""Groups from which on, and features per group up to which, a convolution is no matrix product: a tile's least side."""
 
 FUSED = (0.3, 0.6)
 """Kernels per elementwise equation, forward and backward: chains of them fuse."""

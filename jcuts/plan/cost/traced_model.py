@@ -46,6 +46,7 @@ def model(
     Raises: NotJaxError if it cannot be traced; UsageError without a batch axis, or for a whole training step.
     """
     samples = batch_of(inputs)
+    function, parameters = arrays_only(function, parameters)
     refuse_training_step(function, parameters, inputs, name)
 
     def sized(times: int) -> list[Any]:
@@ -80,6 +81,23 @@ def model(
     )
 
 
+def arrays_only(function: Callable, parameters: Any) -> tuple[Callable, Any]:
+    """(function of the arrays alone, the arrays) of a parameter tree with other leaves: an equinox module's functions
+    and flags are constants, not arguments."""
+    leaves, tree = jax.tree.flatten(parameters)
+    places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    if len(places) == len(leaves):
+        return function, parameters
+
+    def of_arrays(arrays: Sequence[Any], *inputs: Any) -> Any:
+        filled = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            filled[place] = array
+        return function(jax.tree.unflatten(tree, filled), *inputs)
+
+    return of_arrays, [leaves[place] for place in places]
+
+
 def batch_of(inputs: Sequence[Any]) -> int:
     """Samples of the example inputs: their common first axis.  Raises: UsageError if there is none."""
     leaves = jax.tree.leaves(inputs)
@@ -97,6 +115,7 @@ def is_training_step(function: Callable, parameters: Any, inputs: Sequence[Any])
 
     Raises: NotJaxError if it cannot be traced.
     """
+    function, parameters = arrays_only(function, parameters)
     mine = Counter(tuple(leaf.shape) for leaf in jax.tree.leaves(parameters) if leaf.shape)
     jaxpr = trace(function, [parameters, *inputs])
     given = Counter(tuple(getattr(v.aval, "shape", ())) for v in jaxpr.outvars)

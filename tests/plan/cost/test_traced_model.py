@@ -193,3 +193,38 @@ def test_repeated_layers_are_found_in_any_sequence():
     assert runs("aabb", [1, 1, 5, 5]) == [Run(0, 1, 2), Run(2, 1, 2)]
     assert runs("abcd", [1.0] * 4) == [] == runs("", [])
     assert runs("aaaa", [0.0] * 4) == []  # no work, no layers
+
+
+def test_parameters_may_be_a_module_with_functions_in_it():
+    """An equinox module is a tree with functions and flags among its leaves."""
+    net = {"w": _struct(64, 128), "activation": jnp.tanh, "out": _struct(128, 8), "scale": 2}
+    made = traced_model.model(lambda m, x: m["activation"](x @ m["w"]) @ m["out"] * m["scale"], net, _struct(32, 64))
+    assert made.total_parameters == 64 * 128 + 128 * 8
+
+
+def test_a_u_net_hands_its_skip_connections_on():
+    def net(params, x):
+        kept = []
+        for i, w in enumerate(params["down"]):
+            x = jax.nn.relu(x @ w)
+            kept += [x] if i < 2 else []
+        for w in params["up"]:
+            x = jax.nn.relu(jnp.concatenate([x, kept.pop()], -1) @ w)
+        return x
+
+    params = {"down": [_struct(16, 32), _struct(32, 64), _struct(64, 64)], "up": [_struct(128, 32), _struct(64, 16)]}
+    made = traced_model.model(net, params, _struct(8, 10, 16))
+    assert made.layers >= 4 and made.total_parameters == 16 * 32 + 32 * 64 + 64 * 64 + 128 * 32 + 64 * 16
+    # The two values that the other side needs, and the running one: more than the running one alone.
+    assert max(block.boundary for block in made.blocks) >= 2 * 10 * (32 + 64)
+
+
+def test_depthwise_convolutions_are_bound_by_memory():
+    def net(params, x):
+        form = jax.lax.conv_dimension_numbers(x.shape, params["w"].shape, ("NHWC", "HWIO", "NHWC"))
+        return jax.lax.conv_general_dilated(
+            x, params["w"], (1, 1), "SAME", dimension_numbers=form, feature_group_count=64
+        )
+
+    made = traced_model.model(net, {"w": _struct(3, 3, 1, 64)}, _struct(8, 16, 16, 64))
+    assert made.forward_flops == 0 and made.blocks[0].operations[0].forward == 2 * 2 * 16 * 16 * 64

@@ -117,6 +117,8 @@ LAYOUTS = [
     {"micro": 2, "count": 4, "pipeline": 2, "tensor": 2, "schedule": "gpipe"},
     {"micro": 2, "count": 4, "pipeline": 2, "data": 2, "schedule": "gpipe", "remat": False},
     {"micro": 2, "count": 4, "data": 4, "schedule": "gpipe", "remat": False},
+    {"micro": 2, "count": 4, "pipeline": 2, "data": 2},
+    {"micro": 4, "count": 2, "tensor": 2, "pipeline": 2},
 ]
 
 

@@ -247,8 +247,8 @@ def compare(results: list[Path], name: str) -> dict[str, Any]:
     import numpy as np
 
     from jcuts.plan.calibrate.validate import rank_correlation
-    from jcuts.plan.search.exhaustive import cost_plans
     from jcuts.plan.search.plan import Plan
+    from jcuts.plan.search.ranked import cost_plans
     from jcuts.plan.spec import cluster as clusters
 
     documents = [json.loads(path.read_text(encoding="utf-8")) for path in results]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn
 
-from jcuts.cli import printing
+from jcuts.cli.output_files import write_text
+from jcuts.cli.plan import list_presets
 from jcuts.plan.calibrate import fit
-from jcuts.plan.spec import cluster as clusters
-from jcuts.plan.spec import model as models
 
 HELP = "measure this machine as a cluster file; list presets"
 
@@ -33,13 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs ``jcuts cluster``."""
     if arguments.action == "list":
-        console = printing.console()
-        rows = []
-        for name in clusters.presets():
-            found = clusters.load(name)
-            rows.append((name, str(found.gpus), found.gpu.name, f"{found.gpu.memory / 2**30:.0f}"))
-        console.print(printing.table("clusters", ("name", "GPUs", "GPU", "GiB"), rows, right=(1, 3)))
-        console.print("models: " + ", ".join(models.presets()))
+        list_presets()
         return 0
     if arguments.action == "refit":
         return _write(fit.refit(arguments.files), arguments)
@@ -58,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _write(found: fit.Measured, arguments: argparse.Namespace) -> int:
     text = fit.to_toml(found, arguments.name)
     if arguments.out:
-        Path(arguments.out).write_text(text, encoding="utf-8")
+        write_text(arguments.out, text)
     else:
         print(text)
     return 0

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import inspect
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
-from rich.text import Text
-
-from jcuts.base.errors import UsageError
-from jcuts.cli import printing
+from jcuts.base.errors import NotJaxError, UsageError
+from jcuts.cli import plan_model, plan_report, plan_serve, printing
+from jcuts.cli.output_files import check_writable, write, write_text
 from jcuts.plan import html_report
-from jcuts.plan.cost import inference
-from jcuts.plan.search import tier_placement
-from jcuts.plan.search.exhaustive import Ranked, Result, search
+from jcuts.plan.search import fixed, tier_placement
+from jcuts.plan.search.exhaustive import Result, gpu_counts, over_gpu_counts, search
+from jcuts.plan.search.no_plan import NoPlanError
 from jcuts.plan.search.plan import RECOMPUTE, SCHEDULES
 from jcuts.plan.search.plan_space import Space
 from jcuts.plan.spec import cluster as clusters
@@ -27,31 +21,18 @@ from jcuts.plan.spec.layers import Model
 from jcuts.plan.spec.workload import SOFTWARE, Training
 
 HELP = "choose mesh, schedule and memory tiers for a model on a cluster"
-BAR = {
-    "compute": "blue",
-    "recompute": "cyan",
-    "tensor": "yellow",
-    "context": "bright_yellow",
-    "expert": "dark_orange",
-    "pipeline": "magenta",
-    "gradients": "green",
-    "launch": "white",
-    "bubble": "bright_black",
-    "tiers": "red",
-    "optimizer": "bright_green",
-    "overhead": "grey50",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``jcuts plan``."""
     parser.add_argument(
         "--model",
-        required=True,
         metavar="NAME|FILE|MODULE:FUNCTION",
-        help="preset, TOML file, or a Python function that returns (function, parameters, *inputs)",
+        help="preset (--list), TOML file, or a Python function, as mine:net or folder/mine.py:net, that returns "
+        "(function, parameters, *inputs)",
     )
-    parser.add_argument("--cluster", required=True, metavar="NAME|FILE", help="preset or TOML file")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="preset (--list) or TOML file")
+    parser.add_argument("--list", action="store_true", help="list the models and clusters that come with jcuts")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs to use (default: all of the cluster)")
     parser.add_argument("--batch", type=int, metavar="N", help="samples per optimiser step (default: the model's)")
     parser.add_argument("--sequence", type=int, metavar="N", help="tokens per sample (default: the model's)")
@@ -66,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "autodiff stores them; default), megatron, lean",
     )
     parser.add_argument(
-        "--micro", type=int, metavar="N", help="largest micro-batch (default: 64 sequences, or any number of images)"
+        "--micro", type=int, metavar="N", help="largest micro-batch (default: any that divides the batch)"
     )
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--recompute", nargs="+", choices=RECOMPUTE, default=list(RECOMPUTE))
@@ -77,10 +58,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["host", "storage"],
         help="tiers to which tensors may be offloaded (no value: none)",
     )
-    parser.add_argument("--place", action="store_true", help="place tensors of the best plan by integer programming")
     parser.add_argument(
-        "--serve", nargs=2, type=int, metavar=("PROMPT", "GENERATE"), help="plan inference, not training"
+        "--fix",
+        metavar="SETTINGS",
+        help="price this plan and say what to change first: data=4,tensor=2,zero=1,policy=ar (fields of a plan; policy "
+        "is ar or pr)",
     )
+    parser.add_argument(
+        "--pareto", action="store_true", help="compare GPU counts: what no plan beats in time, memory and GPUs"
+    )
+    parser.add_argument("--place", action="store_true", help="place tensors of the best plan by integer programming")
+    plan_serve.add_arguments(parser)
     parser.add_argument(
         "--json", metavar="FILE", help="write everything as JSON; - is standard output, instead of tables"
     )
@@ -89,42 +77,106 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs ``jcuts plan``."""
+    if arguments.list:
+        list_presets()
+        return 0
+    for name in ("model", "cluster"):
+        if getattr(arguments, name) is None:
+            raise UsageError(f"--{name} is missing: jcuts plan --list shows what there is")
     for name in ("top", "explain", "micro", "batch", "gpus"):
         value = getattr(arguments, name)
         if value is not None and value < (0 if name == "explain" else 1):
             raise UsageError(f"--{name} {value} must be positive", **{name: value})
-    model = _model(arguments)
+    for target in (arguments.html, arguments.json):
+        check_writable(target)
     cluster = clusters.load(arguments.cluster)
+    made = _model(arguments, cluster)
+    if made is None:
+        return 0
     if arguments.serve:
-        for name in ("html", "place", "gpus"):
-            if getattr(arguments, name):
-                raise UsageError(f"--{name} does not go with --serve, which plans inference on one GPU")
-        return _serve(arguments, model, cluster)
+        return plan_serve.run(arguments, made, cluster)
+    return _train(arguments, made, cluster)
+
+
+def _train(arguments: argparse.Namespace, model: Model, cluster: Cluster) -> int:
     work = Training(arguments.batch or model.batch, **SOFTWARE[arguments.software])  # type: ignore[arg-type]
     space = Space(
-        micro=arguments.micro or (64 if model.sample == "sequence" else work.batch),
+        micro=arguments.micro,
         schedules=tuple(arguments.schedules),
         recompute=tuple(arguments.recompute),
         offload=tuple(arguments.offload),
     )
-    result = search(
-        model, cluster, work, gpus=arguments.gpus, space=space, top=max(arguments.top, 1), explain=arguments.explain
-    )
+    cluster = cluster.resized(arguments.gpus or cluster.gpus)
+    if arguments.fix is not None:
+        return _fix(arguments, model, cluster, work, space)
+    if arguments.pareto:
+        counts = [n for n in gpu_counts(cluster) if n <= cluster.gpus]
+        front = over_gpu_counts(model, cluster, work, counts, space=space)
+        if not front:
+            raise NoPlanError(
+                f"{model.name} does not fit on any of {counts} GPUs of {cluster.name}", short={}, change=""
+            )
+        if arguments.json:
+            write(arguments.json, [ranked.to_json() for ranked in front])
+        if arguments.json != "-":
+            plan_report.show_front(model, cluster, work, front)
+        return 0
+    result = search(model, cluster, work, space=space, top=arguments.top, explain=arguments.explain)
     placed = tier_placement.refine(model, cluster, result.best.plan, work) if arguments.place else None
     if arguments.html:
-        Path(arguments.html).write_text(html_report.page(model, cluster, work, result), encoding="utf-8")
+        write_text(arguments.html, html_report.page(model, cluster, work, result))
     if arguments.json:
         write(arguments.json, _document(model, cluster, work, result, placed))
     if arguments.json != "-":
-        _show(model, cluster, work, result, placed, arguments)
+        plan_report.show(model, cluster, work, result, placed, top=arguments.top, explain=arguments.explain)
     return 0
 
 
-def _model(arguments: argparse.Namespace) -> Model:
+def _fix(arguments: argparse.Namespace, model: Model, cluster: Cluster, work: Training, space: Space) -> int:
+    plan, assumed = fixed.parse(arguments.fix, cluster.gpus, work.batch)
+    found = fixed.price(model, cluster, work, plan, space=space, assumed=assumed)
+    try:
+        best = search(model, cluster, work, space=space, top=1, explain=0).best
+    except NoPlanError:
+        best = None
+    if arguments.json:
+        document = found.ranked.to_json() | {"short": found.short, "assumed": found.assumed}
+        document |= {"changes": [{"changed": r.changed, "reason": r.reason, "gain": r.gain} for r in found.changes]}
+        write(arguments.json, document | {"best": best.to_json() if best else None})
+    if arguments.json != "-":
+        plan_report.show_fixed(model, cluster, work, found, best, arguments.explain)
+    return 0
+
+
+def list_presets() -> None:
+    """The models and clusters that come with jcuts."""
+    console = printing.console()
+    rows = [
+        (name, f"{made.total_parameters:.3g}", str(made.layers), str(made.batch), f"{made.forward_flops:.3g}")
+        for name in models.presets()
+        for made in (models.load(name),)
+    ]
+    columns = ("model", "parameters", "layers", "batch", "FLOP/sample")
+    console.print(printing.table("models", columns, rows, right=(1, 2, 3, 4)))
+    list_clusters()
+    console.print("also: a TOML file (docs/planner.md), or a Python function, as --model folder/mine.py:net")
+
+
+def list_clusters() -> None:
+    """The clusters that come with jcuts."""
+    rows = []
+    for name in clusters.presets():
+        found = clusters.load(name)
+        rows.append((name, str(found.gpus), found.gpu.name, f"{found.gpu.memory / clusters.GIB:.0f}"))
+    printing.console().print(printing.table("clusters", ("name", "GPUs", "GPU", "GiB"), rows, right=(1, 3)))
+
+
+def _model(arguments: argparse.Namespace, cluster: Cluster) -> Model | None:
+    """The model; None for a whole training step, which is priced as it is and shown."""
     name = arguments.model
-    if ":" not in name:
-        return models.load(name, sequence=arguments.sequence, flash=arguments.flash)
-    from jcuts.plan.cost import jaxpr
+    if not plan_model.is_function(name):
+        return plan_model.from_name(name, sequence=arguments.sequence, flash=arguments.flash)
+    from jcuts.plan.cost import jaxpr_liveness, spmd_step, traced_model
 
     if arguments.sequence:
         raise UsageError("--sequence is for presets and TOML files: a function's example inputs have their own")
@@ -132,25 +184,21 @@ def _model(arguments: argparse.Namespace) -> Model:
         raise UsageError(
             "--flash is for presets and TOML files: with a function, its own attention decides what is stored"
         )
-    module, _, function = name.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
+    example = plan_model.example(name)
+    function, parameters, *inputs = example
     try:
-        factory = getattr(importlib.import_module(module.removesuffix(".py")), function)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"--model {name}: {error}", model=name) from error
-    try:
-        inspect.signature(factory).bind()
-    except (TypeError, ValueError) as error:  # not callable, or not without arguments
-        raise UsageError(
-            f"--model {name} must be a function of no arguments that returns (function, parameters, *inputs): {error}",
-            model=name,
-        ) from error
-    example = factory()
-    if not isinstance(example, tuple) or len(example) < 3 or not callable(example[0]):
-        raise UsageError(
-            f"--model {name} must return (function, parameters, *inputs), where inputs begin with the batch axis"
-        )
-    return jaxpr.model(*example, name=function)
+        whole = plan_model.guarded(name, traced_model.is_training_step, function, parameters, inputs)
+        if not whole:
+            return plan_model.guarded(name, traced_model.model, *example, name=name.rpartition(":")[2])
+        step = spmd_step.step_time(*example, cluster=cluster)
+        held = jaxpr_liveness.footprint(*example).peak + cluster.gpu.reserved
+    except NotJaxError as error:
+        raise UsageError(f"--model {name}: {error.message.splitlines()[0]}", model=name) from error
+    if arguments.json:
+        write(arguments.json, {"model": name, "training_step": vars(step) | {"seconds": step.seconds}, "bytes": held})
+    if arguments.json != "-":
+        plan_report.show_step(name, cluster, step, held)
+    return None
 
 
 def _document(model: Model, cluster: Cluster, work: Training, result: Result, placed: Any) -> dict[str, Any]:
@@ -170,121 +218,3 @@ def _document(model: Model, cluster: Cluster, work: Training, result: Result, pl
         "placement": placed.__dict__ if placed else None,
         "sources": cluster.sources,
     }
-
-
-def write(target: str, document: Any) -> None:
-    """JSON into a file; ``-`` is standard output."""
-    text = json.dumps(document, indent=1)
-    if target == "-":
-        print(text)
-    else:
-        Path(target).write_text(text + "\n", encoding="utf-8")
-
-
-def bar(ranked: Ranked, width: int = 24) -> Text:
-    """A bar whose pieces are the parts of a step."""
-    made, used = Text(), 0.0
-    drawn = 0
-    for name, value in ranked.parts.items():
-        used += value / ranked.seconds * width
-        cells = round(used) - drawn
-        made.append("█" * cells, style=BAR[name])
-        drawn += cells
-    return made
-
-
-def _show(
-    model: Model, cluster: Cluster, work: Training, result: Result, placed: Any, arguments: argparse.Namespace
-) -> None:
-    console = printing.console()
-    rows: list[Any] = []
-    for ranked in result.ranked[: arguments.top]:
-        below = "/".join(f"{ranked.memory[k] / 2**30:.0f}" for k in ("host", "storage"))
-        rows.append(
-            [
-                ranked.plan.short(),
-                printing.duration(ranked.seconds),
-                f"{ranked.memory['gpu'] / 2**30:.1f}",
-                below,
-                bar(ranked),
-            ]
-        )
-    title = f"{model.name} ({model.total_parameters:.3g} parameters), batch {work.batch}, "
-    title += f"{result.best.plan.gpus} GPUs of {cluster.name}"
-    console.print(
-        printing.table(title, ("plan", "step", "GPU", "host/disk", "where the time goes"), rows, right=(1, 2, 3))
-    )
-    legend = Text("best plan: ")
-    for name, value in result.best.parts.items():
-        if value > 0.002 * result.best.seconds:
-            legend.append("█ ", style=BAR[name]).append(
-                f"{name} {printing.duration(value)} ({value / result.best.seconds:.1%})  "
-            )
-    console.print(legend)
-    console.print(
-        "GiB per GPU, and per node in host memory and storage; d data, t tensor, p pipeline, c context, "
-        "e expert, b micro-batch; "
-        "P parameters, G gradients, O optimiser, A activations"
-    )
-    console.print(
-        f"{result.considered:,} plans in {result.seconds:.2f} s ({result.plans_per_second:,.0f}/s), "
-        f"{result.fitting:,} fit; "
-        f"best policy: {result.best.plan.policy}"
-    )
-    if result.best.split:
-        console.print(f"batch split over groups of nodes: {', '.join(map(str, result.best.split))} samples")
-    if arguments.explain and result.rejected:
-        console.print(
-            printing.table(
-                "why the neighbours lost",
-                ("change", "reason"),
-                [(r.changed, r.reason) for r in result.rejected[: arguments.explain]],
-            )
-        )
-    if placed:
-        shown = [
-            (name, *(f"{where.get(tier, 0):.0%}" for tier in ("gpu", "host", "storage")))
-            for name, where in placed.fractions.items()
-        ]
-        console.print(
-            printing.table(
-                f"placement (waits {printing.duration(placed.exposed)} per step)" if placed.exposed else "placement",
-                ("tensors", "gpu", "host", "storage"),
-                shown,
-                right=(1, 2, 3),
-            )
-        )
-
-
-def _serve(arguments: argparse.Namespace, model: Model, cluster: Cluster) -> int:
-    prompt, generate = arguments.serve
-    found = inference.search(model, cluster, inference.space(model, cluster, prompt, generate))[: arguments.top]
-    if not found:
-        raise UsageError(
-            f"{model.name} cannot be served on one GPU of {cluster.name}: no way fits its memory", model=model.name
-        )
-    if arguments.json:
-        write(arguments.json, [cost.to_json() for cost in found])
-    if arguments.json != "-":
-        rows = [
-            (
-                f"{c.plan.weights_on_gpu:.0%}",
-                c.plan.weights,
-                c.plan.cache,
-                f"{c.plan.micro} x {c.plan.count}",
-                f"{c.tokens_per_second:.2f}",
-                printing.duration(c.prefill),
-                printing.duration(c.decode),
-                f"{c.memory['gpu'] / 2**30:.1f}",
-            )
-            for c in found
-        ]
-        printing.console().print(
-            printing.table(
-                f"{model.name}: {prompt} tokens in, {generate} out, on one GPU of {cluster.name}",
-                ("weights on GPU", "rest", "cache", "batch", "tokens/s", "prefill", "decode", "GiB/GPU"),
-                rows,
-                right=(0, 4, 5, 6, 7),
-            )
-        )
-    return 0

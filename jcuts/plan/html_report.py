@@ -6,7 +6,8 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jcuts.plan.search.exhaustive import Ranked, Result
+from jcuts.plan.search.exhaustive import Result
+from jcuts.plan.search.ranked import Ranked
 from jcuts.plan.spec.cluster import GIB, Cluster
 from jcuts.plan.spec.layers import Model
 from jcuts.plan.spec.workload import Training
@@ -18,6 +19,7 @@ COLOURS = {
     "context": "#e8b04a",
     "expert": "#b5651d",
     "pipeline": "#8e5ea2",
+    "embedding": "#c977b5",
     "gradients": "#3cba9f",
     "launch": "#999999",
     "bubble": "#dddddd",

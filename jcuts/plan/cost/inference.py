@@ -1,5 +1,5 @@
-"""Cost model of transformer inference: prefill and decoding with a KV cache, batch as a variable, weights streamed from
-a tier.
+"""Cost model of transformer inference on many GPUs: prefill and decoding with a KV cache over data, tensor and pipeline
+axes, weights streamed from a tier in parameter-resident or activation-resident order.
 """
 
 from __future__ import annotations
@@ -8,25 +8,29 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jcuts.base.errors import UsageError
 from jcuts.plan.cost import collectives
 from jcuts.plan.search.plan import TIERS
-from jcuts.plan.spec.cluster import Cluster
+from jcuts.plan.spec.cluster import GIB, Cluster
 from jcuts.plan.spec.layers import BYTES, Gemm, Model
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Serving:
-    """A serving configuration on ``tensor`` GPUs (tensor parallelism).
+    """A serving configuration on data x tensor x pipeline GPUs.
 
     Attributes:
-        prompt, generate: tokens in and out per sequence.
-        micro: sequences that run through a layer together; count: such micro-batches per layer visit (they share its
-        weights).
+        prompt, generate: tokens in and out per sequence (generate 0: a forward pass alone, without a cache).
+        micro: sequences that run through a layer together; count: micro-batches in flight per data-parallel replica.
         weights_on_gpu: fraction of the weights that stays; the rest streams from ``weights``.
         cache: tier of the key-value cache; host_attention: the host computes attention over a cache that it keeps, so
             that the cache never crosses the link.
+        group: micro-batches that share a visit to a layer (0: all, parameter-resident; 1: activation-resident; between:
+            mixed). activations: tier where hidden states wait between layers when micro-batches share a visit.
     """
 
     prompt: int
@@ -38,30 +42,254 @@ class Serving:
     cache: str = "gpu"
     host_attention: bool = False
     tensor: int = 1
+    data: int = 1
+    pipeline: int = 1
+    group: int = 0
+    activations: str = "gpu"
 
     def __post_init__(self) -> None:
-        for name in ("prompt", "generate", "micro", "count", "tensor"):
+        for name in ("prompt", "micro", "count", "tensor", "data", "pipeline"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)} must be at least 1", **{name: getattr(self, name)})
+        if self.generate < 0 or not 0 <= self.group <= self.count:
+            raise UsageError(
+                f"generate={self.generate} must be at least 0 and group={self.group} at most count={self.count}"
+            )
         if not 0 <= self.weights_on_gpu <= 1:
             raise UsageError(f"weights_on_gpu={self.weights_on_gpu} must be in [0, 1]", value=self.weights_on_gpu)
-        for name, known in (("weights", TIERS[1:]), ("cache", TIERS)):
+        for name, known in (("weights", TIERS[1:]), ("cache", TIERS), ("activations", TIERS)):
             if getattr(self, name) not in known:
                 raise UsageError(f"{name}={getattr(self, name)!r} is unknown: choose one of {known}", name=name)
 
     @property
     def batch(self) -> int:
-        """Sequences in flight."""
-        return self.micro * self.count
+        """Sequences in flight on all GPUs."""
+        return self.micro * self.count * self.data
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that the plan takes."""
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def policy(self) -> str:
+        """Scheduling policy: parameter-resident (PR), activation-resident (AR), between them, or all resident."""
+        if self.weights_on_gpu == 1 and self.activations == "gpu":
+            return "resident"
+        if self.count == 1 or self.group == 1:
+            return "AR"
+        return "PR" if self.group in (0, self.count) else f"PR by {self.group}"
+
+
+CODED = {"weights": TIERS, "cache": TIERS, "activations": TIERS}
+"""Fields of ``Serving`` that are coded by position."""
+
+
+class Servings:
+    """Many serving configurations as a struct of arrays: one array per field of ``Serving``; tiers are coded by their
+    position.  ``group`` 0 is replaced by ``count``."""
+
+    def __init__(self, columns: dict[str, NDArray]) -> None:
+        self.columns = columns
+        self.columns["group"] = np.where(columns["group"] == 0, columns["count"], columns["group"])
+
+    def __getitem__(self, name: str) -> NDArray:
+        return self.columns[name]
+
+    def __len__(self) -> int:
+        return len(self.columns["micro"])
+
+    @classmethod
+    def of(cls, plans: Iterable[Serving]) -> Servings:
+        """From single configurations."""
+        plans = list(plans)
+        made: dict[str, NDArray] = {}
+        for field in fields(Serving):
+            values = [getattr(plan, field.name) for plan in plans]
+            known = CODED.get(field.name)
+            made[field.name] = np.array([known.index(value) for value in values] if known else values)
+        return cls(made)
+
+    def plan(self, index: int) -> Serving:
+        """One of them."""
+        values: dict[str, object] = {}
+        for field in fields(Serving):
+            value = self.columns[field.name][index].item()
+            known = CODED.get(field.name)
+            values[field.name] = known[value] if known else value
+        return Serving(**values)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class ServingCosts:
+    """Costs of many configurations: seconds, tokens (or, without decoding, sequences) per second, bytes per tier.
+
+    Attributes: first: seconds from the batch's arrival to its last first token (prefill); step: seconds per further
+    token; parts: seconds of one prefill visit and one decoding step by what takes them; memory: bytes per GPU, and per
+    node in host memory and storage.
+    """
+
+    first: Floats
+    step: Floats
+    decode: Floats
+    per_second: Floats
+    parts: dict[str, Floats]
+    memory: dict[str, Floats]
+
+    def short(self, cluster: Cluster) -> Floats:
+        """Bytes that each tier is short by, rows GPU, host, storage."""
+        capacity = [cluster.gpu.memory] + [tier.capacity if tier else 0.0 for tier in (cluster.host, cluster.storage)]
+        return np.stack([np.maximum(self.memory[name] - capacity[i], 0.0) for i, name in enumerate(TIERS)])
+
+
+def serve_many(model: Model, cluster: Cluster, plans: Servings) -> ServingCosts:
+    """Costs many serving configurations; each of ``data`` replicas serves ``count`` micro-batches.
+
+        visit   = max(compute of a group, weights of a stage over the link + what else moves)
+        prefill = (groups + pipeline - 1) visits            groups = ceil(count / group)
+        step    = max(groups, pipeline) visits of one token
+        GPU     = per micro-batch max(FLOP / speed, weights and cache read from GPU memory), plus launches, reductions
+            over the tensor axis and the message to the next stage
+
+    Weights are read once per visit of a group: parameter-resident scheduling reads them once per pass,
+    activation-resident once per micro-batch; a group of more than one parks each layer's hidden states in
+    ``activations``.  Within a layer a micro-batch's attention waits for its projections, so host attention adds to the
+    GPU's time; transfers run beside both.  FLOP: 2 per weight and token, 4 h per cached token and layer.
+
+    Source: scheduling policies: thesis 4.1.2; overlap and host attention: FlexGen (arXiv 2303.06865), section 4.
+    """
+    gpu = cluster.gpu
+    t, p = plans["tensor"].astype(np.float64), plans["pipeline"]
+    micro, count, group = (plans[name].astype(np.float64) for name in ("micro", "count", "group"))
+    prompt, generate = plans["prompt"].astype(np.float64), plans["generate"].astype(np.float64)
+    share = np.ceil(model.layers / p) / model.layers
+    groups = np.ceil(count / group)
+    stream = gpu.bandwidth * gpu.memory_efficiency
+    weights = _stage_weights(model, p) * share_of(p, share) / t
+    below = (1 - plans["weights_on_gpu"]) * weights
+    cache_token = np.where(generate > 0, model.cache_bytes, 0.0) * share / t
+    flops_token, attention = 2 * _weights_used(model) * share / t, 4 * model.layers * model.hidden * share / t
+    launches = _launches(model, 1) * share
+    hidden = BYTES * model.hidden * micro
+    # Time on the GPU of one micro-batch in a stage: prefill, and one token at the mean length.
+    work = micro * prompt * (flops_token + attention * prompt / 2)
+    pass_ = work / (gpu.peak * gpu.gemm_efficiency) + launches * (gpu.launch + gpu.kernel_gap)
+    mean = prompt + generate / 2
+    products = micro * flops_token / (gpu.skinny or gpu.peak * gpu.gemm_efficiency)
+    on_gpu = np.where(plans["host_attention"], 0.0, micro * mean * cache_token)
+    once = np.maximum(products, weights / stream) + on_gpu / stream + launches * max(gpu.launch, gpu.kernel_gap)
+    sent = [_communication(model, cluster, plans, share, size) for size in (hidden * prompt, hidden)]
+    # Transfers of one visit of a group.
+    up = _moved(cluster, plans["weights"], below, 0.0)
+    kept = group * micro * prompt * cache_token
+    cache_in = np.where(plans["host_attention"], 0.0, group * micro * mean * cache_token)
+    parked = np.where(group > 1, group * hidden * np.ceil(model.layers / p), 0.0)
+    act = [_moved(cluster, plans["activations"], parked * n, parked * n) for n in (prompt, 1.0)]
+    cache_down, cache_up = _moved(cluster, plans["cache"], 0.0, kept), _moved(cluster, plans["cache"], cache_in, 0.0)
+    apart = plans["activations"] != plans["weights"]  # other tiers: at the same time
+    first_move = np.where(apart, np.maximum(up, act[0]), up + act[0])
+    step_move = np.where(apart, np.maximum(up, act[1]), up + act[1])
+    host = np.where(plans["host_attention"], group * micro * mean * cache_token / (_scan(cluster) or np.inf), 0.0)
+    visit = np.maximum.reduce([group * (pass_ + sent[0]), first_move, cache_down])
+    turn = np.maximum(step_move + cache_up, group * (once + sent[1]) + host)
+    first = (groups + p - 1) * visit
+    step = np.where(generate > 0, np.maximum(groups, p) * turn, 0.0)
+    decode = step * np.maximum(generate - 1, 0)
+    seconds = first + decode
+    made = plans["data"] * count * micro * np.maximum(generate, 1)
+    parts = {
+        "prefill compute": groups * group * pass_,
+        "prefill transfers": groups * np.maximum(first_move, cache_down),
+        "prefill messages": groups * group * sent[0],
+        "weights per step": groups * up,
+        "gpu per step": groups * group * once,
+        "messages per step": groups * group * sent[1],
+        "host per step": groups * host,
+        "cache per step": groups * cache_up,
+    }
+    memory = _memory(model, cluster, plans, weights, cache_token, parked * prompt / np.ceil(model.layers / p))
+    return ServingCosts(first, step, decode, made / seconds, parts, memory)
+
+
+def _stage_weights(model: Model, p: NDArray) -> Floats:
+    """Bytes of all weights; of a pipeline those of its layers and of the larger of the two ends, as if all stages had
+    it."""
+    edges = [block.total_parameters for block in (model.embed, model.head) if block is not None]
+    body = sum(block.count * block.total_parameters for block in model.blocks)
+    return BYTES * np.where(p == 1, model.total_parameters, body + max(edges, default=0.0) * p)
+
+
+def share_of(p: NDArray, share: Floats) -> Floats:
+    """Share of a pipeline's weights in its fullest stage."""
+    return np.where(p == 1, 1.0, share)
+
+
+def _communication(model: Model, cluster: Cluster, plans: Servings, share: Floats, size: Floats) -> Floats:
+    """Seconds per micro-batch and stage: two all-reduces per layer over the tensor axis, one message to the next
+    stage."""
+    t, node = plans["tensor"], cluster.gpus_per_node
+    reduce = collectives.all_reduce(cluster.intra, cluster.inter, t, np.minimum(t, node), size)
+    crosses = t * plans["pipeline"] > node
+    send = collectives.point_to_point(cluster.intra, cluster.inter, crosses, size / t)
+    return 2 * model.layers * share * reduce + np.where(plans["pipeline"] > 1, send, 0.0)
+
+
+def _moved(cluster: Cluster, where: NDArray, read: Floats | float, write: Floats | float) -> Floats:
+    """Seconds to move bytes in and out of each plan's tier: PCIe does both at once, a disk one or the other."""
+    time = np.zeros(where.shape)
+    for index in (1, 2):
+        tier = cluster.tier(index)
+        if tier is None:
+            continue
+        inward, outward = tier.per_gpu(cluster.gpus_per_node)
+        here = (
+            np.maximum(read / inward, np.zeros(1) + write / outward) if index == 1 else read / inward + write / outward
+        )
+        time = np.where(where == index, here, time)
+    return time
+
+
+def _scan(cluster: Cluster) -> float:
+    return cluster.host.scan if cluster.host is not None else 0.0
+
+
+def _memory(
+    model: Model, cluster: Cluster, plans: Servings, weights: Floats, cache_token: Floats, parked: Floats
+) -> dict[str, Floats]:
+    """Bytes per GPU, and per node in the tiers.
+
+    GPU = resident weights + two layers' buffers + working set + cache + hidden states that wait + reserved
+    """
+    t = plans["tensor"].astype(np.float64)
+    layer = BYTES * max(block.total_parameters for block in model.blocks) / t
+    resident = plans["weights_on_gpu"]
+    tokens = plans["prompt"] + plans["generate"]
+    cache = plans["micro"] * plans["count"] * tokens * cache_token
+    # Hidden state and the feed-forward's inside of the micro-batch at work.
+    working = BYTES * plans["micro"] * plans["prompt"] * model.hidden * (1 + 4 / t)
+    buffers = 2 * layer * (1 - resident)
+    on_gpu = resident * weights + buffers + working + cluster.gpu.reserved + np.where(plans["cache"] == 0, cache, 0.0)
+    streamed = (plans["cache"] != 0) & ~plans["host_attention"].astype(bool)
+    layers = np.ceil(model.layers / plans["pipeline"])
+    on_gpu = on_gpu + np.where(streamed, 2 * plans["micro"] * tokens * cache_token / layers, 0.0)
+    waiting = np.where(plans["activations"] == 0, np.maximum(parked - BYTES * model.hidden * plans["micro"], 0.0), 0.0)
+    made = {"gpu": on_gpu + waiting}
+    for index, name in enumerate(TIERS[1:], 1):
+        held = np.where(plans["weights"] == index, (1 - resident) * weights, 0.0)
+        held = held + np.where(plans["cache"] == index, cache, 0.0)
+        held = held + np.where(plans["activations"] == index, parked * np.ceil(plans["count"] / plans["group"]), 0.0)
+        made[name] = held * cluster.gpus_per_node
+    return made
 
 
 @dataclass(frozen=True)
 class ServingCost:
-    """Seconds of prefill and of all decoding steps, generated tokens/s, bytes per tier, and what does not fit (empty:
-    all does)."""
+    """Seconds of prefill, per decoding step and of all of them, generated tokens/s (without decoding: sequences/s),
+    bytes per tier, and what does not fit (empty: all does)."""
 
     plan: Serving
     prefill: float
+    step: float
     decode: float
     tokens_per_second: float
     parts: dict[str, float]
@@ -71,86 +299,59 @@ class ServingCost:
     def to_json(self) -> dict[str, object]:
         """A JSON object."""
         made: dict[str, object] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return made | {"plan": asdict(self.plan)}
+        return made | {"plan": asdict(self.plan), "policy": self.plan.policy}
+
+    @property
+    def bound(self) -> str:
+        """What the time is spent on: of the prefill, or of a decoding step where there is one."""
+        stage = "per step" if self.decode > self.prefill else "prefill"
+        name = max((part for part in self.parts if stage in part), key=lambda part: self.parts[part])
+        words = name.replace(" per step", "").replace("prefill ", "")
+        tier = self.plan.weights if words in ("weights", "transfers") else self.plan.cache
+        return f"{tier} link" if words in ("weights", "transfers", "cache") else words
 
 
 def serve(model: Model, cluster: Cluster, plan: Serving) -> ServingCost:
-    """Costs one serving configuration.
+    """Costs one serving configuration; see ``serve_many``.
 
-        prefill = max(compute, weights over the link, cache written below)
-        step    = max(weights over the link + cache over the link, GPU + attention on the host)
-        GPU     = per micro-batch max(FLOP / speed, weights and cache read from GPU memory), plus launches and
-        reductions
-
-    Within a layer a micro-batch's attention waits for its projections, so host attention adds to the GPU's time;
-    transfers run beside both.  FLOP: 2 per weight and token, 4 h per cached token and layer.
-    Raises: UsageError for a model without a cache (not a transformer) or a tier that the cluster lacks.
+    Raises: UsageError for a model without a decoder, or a tier that the cluster lacks.
     """
-    if not model.cache_bytes:
-        raise UsageError(f"{model.name} is no transformer: it has no prefill or decoding", model=model.name)
-    gpu, t = cluster.gpu, plan.tensor
-    weights = BYTES * model.total_parameters / t
-    below = (1 - plan.weights_on_gpu) * weights
-    cache_token = model.cache_bytes / t
-    tokens = plan.prompt + plan.generate
-    flops_token = 2 * _weights_used(model) / t
-    attention = 4 * sum(block.count for block in model.blocks) * model.hidden / t
-    stream = gpu.bandwidth * gpu.memory_efficiency
-    # --- prefill: like a forward pass of the training model
-    work = plan.batch * plan.prompt * (flops_token + attention * plan.prompt / 2)
-    compute = work / (gpu.peak * gpu.gemm_efficiency) + plan.count * _launches(model, gpu.launch + gpu.kernel_gap)
-    reductions = 2 * model.layers
-    hidden_bytes = BYTES * model.hidden * plan.micro
-    reduce = [
-        float(
-            plan.count
-            * reductions
-            * collectives.all_reduce(cluster.intra, cluster.inter, t, cluster.gpus_per_node, size)
+    check(model, plan.generate)
+    for name in ("weights",) * (plan.weights_on_gpu < 1) + ("cache", "activations"):
+        tier = getattr(plan, name)
+        if tier != "gpu" and cluster.tier(TIERS.index(tier)) is None:
+            raise UsageError(f"cluster {cluster.name} has no [{tier}]: nothing can live there", tier=tier)
+    if plan.host_attention and (plan.cache != "host" or not _scan(cluster)):
+        raise UsageError("host_attention needs the cache on the host and a cluster whose [host] has scan_gbs")
+    return costs_at(model, cluster, Servings.of([plan]), [0])[0]
+
+
+def check(model: Model, generate: int) -> None:
+    """Raises UsageError for a model that cannot generate, or has no tokens at all."""
+    if generate and not model.cache_bytes:
+        more = " (its forward pass: --serve PROMPT 0)" if model.hidden else ""
+        raise UsageError(
+            f"{model.name} is no transformer decoder: it has no prefill and decoding{more}", model=model.name
         )
-        for size in (hidden_bytes * plan.prompt, hidden_bytes)
-    ]
-    down, up_cache = 0.0, 0.0
-    if plan.cache != "gpu":
-        read, write = _speed(cluster, plan.cache)
-        down = plan.batch * plan.prompt * cache_token / write
-        up_cache = 0.0 if plan.host_attention else plan.batch * (plan.prompt + plan.generate / 2) * cache_token / read
-    up = below / _speed(cluster, plan.weights)[0] if below else 0.0
-    prefill = max(compute + reduce[0], up, down)
-    # --- one decoding step at the mean length
-    mean = plan.prompt + plan.generate / 2
-    products = plan.micro * flops_token / (gpu.skinny or gpu.peak * gpu.gemm_efficiency)
-    on_gpu = plan.micro * mean * cache_token if not plan.host_attention else 0.0
-    once = max(products, weights / stream) + on_gpu / stream + _launches(model, max(gpu.launch, gpu.kernel_gap))
-    host = 0.0
-    if plan.host_attention:
-        if plan.cache != "host" or cluster.host is None or not cluster.host.scan:
-            raise UsageError("host_attention needs the cache on the host and a cluster whose [host] has scan_gbs")
-        host = plan.batch * mean * cache_token / cluster.host.scan
-    step = max(up + up_cache, plan.count * once + reduce[1] + host)
-    decode = step * (plan.generate - 1)
-    # --- memory
-    layer = BYTES * max(block.total_parameters for block in model.blocks) / t
-    cache = plan.batch * tokens * cache_token
-    memory: dict[str, float] = dict.fromkeys(map(str, TIERS), 0.0)
-    # Hidden state and the feed-forward's inside of the micro-batch at work.
-    working = BYTES * plan.micro * plan.prompt * model.hidden * (1 + 4 / t)
-    resident = plan.weights_on_gpu * weights
-    memory["gpu"] = resident + 2 * layer * (1 - plan.weights_on_gpu) + working + gpu.reserved
-    memory[plan.weights] += below * t
-    memory[plan.cache] += cache * (1 if plan.cache == "gpu" else t)
-    if plan.cache != "gpu":
-        memory["gpu"] += 0.0 if plan.host_attention else 2 * plan.micro * tokens * cache_token / model.layers
-    seconds = prefill + decode
-    parts = {
-        "prefill compute": compute,
-        "weights per step": up,
-        "gpu per step": plan.count * once,
-        "host per step": host,
-        "cache per step": up_cache,
-    }
-    return ServingCost(
-        plan, prefill, decode, plan.batch * plan.generate / seconds, parts, memory, _short(cluster, memory)
-    )
+    if not model.hidden:
+        raise UsageError(f"{model.name} is no transformer: it has no sequences to serve", model=model.name)
+
+
+def costs_at(model: Model, cluster: Cluster, plans: Servings, positions: Iterable[int]) -> list[ServingCost]:
+    """The costs of some configurations as records."""
+    positions = list(positions)
+    chosen = Servings({name: column[positions] for name, column in plans.columns.items()})
+    found = serve_many(model, cluster, chosen)
+    short = found.short(cluster)
+    made = []
+    for i in range(len(positions)):
+        lacks = [f"{TIERS[k]} memory short by {short[k, i] / GIB:.1f} GiB" for k in range(3) if short[k, i]]
+        numbers = (found.first[i], found.step[i], found.decode[i], found.per_second[i])
+        parts = {name: float(np.broadcast_to(value, found.first.shape)[i]) for name, value in found.parts.items()}
+        memory = {name: float(value[i]) for name, value in found.memory.items()}
+        first, step, decode, speed = map(float, numbers)
+        made.append(ServingCost(chosen.plan(i), first, step, decode, speed, parts, memory, ", ".join(lacks)))
+    return made
 
 
 def _weights_used(model: Model) -> float:
@@ -168,29 +369,6 @@ def _launches(model: Model, each: float) -> float:
     return each * sum(block.count * len(block.operations) for block in model.blocks)
 
 
-def _speed(cluster: Cluster, tier: str) -> tuple[float, float]:
-    found = cluster.tier(TIERS.index(tier))
-    if found is None:
-        raise UsageError(f"cluster {cluster.name} has no [{tier}]: nothing can live there", tier=tier)
-    return found.per_gpu(cluster.gpus_per_node)
-
-
-def _short(cluster: Cluster, memory: dict[str, float]) -> str:
-    lacks = []
-    for index, name in enumerate(TIERS):
-        tier = cluster.tier(index) if index else None
-        capacity = cluster.gpu.memory if not index else tier.capacity if tier else 0.0
-        if memory[name] > capacity:
-            lacks.append(f"{name} memory short by {(memory[name] - capacity) / 2**30:.1f} GiB")
-    return ", ".join(lacks)
-
-
-def search(model: Model, cluster: Cluster, plans: Iterable[Serving]) -> list[ServingCost]:
-    """Feasible configurations, most tokens/s first."""
-    costs = [serve(model, cluster, plan) for plan in plans]
-    return sorted((cost for cost in costs if not cost.short), key=lambda cost: -cost.tokens_per_second)
-
-
 def largest_batch(model: Model, cluster: Cluster, plan: Serving, *, limit: int = 4096) -> ServingCost | None:
     """The plan with the largest micro-batch that fits (None if not even one sequence does)."""
     low, high = 0, limit
@@ -201,32 +379,3 @@ def largest_batch(model: Model, cluster: Cluster, plan: Serving, *, limit: int =
         else:
             low = middle
     return serve(model, cluster, replace(plan, micro=low)) if low else None
-
-
-def space(model: Model, cluster: Cluster, prompt: int, generate: int, tensor: int = 1) -> list[Serving]:
-    """Serving configurations: weight fractions in steps of 10 %, cache tiers, micro-batches 1..512, up to 16 of them
-    per layer visit.
-    """
-    made = []
-    tiers = [name for index, name in enumerate(TIERS[1:], 1) if cluster.tier(index) is not None]
-    scans = cluster.host is not None and cluster.host.scan > 0
-    for fraction in np.linspace(0, 1, 11) if tiers else [1.0]:
-        for weights in tiers[:] if fraction < 1 else tiers[:1] or ["host"]:
-            for cache in ["gpu", *tiers]:
-                for micro in (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512):
-                    for count in (1, 2, 3, 4, 8, 16):
-                        attention = cache == "host" and scans
-                        made.append(
-                            Serving(
-                                prompt,
-                                generate,
-                                micro,
-                                count,
-                                float(round(fraction, 2)),
-                                weights,
-                                cache,
-                                attention,
-                                tensor,
-                            )
-                        )
-    return made

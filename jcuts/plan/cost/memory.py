@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from jcuts.plan.cost.sharded_sizes import Floats, Sizes
+from jcuts.plan.cost.sharded_sizes import Floats, Sizes, sharded
 from jcuts.plan.search.plan import SCHEDULES, Plans
 from jcuts.plan.spec.cluster import Cluster
 from jcuts.plan.spec.layers import BYTES, Model
@@ -64,18 +64,15 @@ def training_memory(model: Model, cluster: Cluster, plans: Plans, held: Sizes, w
     GPU = parameters + gradients + optimiser state (sharded by zero) + kept activations x micro-batches in flight
           + one layer's working set + buffers for what is streamed + reserved
     """
-    replicas = (plans["data"] * plans["context"]).astype(np.float64)
     micro_batches = np.maximum(work.batch // np.maximum(plans["data"] * plans["micro"], 1), 1)
-    values = held.parameters
-    sharded = [values / np.where(plans["zero"] >= level, replicas, 1.0) for level in (3, 2, 1)]
     amounts = {
-        "parameters": BYTES * sharded[0],
-        "gradients": work.gradient_bytes * sharded[1],
-        "optimizer": work.state_bytes * sharded[2],
+        "parameters": BYTES * sharded(model, plans, held, 3),
+        "gradients": work.gradient_bytes * sharded(model, plans, held, 2),
+        "optimizer": work.state_bytes * sharded(model, plans, held, 1),
     }
+    replicas = (plans["data"] * plans["context"]).astype(np.float64)
     flown = in_flight(plans, micro_batches, work.autodiff)
-    kept = flown * held.layers * held.saved_layer
-    amounts["activations"] = kept
+    amounts["activations"] = flown * (held.layers * held.saved_layer + held.embed_saved)
     # Streamed tensors need two buffers: the one in use and the one on its way.
     layer = BYTES * held.layer_parameters
     buffers = {

@@ -107,25 +107,50 @@ def _block(block: Block, cluster: Cluster, shape: Shape, count: int) -> LayerCos
 class Sizes:
     """Bytes per GPU of the fullest pipeline stage; arrays over plans.
 
-    parameters: values held before any sharding over the data axis; saved_layer: bytes kept per layer and micro-batch
-    under the plan's recomputation; full_layer: bytes that one layer's forward pass makes; boundary: bytes between
-    layers.
+    parameters: values held before ZeRO, of which experts and embedding tables; saved_layer: bytes kept per layer and
+    micro-batch under the plan's recomputation; full_layer: bytes that one layer's forward pass makes; boundary: bytes
+    between layers.
     """
 
     layers: Floats
     parameters: Floats
     layer_parameters: Floats
     expert_parameters: Floats
+    table_parameters: Floats
     saved_layer: Floats
     full_layer: Floats
     boundary: Floats
     head_saved: Floats
+    embed_saved: Floats
 
 
 def stage_layers(model: Model, plans: Plans) -> NDArray[np.int64]:
     """Layers of the fullest stage: whole layers, distributed over pipeline x chunks."""
     places = plans["pipeline"] * plans["chunks"]
     return -(-model.layers // places) * plans["chunks"]
+
+
+def table_share(model: Model, plans: Plans) -> Floats | float:
+    """Share of all embedding tables that a GPU holds: whole tables over the table axis, rows over the row axis."""
+    if not model.tables:
+        return 1.0
+    counts, back = np.unique(plans["table"], return_inverse=True)
+    return np.array([model.largest_share(int(count)) for count in counts])[back] / plans["row"]
+
+
+def replicas(plans: Plans) -> tuple[Floats, Floats, Floats]:
+    """GPUs that hold the same dense parameters, the same experts, the same embedding-table rows."""
+    every = (plans["data"] * plans["context"]).astype(np.float64)
+    return every, every / plans["expert"], every / (plans["table"] * plans["row"])
+
+
+def sharded(model: Model, plans: Plans, held: Sizes, level: int) -> Floats:
+    """Parameter values per GPU of what ZeRO ``level`` shards: each kind over the GPUs that hold the same."""
+    dense, experts, tables = (np.where(plans["zero"] >= level, count, 1.0) for count in replicas(plans))
+    if model.experts == 1 and not model.tables:
+        return held.parameters / dense
+    rest = np.maximum(held.parameters - held.expert_parameters - held.table_parameters, 0.0)
+    return rest / dense + held.expert_parameters / experts + held.table_parameters / tables
 
 
 def sizes(model: Model, plans: Plans, autodiff: bool = False) -> Sizes:
@@ -144,10 +169,18 @@ def sizes(model: Model, plans: Plans, autodiff: bool = False) -> Sizes:
         + sum(b.count * b.replicated for b in model.blocks) * per
     )
     experts = sum(b.count * b.expert_parameters for b in model.blocks) * per / (t * plans["expert"])
+    deal = np.asarray(table_share(model, plans))
+    tables = sum(b.count * sum(b.tables) for b in model.blocks) * per * deal
     largest = np.max(
-        [b.parameters / t + b.replicated + b.expert_parameters / (t * plans["expert"]) for b in model.blocks], 0
+        [
+            b.parameters / t + b.replicated + b.expert_parameters / (t * plans["expert"]) + sum(b.tables) * deal
+            for b in model.blocks
+        ],
+        0,
     )
-    edge = [b.parameters / t + b.replicated for b in (model.embed, model.head) if b is not None]
+    edges = [b for b in (model.embed, model.head) if b is not None]
+    edge = [b.parameters / t + b.replicated + sum(b.tables) * deal for b in edges]
+    edge_tables = sum(sum(b.tables) for b in edges) * deal
     first = edge[0] if model.embed is not None else 0.0
     last = edge[-1] if model.head is not None else 0.0
     alone = np.where(
@@ -167,13 +200,18 @@ def sizes(model: Model, plans: Plans, autodiff: bool = False) -> Sizes:
         if model.head
         else np.zeros(len(plans))
     )
+    first_kept = np.zeros(len(plans))
+    if model.embed is not None:
+        first_kept = share * (model.embed.saved_tensor / t + model.embed.saved_replicated / spread)
     return Sizes(
         layers=layers,
-        parameters=np.maximum(layers * (held + experts), largest) + alone,
+        parameters=np.maximum(layers * (held + experts + tables), largest) + alone,
         layer_parameters=held + experts,
         expert_parameters=layers * experts,
+        table_parameters=layers * tables + edge_tables,
         saved_layer=kept,
         full_layer=full,
         boundary=edge_bytes,
         head_saved=head,
+        embed_saved=first_kept,
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 from jcuts.plan.cost import collectives
 from jcuts.plan.cost.memory import GPIPE, Memory, ticks, training_memory
-from jcuts.plan.cost.sharded_sizes import Floats, LayerCost, Sizes, layer_costs, sizes
+from jcuts.plan.cost.sharded_sizes import Floats, LayerCost, Sizes, layer_costs, sharded, sizes
 from jcuts.plan.search.plan import Plans
 from jcuts.plan.spec.cluster import Cluster
 from jcuts.plan.spec.layers import BYTES, Model
@@ -22,9 +22,9 @@ class StepTime:
     """Seconds of a training step by part; arrays over plans.  The parts add up to ``total``.
 
     compute: matrix products and streams of the stage that has most; recompute: those done again; tensor, context,
-    expert, pipeline, gradients: exposed communication of each axis; launch: waiting for the host; bubble: idle
-    pipeline; tiers: waiting for host memory and storage in forward and backward; optimizer: the update with its own
-    transfers; overhead: fixed.
+    expert, pipeline, embedding, gradients: exposed communication of each axis; launch: waiting for the host; bubble:
+    idle pipeline; tiers: waiting for host memory and storage in forward and backward; optimizer: the update with its
+    own transfers; overhead: fixed.
     """
 
     compute: Floats
@@ -33,6 +33,7 @@ class StepTime:
     context: Floats
     expert: Floats
     pipeline: Floats
+    embedding: Floats
     gradients: Floats
     launch: Floats
     bubble: Floats
@@ -89,11 +90,12 @@ def estimate(model: Model, cluster: Cluster, plans: Plans, work: Training) -> Es
         context=micro_batches * stage["context"],
         expert=micro_batches * stage["expert"],
         pipeline=micro_batches * message,
+        embedding=micro_batches * _lookups(model, cluster, plans),
         gradients=_gradients(model, cluster, plans, held, work, stage["backward"], micro_batches),
         launch=micro_batches * stage["launch"],
         bubble=bubble,
         tiers=_tiers(cluster, plans, held, work, micro_batches, busy),
-        optimizer=_optimizer(cluster, plans, held, work),
+        optimizer=_optimizer(model, cluster, plans, held, work),
         overhead=np.full(len(plans), work.overhead),
     )
     return Estimate(time, training_memory(model, cluster, plans, held, work), held)
@@ -162,12 +164,25 @@ def _messages(model: Model, cluster: Cluster, plans: Plans, held: Sizes) -> Floa
     """
     p, t, c = plans["pipeline"], plans["tensor"], plans["context"]
     node = cluster.gpus_per_node
-    boundary = model.blocks[-1].boundary * plans["micro"] / c
+    boundary = sum(block.count * block.boundary for block in model.blocks) / model.layers * plans["micro"] / c
     crosses = p * t * c * plans["data"] > node
     one = collectives.point_to_point(cluster.intra, cluster.inter, crosses, boundary / t)
     gather = collectives.all_gather(cluster.intra, cluster.inter, t, np.minimum(t, node), boundary)
     one = one + np.where(plans["sequence_parallel"] == 1, 0.0, gather)
     return np.where(p > 1, 2 * plans["chunks"] * one * (1 - cluster.overlap_pipeline), 0.0)
+
+
+def _lookups(model: Model, cluster: Cluster, plans: Plans) -> Floats:
+    """Seconds per micro-batch of exchanging what divided embedding tables give: all-to-alls, one forward, one backward.
+
+    Whole tables on each rank pool before they send; rows of one table lie on several ranks, which send them unpooled.
+    """
+    over = plans["table"] * plans["row"]
+    if not model.tables:
+        return np.zeros(len(plans))
+    moved = plans["micro"] * np.where(plans["row"] > 1, model.lookup_rows, model.lookup_pooled) / plans["context"]
+    inside = np.maximum(np.minimum(over, cluster.gpus_per_node // np.maximum(plans["tensor"] * plans["context"], 1)), 1)
+    return 2 * collectives.all_to_all(cluster.intra, cluster.inter, over, inside, moved)
 
 
 def _gradients(
@@ -183,12 +198,15 @@ def _gradients(
     t, z = plans["tensor"], plans["zero"]
     replicas = plans["data"] * plans["context"]
     inside = np.maximum(node // t, 1)
-    dense = held.parameters - held.expert_parameters
+    dense = held.parameters - held.expert_parameters - held.table_parameters
     time = np.zeros(len(plans))
     hideable = np.zeros(len(plans))
     groups = [(dense, replicas, inside)]
     if model.experts > 1:
         groups.append((held.expert_parameters, replicas // plans["expert"], np.maximum(inside // plans["expert"], 1)))
+    if model.tables:
+        over = plans["table"] * plans["row"]
+        groups.append((held.table_parameters, replicas // over, np.maximum(inside // over, 1)))
     for values, members, near in groups:
         size = work.gradient_bytes * values
         reduce = collectives.all_reduce(intra, inter, members, near, size)
@@ -209,12 +227,11 @@ def _gradients(
     return time - hidden + tied
 
 
-def _optimizer(cluster: Cluster, plans: Plans, held: Sizes, work: Training) -> Floats:
+def _optimizer(model: Model, cluster: Cluster, plans: Plans, held: Sizes, work: Training) -> Floats:
     """The update: its own memory traffic, and the state's way from and to its tier, which nothing hides (thesis
     4.1.2)."""
     gpu, busy = cluster.gpu, cluster.gpus_per_node
-    shards = np.where(plans["zero"] >= 1, plans["data"] * plans["context"], 1)
-    values = held.parameters / shards
+    values = sharded(model, plans, held, 1)
     time = values * work.optimizer_traffic / (gpu.bandwidth * gpu.memory_efficiency)
     for index in (1, 2):
         tier = cluster.tier(index)

@@ -13,6 +13,7 @@ from jcuts.base.errors import UsageError
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 RECOMPUTE = ("none", "selective", "full")
 TIERS = ("gpu", "host", "storage")
+_SIZES = ("data", "tensor", "pipeline", "context", "expert", "micro", "chunks", "group", "table", "row")
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Plan:
         axis. parameters, gradients, optimizer, activations: the tier each tensor class lives in.
         group: micro-batches that run through a layer before the next layer: 1 is activation-resident scheduling, all of
             them parameter-resident, between them mixed.  Matters only with offload.
+        table, row: embedding-table parallelism: data-parallel ranks that hold different tables (table-wise sharding),
+            and ranks over which the rows of each are dealt (row-wise); table x row divides ``data``.
     """
 
     data: int = 1
@@ -47,9 +50,11 @@ class Plan:
     optimizer: str = "gpu"
     activations: str = "gpu"
     group: int = 1
+    table: int = 1
+    row: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("data", "tensor", "pipeline", "context", "expert", "micro", "chunks", "group"):
+        for name in _SIZES:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"{name}={value!r} must be a whole number >= 1", **{name: value})
@@ -62,6 +67,10 @@ class Plan:
                 raise UsageError(f"{name}={getattr(self, name)!r} is unknown: choose one of {known}", name=name)
         if self.data % self.expert:
             raise UsageError(f"expert={self.expert} must divide data={self.data}", expert=self.expert, data=self.data)
+        if self.data % (self.table * self.row):
+            raise UsageError(
+                f"table={self.table} x row={self.row} must divide data={self.data}", table=self.table, row=self.row
+            )
 
     @property
     def gpus(self) -> int:
@@ -69,9 +78,14 @@ class Plan:
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
+    def streams(self) -> bool:
+        """Whether parameters, gradients or activations pass between tiers, so that the scheduling policy matters."""
+        return {self.parameters, self.gradients, self.activations} != {"gpu"}
+
+    @property
     def policy(self) -> str:
         """Scheduling policy in the thesis' words, or ``resident`` without offload."""
-        if {self.parameters, self.gradients, self.activations} == {"gpu"}:
+        if not self.streams:
             return "resident"
         return "activation-resident" if self.group == 1 else f"parameter-resident ({self.group} micro-batches)"
 
@@ -98,6 +112,10 @@ class Plan:
         """
         axes = zip("dtpce", (self.data, self.tensor, self.pipeline, self.context, self.expert), strict=True)
         shown = [" ".join([f"{name}{size}" for name, size in axes if size > 1] + [f"b{self.micro}"])]
+        if self.table > 1:
+            shown.append(f"tables over {self.table}")
+        if self.row > 1:
+            shown.append(f"rows over {self.row}")
         if self.zero:
             shown.append(f"zero {self.zero}")
         if self.pipeline > 1:
@@ -131,10 +149,16 @@ class Plan:
         return cls(**values)  # type: ignore[arg-type]
 
 
-_INTEGERS = ("data", "tensor", "pipeline", "context", "expert", "micro", "zero", "chunks", "group")
 _CODED = {"schedule": SCHEDULES, "recompute": RECOMPUTE} | dict.fromkeys(
     ("parameters", "gradients", "optimizer", "activations"), TIERS
 )
+
+
+KIND = (
+    *("data", "tensor", "pipeline", "context", "expert", "table", "row", "micro", "schedule", "recompute"),
+    *("parameters", "gradients", "optimizer", "activations"),
+)
+"""Settings that make plans different to a reader; chunks, group, ZeRO stage and sequence parallelism make variants."""
 
 
 class Plans:
@@ -167,6 +191,15 @@ class Plans:
             known = _CODED.get(field.name)
             columns[field.name] = np.array([known.index(v) for v in values] if known else values, dtype=np.int64)
         return cls(**columns)
+
+    def kinds(self, index: NDArray) -> NDArray[np.int64]:
+        """A number per plan at some positions, equal for variants of one plan (``ranked.Ranked.kind``)."""
+        code = np.zeros(len(index), dtype=np.int64)
+        for name in KIND:
+            column = self.columns[name][index]
+            _, position = np.unique(column, return_inverse=True)
+            code = code * (int(position.max(initial=0)) + 1) + position
+        return code
 
     def take(self, index: NDArray) -> Plans:
         """The plans at some positions (or where a mask holds)."""

@@ -6,18 +6,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jcuts.base.errors import UsageError
-from jcuts.plan.search.plan import RECOMPUTE, SCHEDULES, TIERS, Plan, Plans
+from jcuts.plan.search.plan import RECOMPUTE, SCHEDULES, TIERS, Plans
 from jcuts.plan.spec.cluster import Cluster
 from jcuts.plan.spec.layers import Model
 from jcuts.plan.spec.workload import Training
 
 CHUNK = 200_000
-_NAMES = tuple(field.name for field in fields(Plan))
+CLASSES = ("parameters", "gradients", "optimizer", "activations")
+"""Tensor classes, each of which lives in one tier."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +28,16 @@ class Space:
 
     Attributes:
         tensor, pipeline, context, expert: largest size of an axis (None: as the model allows). micro: largest
-        micro-batch. schedules, recompute, zero: allowed values. chunks: largest number of layer chunks per stage.
-        offload: tiers that tensors may leave the GPU for.
+        micro-batch (None: any). Micro-batches share a visit to a layer one by one, all together, or in groups of the
+        square root of their number. schedules, recompute, zero: allowed values. chunks: largest number of layer
+        chunks per stage. offload: tiers that tensors may leave the GPU for.
     """
 
     tensor: int | None = None
     pipeline: int | None = None
     context: int | None = None
     expert: int | None = None
-    micro: int = 64
+    micro: int | None = None
     chunks: int = 8
     schedules: tuple[str, ...] = SCHEDULES
     recompute: tuple[str, ...] = RECOMPUTE
@@ -75,40 +78,34 @@ def arrangements(model: Model, gpus: int, space: Space) -> list[tuple[int, int, 
     return made
 
 
-def tier_choices(model: Model, cluster: Cluster, space: Space) -> list[tuple[int, int, int, int]]:
-    """(parameters, gradients, optimiser, activations) as tier indices.
-
-    Gradients live on the GPU or with the parameters: anywhere else costs more and saves nothing.
-    """
+def tier_choices(cluster: Cluster, space: Space) -> list[tuple[int, int, int, int]]:
+    """(parameters, gradients, optimiser, activations) as tier indices: every combination of the tiers there are."""
     have = [0] + [TIERS.index(name) for name in space.offload if cluster.tier(TIERS.index(name)) is not None]
-    made = []
-    for p, g, o, a in itertools.product(sorted(have), repeat=4):
-        if g in (0, p):
-            made.append((p, g, o, a))
-    return made
+    return list(itertools.product(sorted(have), repeat=4))  # type: ignore[arg-type]
 
 
-def chunks(model: Model, cluster: Cluster, gpus: int, work: Training, space: Space) -> Iterator[Plans]:
-    """All plans for ``gpus`` GPUs, about ``CHUNK`` at a time."""
-    tiers = np.array(tier_choices(model, cluster, space))
-    held: list[np.ndarray] = []
+def chunks(
+    model: Model, cluster: Cluster, gpus: int, work: Training, space: Space, *, replicas: int = 0
+) -> Iterator[Plans]:
+    """All plans for ``gpus`` GPUs, about ``CHUNK`` at a time.
+
+    ``replicas``: of an uneven cluster, ``gpus`` is one replica's, of which so many take what micro-batches they can:
+    the batch need not be a multiple of them, and interleaving is left out.
+    """
+    tiers = np.array(tier_choices(cluster, space))
+    held: list[dict[str, NDArray[np.int64]]] = []
     count = 0
     for d, t, p, c in arrangements(model, gpus, space):
-        if work.batch % d:
+        if (replicas and d > 1) or work.batch % d:
             continue
-        experts = (
-            [e for e in divisors(d) if model.experts % e == 0 and e <= (space.expert or e)]
-            if model.experts > 1
-            else [1]
-        )
-        zero = [z for z in space.zero if z == 0 or d * c > 1] or [0]
-        parallel = [0, 1] if t > 1 else [0]
+        data = replicas or d
         for micro in divisors(work.batch // d):
-            if micro > space.micro:
+            if space.micro is not None and micro > space.micro:
                 break
-            block = _block((d, t, p, c), experts, micro, zero, parallel, tiers, model, work, space)
+            micro_batches = -(-work.batch // (data * micro))
+            block = _block(Mesh(data, t, p, c, micro), micro_batches, tiers, model, space, even=not replicas)
             held.append(block)
-            count += block.shape[1]
+            count += len(block["data"])
             if count >= CHUNK:
                 yield _plans(held)
                 held, count = [], 0
@@ -116,55 +113,66 @@ def chunks(model: Model, cluster: Cluster, gpus: int, work: Training, space: Spa
         yield _plans(held)
 
 
-def _plans(held: list[np.ndarray]) -> Plans:
-    rows = np.concatenate(held, axis=1)
-    return Plans(**dict(zip(_NAMES, rows, strict=True)))
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the axes and the micro-batch of a block of plans."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    context: int
+    micro: int
+
+
+def _plans(held: list[dict[str, NDArray[np.int64]]]) -> Plans:
+    return Plans(**{name: np.concatenate([block[name] for block in held]) for name in held[0]})
+
+
+def _table_axes(model: Model, data: int) -> list[tuple[int, int]]:
+    """(table, row) sizes for embedding tables: table-wise as far as there are tables, row-wise beyond."""
+    if not model.tables:
+        return [(1, 1)]
+    return [
+        (table, over // table)
+        for over in divisors(data)
+        for table in divisors(over)
+        if table <= len(model.tables) and over % table == 0
+    ]
 
 
 def _block(
-    dims: tuple[int, int, int, int],
-    experts: list[int],
-    micro: int,
-    zero: list[int],
-    parallel: list[int],
-    tiers: np.ndarray,
-    model: Model,
-    work: Training,
-    space: Space,
-) -> np.ndarray:
-    """Columns of plans (rows in the order of ``Plan``'s fields) for one arrangement and micro-batch."""
-    d, t, p, c = dims
-    count = work.batch // (d * micro)
-    schedules = _schedules(p, count, model.layers, space)
+    mesh: Mesh, micro_batches: int, tiers: NDArray, model: Model, space: Space, *, even: bool = True
+) -> dict[str, NDArray[np.int64]]:
+    """Plans of one arrangement and micro-batch, an array per field of ``Plan``."""
+    schedules = _schedules(mesh.pipeline, micro_batches if even else 0, model.layers, space)
     recompute = [RECOMPUTE.index(name) for name in space.recompute]
+    experts = [1]
+    if model.experts > 1 and even:
+        experts = [e for e in divisors(mesh.data) if model.experts % e == 0 and e <= (space.expert or e)]
+    zero = [z for z in space.zero if z == 0 or mesh.data * mesh.context > 1] or [0]
+    parallel = [0, 1] if mesh.tensor > 1 else [0]
     # A group of micro-batches shares a visit to a layer: matters only where something is streamed.
-    groups = sorted({1, max(1, round(count**0.5)), count})
+    groups = sorted({1, max(1, round(micro_batches**0.5)), micro_batches})
     placed = [
         (*choice, g) for choice in tiers.tolist() for g in (groups if choice[0] or choice[1] or choice[3] else [1])
     ]
-    place = np.array(placed)
-    schedule = np.array(schedules)
+    place, schedule = np.array(placed), np.array(schedules)
+    tables = np.array(_table_axes(model, mesh.data if even else 1))
     grids = np.meshgrid(
-        experts, zero, np.arange(len(schedule)), recompute, parallel, np.arange(len(place)), indexing="ij"
+        experts,
+        zero,
+        np.arange(len(schedule)),
+        recompute,
+        parallel,
+        np.arange(len(place)),
+        np.arange(len(tables)),
+        indexing="ij",
     )
-    e, z, s, r, q, w = (grid.ravel() for grid in grids)
-    constant = np.ones(len(e), dtype=np.int64)
-    columns = [
-        d * constant,
-        t * constant,
-        p * constant,
-        c * constant,
-        e,
-        micro * constant,
-        z,
-        schedule[s, 0],
-        schedule[s, 1],
-        r,
-        q,
-        *(place[w, i] for i in range(4)),
-        place[w, 4],
-    ]
-    return np.stack(columns)
+    e, z, s, r, q, w, b = (grid.ravel() for grid in grids)
+    made = {name: np.full(len(e), size, dtype=np.int64) for name, size in vars(mesh).items()}
+    made |= {"expert": e, "zero": z, "schedule": schedule[s, 0], "chunks": schedule[s, 1], "recompute": r}
+    made |= {"sequence_parallel": q, "table": tables[b, 0], "row": tables[b, 1]}
+    return made | {name: place[w, i] for i, name in enumerate((*CLASSES, "group"))}
 
 
 def _schedules(p: int, count: int, layers: int, space: Space) -> list[tuple[int, int]]:
@@ -176,6 +184,6 @@ def _schedules(p: int, count: int, layers: int, space: Space) -> list[tuple[int,
         code = SCHEDULES.index(name)
         if name != "interleaved":
             made.append((code, 1))
-        elif count % p == 0:  # Megatron's interleaving deals micro-batches in rounds of p
+        elif count and count % p == 0:  # Megatron's interleaving deals micro-batches in rounds of p
             made += [(code, v) for v in range(2, space.chunks + 1) if layers % (p * v) == 0]
     return made or [(1, 1)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +14,7 @@ import numpy as np
 from jcuts.base.errors import UsageError
 from jcuts.plan.cost.sharded_sizes import sizes
 from jcuts.plan.cost.training_step import estimate
-from jcuts.plan.search.exhaustive import NoPlanError
+from jcuts.plan.search.no_plan import NoPlanError
 from jcuts.plan.search.plan import TIERS, Plan, Plans
 from jcuts.plan.spec.cluster import Cluster
 from jcuts.plan.spec.layers import BYTES, Model
@@ -142,7 +145,8 @@ def place(cluster: Cluster, tensors: Sequence[Tensor], fixed: float, busy: float
     # A whisper of preference for the higher tier, so that nothing moves down for free.
     order = 1e-6 * cp.sum(cp.multiply(x, np.outer(size, np.arange(len(tiers)))))
     problem = cp.Problem(cp.Minimize(cost + order), limits)
-    problem.solve(solver=cp.HIGHS)
+    with _quiet():
+        problem.solve(solver=cp.HIGHS)
     if x.value is None or z.value is None or cost.value is None:
         need = float(size.sum())
         have = sum(capacity) / 2**30
@@ -159,6 +163,20 @@ def place(cluster: Cluster, tensors: Sequence[Tensor], fixed: float, busy: float
     memory = {TIERS[i]: float(size @ found[:, column]) * 2**30 for column, i in enumerate(tiers)}
     memory["gpu"] += fixed + float(buffer @ np.round(z.value)) * 2**30
     return Placement(fractions, float(cost.value), memory)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the solver's banner, which it writes past Python, off standard output (which may be JSON)."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with open(os.devnull, "w", encoding="utf-8") as nothing:
+        os.dup2(nothing.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def refine(model: Model, cluster: Cluster, plan: Plan, work: Training) -> Placement:

@@ -7,6 +7,7 @@ micro-batch, tensor, context and expert axes divide them when they are costed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 BYTES = 2
 """Bytes of a 16-bit value."""
@@ -71,6 +72,7 @@ class Block:
         reductions: all-reduces of ``boundary`` over the tensor axis in a forward pass (backward: the same number).
         exchanges: all-to-alls over the expert axis in a forward pass, each of ``exchange_bytes`` per sample.
         context_bytes: bytes per sample that travel the context axis in a forward pass (keys and values).
+        tables: values of each embedding table, divided by the table and row axes.
     """
 
     name: str
@@ -90,11 +92,12 @@ class Block:
     exchanges: int = 0
     exchange_bytes: float = 0.0
     context_bytes: float = 0.0
+    tables: tuple[float, ...] = ()
 
     @property
     def total_parameters(self) -> float:
         """Parameters of one of the ``count`` layers."""
-        return self.parameters + self.replicated + self.expert_parameters
+        return self.parameters + self.replicated + self.expert_parameters + sum(self.tables)
 
     def kept(self, autodiff: bool) -> tuple[float, float, float]:
         """Bytes kept per sample: divided by the tensor axis, replicated, of the attention core (divided)."""
@@ -115,6 +118,7 @@ class Model:
 
     ``blocks`` follow each other; ``embed`` belongs to the first stage, ``head`` (logits and loss) to the last.
     ``tied``: head and embedding share parameters (their gradients are reduced between first and last stage).
+    ``lookup_pooled``, ``lookup_rows``: bytes per sample that embedding tables give, after pooling and before it.
     """
 
     name: str
@@ -130,7 +134,23 @@ class Model:
     hidden: int = 0
     sequence: int = 1
     cache_bytes: float = 0.0
+    lookup_pooled: float = 0.0
+    lookup_rows: float = 0.0
     details: dict[str, object] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def tables(self) -> tuple[float, ...]:
+        """Values of every embedding table that the table and row axes may divide, largest first."""
+        blocks = [*self.blocks, *(block for block in (self.embed, self.head) if block is not None)]
+        return tuple(sorted((size for b in blocks for size in b.tables * b.count), reverse=True))
+
+    def largest_share(self, over: int) -> float:
+        """Fraction of all table values on the fullest of ``over`` ranks, tables dealt out whole: largest first, each to
+        the emptiest rank (Graham, "Bounds on multiprocessing timing anomalies", 1969)."""
+        held = [0.0] * over
+        for size in self.tables:
+            held[held.index(min(held))] += size
+        return max(held) / sum(held) if self.tables else 1.0
 
     @property
     def layers(self) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from importlib import resources
 from pathlib import Path
 
 from jcuts.base.errors import ModelError, UsageError
-from jcuts.plan.spec import toml_file
-from jcuts.plan.spec.layers import BYTES, Block, Gemm, Model, Stream, embedding, transformer_layer, vocabulary_head
+from jcuts.plan.spec import convnets, recommenders, speech, toml_file
+from jcuts.plan.spec.layers import BYTES, Model, embedding, transformer_layer, vocabulary_head
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,8 @@ class Transformer:
     sequences.
 
     ``flash``: attention never writes its scores.  ``vocabulary_divided``: the tensor axis divides embedding and logits.
-    ``experts``/``chosen``: mixture of experts in every layer.
+    ``experts``/``chosen``: mixture of experts in every layer.  ``causal``: a decoder, which can generate; encoders
+    cannot.
     """
 
     name: str
@@ -36,6 +39,7 @@ class Transformer:
     vocabulary_divided: bool = True
     experts: int = 1
     chosen: int = 1
+    causal: bool = True
 
     def build(self) -> Model:
         """The blocks of the network.
@@ -92,7 +96,7 @@ class Transformer:
             experts=self.experts,
             hidden=self.hidden,
             sequence=self.sequence,
-            cache_bytes=2.0 * BYTES * kv_heads * head_size * self.layers,
+            cache_bytes=2.0 * BYTES * kv_heads * head_size * self.layers * self.causal,
             details=asdict(self),
         )
 
@@ -118,8 +122,8 @@ _PRESETS: dict[str, Transformer] = {
         _T("turing-530b", 105, 20480, 128, 2048, 51200, batch=280),
         _T("megatron-1t", 128, 25600, 160, 2048, 51200, batch=512),
         # BERT (arXiv 1810.04805) at sequence 512.
-        _T("bert-base", 12, 768, 12, 512, 30522, batch=256),
-        _T("bert-large", 24, 1024, 16, 512, 30522, batch=256),
+        _T("bert-base", 12, 768, 12, 512, 30522, batch=256, causal=False),
+        _T("bert-large", 24, 1024, 16, 512, 30522, batch=256, causal=False),
         # OPT (arXiv 2205.01068) table 1.
         _T("opt-1.3b", 24, 2048, 32, 2048, 50272, batch=512, dropout=False),
         _T("opt-6.7b", 32, 4096, 32, 2048, 50272, batch=1024, dropout=False),
@@ -135,58 +139,29 @@ _PRESETS: dict[str, Transformer] = {
 }
 
 
-def resnet50(batch: int = 256) -> Model:
-    """ResNet-50 v1.5 (arXiv 1512.03385) at 224 x 224, as implicit matrix products; every residual block is a block."""
+def _transformer(table: toml_file.Table, sequence: int | None, flash: bool) -> Model:
+    sizes = from_table(table)
+    sizes = sizes if sequence is None else replace(sizes, sequence=sequence)
+    return replace(sizes, flash=sizes.flash or flash).build()
 
-    def convolution(name: str, size: int, channels: int, filters: int, window: int = 1) -> list[Gemm | Stream]:
-        out = float(size * size)
-        moved = BYTES * out * filters
-        return [
-            Gemm(name, out, filters, channels * window * window),
-            Stream(f"{name} norm, relu", 4 * moved, 6 * moved, "no", 3, 3),
-        ]
 
-    blocks = [
-        Block(
-            "stem",
-            1,
-            tuple(convolution("7x7", 112, 3, 64, 7)),
-            replicated=3 * 64 * 49 + 128,
-            saved_replicated=2.0 * BYTES * 112 * 112 * 64,
-            boundary=BYTES * 56.0 * 56 * 64,
-        )
-    ]
-    channels = 64
-    for size, narrow, count in ((56, 64, 3), (28, 128, 4), (14, 256, 6), (7, 512, 3)):
-        wide = 4 * narrow
-        for index in range(count):
-            ops = convolution("1x1 in", size, channels, narrow) + convolution("3x3", size, narrow, narrow, 3)
-            ops += convolution("1x1 out", size, narrow, wide)
-            values = channels * narrow + 9 * narrow * narrow + narrow * wide + 2 * (2 * narrow + wide)
-            if index == 0:
-                ops += convolution("shortcut", size, channels, wide)
-                values += channels * wide + 2 * wide
-            kept = 2.0 * BYTES * size * size * (2 * narrow + wide)
-            blocks.append(
-                Block(
-                    f"{narrow}-wide block {index + 1}",
-                    1,
-                    tuple(ops),
-                    replicated=float(values),
-                    saved_replicated=kept,
-                    boundary=BYTES * float(size * size * wide),
-                )
-            )
-            channels = wide
-    head = Block(
-        "classifier", 1, (Gemm("dense", 1, 1000, 2048),), replicated=2048 * 1000 + 1000, boundary=BYTES * 2048.0
-    )
-    return Model("resnet50", tuple(blocks), head=head, batch=batch, sample="image")
+KINDS: dict[str, Callable[[toml_file.Table], Model]] = {
+    "convnet": convnets.from_table,
+    "dlrm": recommenders.from_table,
+    "speech": speech.from_table,
+}
+"""Kinds of networks besides ``transformer``: what makes a model of a TOML file by its ``kind``."""
+
+
+def _files() -> dict[str, Path]:
+    """TOML files of the networks that are no transformers."""
+    folder = Path(str(resources.files("jcuts.plan") / "data" / "models"))
+    return {path.stem: path for path in folder.glob("*.toml")}
 
 
 def presets() -> list[str]:
     """Names of the models that come with the package."""
-    return sorted([*_PRESETS, "resnet50"])
+    return sorted([*_PRESETS, *_files()])
 
 
 def preset(name: str) -> Transformer:
@@ -202,18 +177,23 @@ def load(name_or_path: str, *, sequence: int | None = None, flash: bool = False)
 
     Raises: UsageError (unknown preset, with the nearest), ModelError (malformed file, with file, line and key).
     """
-    if name_or_path == "resnet50":
-        if sequence is not None:
-            raise UsageError("resnet50 has no sequence", sequence=sequence)
-        if flash:
-            raise UsageError("resnet50 has no attention", flash=flash)
-        return resnet50()
-    if name_or_path.endswith(".toml") or "/" in name_or_path:
-        sizes = from_table(toml_file.read(name_or_path))
+    files = _files()
+    if name_or_path in files:
+        table = toml_file.read(files[name_or_path])
+    elif name_or_path.endswith(".toml") or "/" in name_or_path:
+        table = toml_file.read(name_or_path)
     else:
         sizes = preset(name_or_path)
-    sizes = sizes if sequence is None else replace(sizes, sequence=sequence)
-    return replace(sizes, flash=sizes.flash or flash).build()
+        sizes = sizes if sequence is None else replace(sizes, sequence=sequence)
+        return replace(sizes, flash=sizes.flash or flash).build()
+    kind = table.text_of("kind", "transformer", choices=("transformer", *KINDS))
+    if kind == "transformer":
+        return _transformer(table, sequence, flash)
+    if sequence is not None:
+        raise UsageError(f"{name_or_path} has no sequence", sequence=sequence)
+    if flash:
+        raise UsageError(f"{name_or_path} has no attention", flash=flash)
+    return KINDS[kind](table)
 
 
 def from_table(table: toml_file.Table) -> Transformer:
@@ -236,6 +216,7 @@ def from_table(table: toml_file.Table) -> Transformer:
         vocabulary_divided=table.flag("vocabulary_divided", True),
         experts=table.integer("experts", 1),
         chosen=table.integer("chosen", 1),
+        causal=table.flag("causal", True),
     )
     table.done()
     if made.hidden % made.heads:

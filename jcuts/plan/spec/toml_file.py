@@ -50,6 +50,14 @@ class Table:
             raise self.error(key, f"must be a whole number, not {value!r}")
         return value
 
+    def integers(self, key: str, count: int = 0) -> list[int]:
+        """A list of whole numbers >= 0, of ``count`` entries (0: at least one)."""
+        value = self._take(key, REQUIRED)
+        good = isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
+        if not good or not value or (count and len(value) != count):
+            raise self.error(key, f"must be a list of {count or 'one or more'} whole numbers, not {value!r}")
+        return value
+
     def flag(self, key: str, default: bool) -> bool:
         """A boolean."""
         value = self._take(key, default)

@@ -10,10 +10,11 @@ import pytest
 from benchmarks.planner import gpt_step as gpt
 from jcuts.base.errors import NotJaxError, UsageError
 from jcuts.plan import jax_mesh
-from jcuts.plan.cost import jaxpr, jaxpr_liveness
-from jcuts.plan.search.exhaustive import cost_plans, search
+from jcuts.plan.cost import jaxpr, jaxpr_liveness, traced_model
+from jcuts.plan.search.exhaustive import search
 from jcuts.plan.search.plan import Plan
 from jcuts.plan.search.plan_space import Space
+from jcuts.plan.search.ranked import cost_plans
 from jcuts.plan.spec import cluster, model
 from jcuts.plan.spec.workload import Training
 
@@ -61,10 +62,10 @@ def test_flops_of_the_reference_gpt_equal_the_models():
 
 
 def test_a_users_function_is_planned():
-    made = jaxpr.model(_mlp, MLP, _struct(32, 64), _struct(32, 16), name="mlp")
+    made = traced_model.model(_mlp, MLP, _struct(32, 64), _struct(32, 16), name="mlp")
     assert made.forward_flops == 2 * (3 * 64 * 64 + 64 * 16)
     assert made.total_parameters == pytest.approx(3 * 64 * 64 + 64 * 16)
-    assert made.layers == 4
+    assert made.layers == 3 and made.head is not None  # the last product is the last stage's
     found = search(made, cluster.load("dgx-a100"), Training(32), gpus=4)
     assert found.best.plan.gpus == 4 and found.best.seconds > 0
 
@@ -77,7 +78,7 @@ def test_a_users_parameters_stay_with_what_uses_them():
         return x
 
     params = {"big": _struct(4096, 64), "small": [_struct(64, 64)] * 7}
-    made = jaxpr.model(lopsided, params, _struct(32, 4096), name="lopsided")
+    made = traced_model.model(lopsided, params, _struct(32, 4096), name="lopsided")
     assert made.total_parameters == pytest.approx(4096 * 64 + 7 * 64 * 64)
     assert made.blocks[0].total_parameters == 4096 * 64
     # No split of layers over stages can leave a stage less than the big product.
@@ -91,7 +92,7 @@ def test_a_loops_parameters_are_dealt_out():
     def looped(params, x):
         return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, params)[0]
 
-    made = jaxpr.model(looped, _struct(8, 64, 64), _struct(32, 64))
+    made = traced_model.model(looped, _struct(8, 64, 64), _struct(32, 64))
     assert made.total_parameters == pytest.approx(8 * 64 * 64)
     assert made.forward_flops == 8 * 2 * 64 * 64
 
@@ -100,9 +101,9 @@ def test_functions_that_cannot_be_planned():
     with pytest.raises(NotJaxError, match="cannot be traced"):
         jaxpr.tally(lambda x: float(x.sum()), _struct(3))
     with pytest.raises(UsageError, match="disagree on the batch"):
-        jaxpr.model(_mlp, MLP, _struct(32, 64), _struct(16, 16))
+        traced_model.model(_mlp, MLP, _struct(32, 64), _struct(16, 16))
     with pytest.raises(UsageError, match="first axis"):
-        jaxpr.model(_mlp, MLP)
+        traced_model.model(_mlp, MLP)
 
 
 LAYOUTS = [
@@ -116,6 +117,8 @@ LAYOUTS = [
     {"micro": 2, "count": 4, "pipeline": 2, "tensor": 2, "schedule": "gpipe"},
     {"micro": 2, "count": 4, "pipeline": 2, "data": 2, "schedule": "gpipe", "remat": False},
     {"micro": 2, "count": 4, "data": 4, "schedule": "gpipe", "remat": False},
+    {"micro": 2, "count": 4, "pipeline": 2, "data": 2},
+    {"micro": 4, "count": 2, "tensor": 2, "pipeline": 2},
 ]
 
 

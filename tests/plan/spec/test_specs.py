@@ -1,5 +1,7 @@
 """Cluster and model specifications: presets, TOML, and every mistake named with file, line and key."""
 
+import re
+
 import pytest
 
 from jcuts.base.errors import ModelError, UsageError
@@ -135,3 +137,59 @@ def test_model_files(tmp_path):
 
 def test_find_line_of_a_dotted_table():
     assert toml_file.find_line("a = 1\n[x.y]\nb = 2\n", "x.y", "b") == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "multiply_adds"),
+    [
+        ("resnet18", 11.69e6, 1.814e9),
+        ("resnet50", 25.56e6, 4.089e9),
+        ("mobilenetv2", 3.505e6, 0.2805e9),  # of 0.3008e9, the depthwise ones left out: memory bounds them
+        ("dlrm-kaggle", 540.7e6, 0.486e6),
+        ("deepspeech2", 65.0e6, None),
+    ],
+)
+def test_networks_besides_transformers_have_their_published_sizes(name, parameters, multiply_adds):
+    made = model.load(name)
+    assert made.total_parameters == pytest.approx(parameters, rel=0.01)
+    if multiply_adds:
+        assert made.forward_flops == pytest.approx(2 * multiply_adds, rel=0.01)
+
+
+def test_dlrm_by_hand():
+    made = model.load("dlrm-kaggle")
+    assert len(made.tables) == 26 and sum(made.tables) == 33_762_577 * 16
+    bottom = 13 * 512 + 512 * 256 + 256 * 64 + 64 * 16
+    top = (16 + 27 * 26 // 2) * 512 + 512 * 256 + 256
+    assert made.forward_flops == 2 * (bottom + top + 27 * 27 * 16)
+    assert made.lookup_pooled == made.lookup_rows == 2 * 26 * 16
+
+
+def test_recurrent_layers_by_hand():
+    made = model.load("deepspeech2")
+    steps, high = (400 + 10 - 11) // 2 + 1 + 10 - 11 + 1, ((161 + 40 - 41) // 2 + 1 + 20 - 21) // 2 + 1
+    first, rest = made.blocks[1:]
+    assert (steps, high, rest.count) == (200, 41, 4)
+    assert first.forward_flops == 2 * 2 * steps * 3 * 1024 * (32 * high + 1024)
+    assert rest.total_parameters == 2 * 3 * 1024 * (1024 + 1024 + 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('kind = "convnets"', "kind: 'convnets' is unknown: did you mean 'convnet'?"),
+        (
+            'kind = "dlrm"\nname = "x"\nwidth = 8\ntables = [1]\nbottom = [3, 4]\ntop = [1]',
+            "bottom: must end with width",
+        ),
+        (
+            'kind = "dlrm"\nname = "x"\nwidth = 8\ntables = "many"',
+            "tables: must be a list of one or more",
+        ),
+    ],
+)
+def test_mistakes_in_files_of_other_networks(tmp_path, text, said):
+    path = tmp_path / "net.toml"
+    path.write_text(text + "\n")
+    with pytest.raises(ModelError, match=re.escape(said)):
+        model.load(str(path))

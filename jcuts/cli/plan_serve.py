@@ -1,0 +1,105 @@
+"""Inference plans of ``jcuts plan --serve``: meshes, scheduling policies and tiers, ranked under latency targets."""
+
+from __future__ import annotations
+
+import argparse
+
+from jcuts.base.errors import UsageError
+from jcuts.cli import printing
+from jcuts.cli.output_files import write
+from jcuts.plan.cost.inference import ServingCost
+from jcuts.plan.search import serving
+from jcuts.plan.search.plan import TIERS
+from jcuts.plan.spec.cluster import GIB, Cluster
+from jcuts.plan.spec.layers import Model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments that go with ``--serve``."""
+    parser.add_argument(
+        "--serve",
+        nargs=2,
+        type=int,
+        metavar=("PROMPT", "GENERATE"),
+        help="plan inference, not training: tokens in and out per sequence (0 out: a forward pass)",
+    )
+    group = parser.add_argument_group("with --serve")
+    group.add_argument("--micro-batches", type=int, metavar="N", help="micro-batches of --micro sequences in all")
+    group.add_argument("--weights", choices=TIERS, help="tier that all weights live in (default: search)")
+    group.add_argument("--activations", choices=TIERS, help="tier where hidden states wait (default: search)")
+    group.add_argument("--token-latency", type=float, metavar="MS", help="milliseconds per generated token at most")
+    group.add_argument("--first-token", type=float, metavar="MS", help="milliseconds to the first token at most")
+    group.add_argument("--rank", choices=("throughput", "latency"), default="throughput", help="what comes first")
+
+
+def run(arguments: argparse.Namespace, model: Model, cluster: Cluster) -> int:
+    """Ranks serving configurations."""
+    prompt, generate = arguments.serve
+    if prompt < 1 or generate < 0:
+        raise UsageError(f"--serve {prompt} {generate}: tokens in must be positive, tokens out at least 0")
+    for name in ("html", "place", "fix", "pareto"):
+        if getattr(arguments, name):
+            raise UsageError(f"--{name} is for training: it does not go with --serve")
+    for name in ("micro_batches", "token_latency", "first_token"):
+        value = getattr(arguments, name)
+        if value is not None and value <= 0:
+            raise UsageError(f"--{name.replace('_', '-')} {value} must be positive")
+    milliseconds = {
+        name: getattr(arguments, name) / 1000 for name in ("token_latency", "first_token") if getattr(arguments, name)
+    }
+    demand = serving.Demand(
+        prompt,
+        generate,
+        micro=arguments.micro,
+        batches=arguments.micro_batches,
+        weights=arguments.weights,
+        activations=arguments.activations,
+        rank=arguments.rank,
+        **milliseconds,
+    )
+    cluster = cluster.resized(arguments.gpus or cluster.gpus)
+    found = serving.search(model, cluster, demand, top=arguments.top)
+    if arguments.json:
+        write(arguments.json, [cost.to_json() for cost in found.ranked])
+    if arguments.json != "-":
+        _show(model, cluster, demand, found)
+    return 0
+
+
+def _show(model: Model, cluster: Cluster, demand: serving.Demand, found: serving.Served) -> None:
+    generates = demand.generate > 0
+    rows = [_row(cost, generates) for cost in found.ranked]
+    columns = ["plan", "batch", *(["tokens/s", "first", "token"] if generates else ["seq/s", "time"]), "GiB"]
+    title = f"{model.name}: {demand.prompt} tokens in, {demand.generate} out, {cluster.gpus} GPUs of {cluster.name}"
+    console = printing.console()
+    made = printing.table(title, (*columns, "weights", "bound by"), rows, right=tuple(range(2, len(columns))))
+    for column in made.columns[:2]:
+        column.no_wrap = True
+    console.print(made)
+    console.print(
+        "d data, t tensor (weight partitioning), p pipeline; PR parameter-resident, AR activation-resident; "
+        "batch: micro-batches in flight per replica x sequences; GiB per GPU"
+        + ("; first: until every sequence has its first token, token: between further ones" if generates else "")
+    )
+    console.print(f"{found.considered:,} plans in {found.seconds:.2f} s, {found.fitting:,} fit")
+
+
+def _row(cost: ServingCost, generates: bool) -> tuple[str, ...]:
+    plan = cost.plan
+    speed = cost.tokens_per_second
+    times = (cost.prefill, cost.step) if generates else (cost.prefill,)
+    kept = plan.weights_on_gpu
+    weights = "GPU" if kept == 1 else plan.weights if not kept else f"{kept:.0%} GPU, {plan.weights}"
+    if generates and plan.cache != "gpu":
+        weights += f"; cache {plan.cache}"
+    axes = zip("dtp", (plan.data, plan.tensor, plan.pipeline), strict=True)
+    mesh = " ".join(f"{name}{size}" for name, size in axes if size > 1) or "1 GPU"
+    return (
+        mesh + ("" if plan.policy == "resident" else f" {plan.policy}"),
+        f"{plan.count} x {plan.micro}",
+        f"{speed:.3g}" if speed < 1000 else f"{speed:,.0f}",
+        *map(printing.duration, times),
+        f"{cost.memory['gpu'] / GIB:.1f}",
+        weights,
+        cost.bound,
+    )

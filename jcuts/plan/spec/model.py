@@ -1,4 +1,4 @@
-"""Model specifications: presets, TOML files, and the transformer that both describe."""
+"""Model configurations of the planner: presets and TOML files, expanded into the layers that the cost model prices."""
 
 from __future__ import annotations
 

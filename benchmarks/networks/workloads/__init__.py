@@ -12,6 +12,8 @@ from .keras_cnn import CNN, DEPTHWISE, network
 from .layers import NHWC, conv, doubled, halved, layer_norm
 from .mlp import mlp_step
 from .recurrent import gru
+from .registry import WORKLOADS
+from .spec import Form, Program, WorkloadSpec
 
 PROGRAMS = ("encoder", "gru", "mlp_step")
 
@@ -34,7 +36,11 @@ __all__ = [
     "DEPTHWISE",
     "NHWC",
     "PROGRAMS",
+    "WORKLOADS",
+    "Form",
+    "Program",
     "Workload",
+    "WorkloadSpec",
     "array",
     "bert",
     "by_name",

@@ -10,6 +10,8 @@ import numpy as np
 
 from .arrays import Workload, array
 from .layers import layer_norm
+from .optimizers import adamw, training
+from .spec import Program
 
 
 def encoder(
@@ -76,3 +78,28 @@ def bert(
     if closed:
         return (lambda tokens: apply(weights, tokens)), (tokens,)
     return apply, (weights, tokens)
+
+
+def bert_large(batch: int, dtype: str, tiny: bool = False) -> Program:
+    """BERT-large inference: 24 layers, width 1024, 16 heads, 384 tokens; start and end of the answer (SQuAD)."""
+    sizes = {"length": 8, "layers": 1, "width": 16, "heads": 2, "vocabulary": 30}
+    large = {"length": 384, "layers": 24, "width": 1024, "heads": 16}
+    apply, (weights, tokens) = bert(batch, **(sizes if tiny else large))
+    head = array(weights["words"].shape[1], 2, seed=5, scale=0.02)
+    weights = jax.tree.map(lambda x: x.astype(dtype), {"encoder": weights, "head": head})
+    return Program(lambda w, tokens: apply(w["encoder"], tokens) @ w["head"], weights, (tokens,))
+
+
+def bert_large_training(batch: int, dtype: str, tiny: bool = False) -> Program:
+    """BERT-large fine-tuning step on SQuAD: cross-entropy of start and end, AdamW with clipping."""
+    program = bert_large(batch, "float32", tiny)
+    (tokens,) = program.arguments
+    length = tokens.shape[1]
+    spans = jnp.stack([jnp.arange(batch) % length, (jnp.arange(batch) + 2) % length], 1)
+
+    def loss(w: Any, tokens: jax.Array, spans: jax.Array) -> jax.Array:
+        logits = program.function(w, tokens).astype(jnp.float32).transpose(0, 2, 1)
+        scores = jax.nn.log_softmax(logits, -1)
+        return -jnp.take_along_axis(scores, spans[..., None], -1).mean()
+
+    return training(loss, program.weights, (tokens, spans), adamw(3e-5, 0.01), dtype)

@@ -26,10 +26,12 @@ def sgd(rate: float = 0.01, momentum: float = 0.9, clip: float | None = None) ->
     """SGD with momentum: (state of parameters, update of parameters and state by gradients)."""
 
     def initial(params: Any) -> Any:
-        return jax.tree.map(jnp.zeros_like, params)
+        return jax.tree.map(jnp.zeros_like, params) if momentum else ()
 
     def update(params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
         gradients = gradients if clip is None else clipped(gradients, clip)
+        if not momentum:
+            return jax.tree.map(lambda p, g: p - rate * g, params, gradients), ()
         state = jax.tree.map(lambda v, g: momentum * v + g, state, gradients)
         return jax.tree.map(lambda p, v: p - rate * v, params, state), state
 

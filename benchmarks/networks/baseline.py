@@ -194,7 +194,9 @@ def tried(form: Any, options: dict[str, object], base: Compiled, seconds: float)
     try:
         program = compiled(form, options)
     except Exception as error:  # whatever the compiler or the device says is the result
-        return {"options": options, "refused": f"{type(error).__name__}: {error}"[:500]}, False
+        text = f"{type(error).__name__}: {error}"[:500]
+        refused = any(word in text for word in ("No such compile option", "INVALID_ARGUMENT", "incompatible function"))
+        return {"options": options, "refused" if refused else "failed": text}, False
     times = interleaved({PLAIN: base, "with": program}, seconds, turns=5)
     share = ratio(times, "with", PLAIN)
     record = {

@@ -76,7 +76,7 @@ def effect(record: dict[str, Any] | None) -> str:
         return ""
     if "over_base" in record:
         return f"{1 / record['over_base']:.2f}"
-    return "refused" if "refused" in record else "skipped"
+    return next(word for word in ("refused", "failed", "skipped") if word in record)
 
 
 def flags(rows: Sequence[dict[str, Any]]) -> str:
@@ -88,12 +88,13 @@ def flags(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def refusals(rows: Sequence[dict[str, Any]]) -> str:
-    """Flag sets that were refused, each message once."""
+    """Flag sets that were refused, or failed to compile or run, each message once."""
     found = {}
     for row in rows:
         for name, record in row["flags"]["alone"].items():
-            if "refused" in record:
-                found.setdefault((name, record["refused"].splitlines()[0]), []).append(row["row"])
+            text = record.get("refused") or record.get("failed")
+            if text:
+                found.setdefault((name, text.splitlines()[0]), []).append(row["row"])
     return "\n".join(f"- {name} ({len(where)} rows): {text}" for (name, text), where in sorted(found.items()))
 
 

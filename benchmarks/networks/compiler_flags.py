@@ -27,7 +27,8 @@ FLAG_SETS: dict[str, dict[str, object]] = {
     "cudnn_layer_norm": {"xla_gpu_enable_cudnn_layer_norm": True},
     "effort_exec_1": {"exec_time_optimization_effort": 1.0},
     "effort_memory_1": {"memory_fitting_effort": 1.0},
-    "optimization_level_o3": {"optimization_level": "O3"},
+    "optimization_level_o1": {"optimization_level": 19},  # the enumeration EffortLevel of XLA
+    "optimization_level_o3": {"optimization_level": 39},
 }
 """By name: ``compiler_options`` of a compilation. What a jaxlib does not have, it refuses; the refusal is recorded."""
 

@@ -9,16 +9,16 @@ import pytest
 
 from benchmarks.networks.workloads import WORKLOADS
 
-CNN = {"MobileNetV2", "ResNet50_training"}
-"""Networks of keras that are run; building and compiling all of them takes minutes."""
-RUN = [n for n, s in WORKLOADS.items() if s.group != "cnn" or n in CNN]
+RUN = [n for n, s in WORKLOADS.items() if s.group != "cnn"]
+SLOW = [pytest.param("ResNet50_training", marks=pytest.mark.slow)]
+"""Building and compiling networks of keras takes minutes; two of them are run."""
 
 
 def leaves(tree):
     return [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize("name", ["MobileNetV2", *RUN, *SLOW])
 def test_runs_in_all_its_forms(name):
     spec = WORKLOADS[name]
     program = spec.build(2, tiny=True)

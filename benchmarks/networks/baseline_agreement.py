@@ -89,7 +89,7 @@ def measure(spec: str, process: str, dry: bool, seconds: float) -> dict[str, Any
         closed=form == "closed",
         dtype=dtype[0] if dtype else "float32",
         size=96 if dry else None,
-        statistics="fresh" if process == "fresh" else "trained",
+        fresh=process == "fresh",
     )
     jax.block_until_ready(args)
     row: dict[str, Any] = {

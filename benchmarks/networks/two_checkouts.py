@@ -88,9 +88,11 @@ def measure(spec: str, seconds: float) -> dict[str, Any]:
 
 def _workloads() -> Any:
     """This checkout's workloads: ``benchmarks`` may be the other's package."""
-    spec = importlib.util.spec_from_file_location("workloads", Path(__file__).with_name("workloads.py"))
+    path = Path(__file__).with_name("workloads") / "__init__.py"
+    spec = importlib.util.spec_from_file_location("workloads", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules["workloads"] = module  # its files import each other
     spec.loader.exec_module(module)
     return module
 

@@ -1,0 +1,42 @@
+"""Random arrays: what weights and inputs are made of, and what a workload is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Workload = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def array(*shape: int, seed: int = 0, scale: float = 1.0, dtype: Any = jnp.float32) -> jax.Array:
+    """Normal values."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape) * scale, dtype)
+
+
+class Normal:
+    """Random weights and inputs from one seed, drawn in float32."""
+
+    def __init__(self, dtype: Any = jnp.float32, seed: int = 0) -> None:
+        self.dtype = dtype
+        self.rng = np.random.default_rng(seed)
+
+    def __call__(self, *shape: int, scale: float = 1.0) -> jax.Array:
+        """Normal values."""
+        values = self.rng.standard_normal(shape, dtype=np.float32)
+        return jnp.asarray(values * np.float32(scale), self.dtype)
+
+    def dense(self, fan_in: int, width: int) -> dict[str, jax.Array]:
+        """Weights and bias of a dense layer."""
+        return {"w": self(fan_in, width, scale=fan_in**-0.5), "b": self(width, scale=0.02)}
+
+    def norm(self, width: int) -> dict[str, jax.Array]:
+        """Gain and bias of a normalisation."""
+        return {"g": 1 + self(width, scale=0.1), "b": self(width, scale=0.1)}
+
+    def integers(self, limit: int, *shape: int) -> jax.Array:
+        """Token or row numbers below a limit."""
+        return jnp.asarray(self.rng.integers(0, limit, shape), jnp.int32)

@@ -1,0 +1,108 @@
+"""Convolutional networks of keras.applications: random weights, no downloads."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .arrays import Workload, array
+from .optimizers import cross_entropy, sgd
+from .spec import Program
+
+DEPTHWISE = ("MobileNetV2", "MobileNet", "NASNetMobile")
+CNN = ("ResNet50", "DenseNet121", "InceptionV3", "VGG16")
+SMALLEST = {"InceptionV3": 75}
+"""Height and width of the smallest images, where not 32."""
+
+
+def keras_model(name: str, dtype: str, size: int | None, **options: Any) -> Any:
+    """A ``keras.applications`` network with random weights. Args: size: of its images, where not the network's own."""
+    import keras
+
+    keras.utils.set_random_seed(1)
+    keras.config.set_dtype_policy(dtype)
+    shape = {} if size is None else {"input_shape": (size, size, 3)}
+    return getattr(keras.applications, name)(weights=None, **shape, **options)
+
+
+def variables(model: Any, dtype: str, *, fresh: bool = False) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Trainable and other variables; batch-norm statistics as a trained network's, unless they are to be ``fresh``."""
+    rng = np.random.default_rng(7)
+
+    def varied(variable: Any) -> jax.Array:
+        value = np.asarray(variable.value)
+        if "moving_variance" in variable.path and not fresh:
+            value = 0.5 + rng.random(value.shape)
+        elif ("moving_mean" in variable.path or "beta" in variable.path) and not fresh:
+            value = 0.1 * rng.standard_normal(value.shape)
+        return jnp.asarray(value, dtype)
+
+    return [varied(v) for v in model.trainable_variables], [varied(v) for v in model.non_trainable_variables]
+
+
+def cnn(
+    name: str, batch: int, dtype: str = "float32", tiny: bool = False, size: int | None = None, fresh: bool = False
+) -> Program:
+    """Inference of a ``keras.applications`` network."""
+    model = keras_model(name, dtype, size or (SMALLEST.get(name, 32) if tiny else None))
+    x = array(batch, *model.input_shape[1:], dtype=dtype)
+
+    def apply(weights: Any, x: jax.Array) -> jax.Array:
+        return model.stateless_call(*weights, x, training=False)[0]
+
+    return Program(apply, variables(model, dtype, fresh=fresh), (x,))
+
+
+def cnn_training(name: str, batch: int, dtype: str = "float32", tiny: bool = False, fresh: bool = False) -> Program:
+    """Training step of a ``keras.applications`` network: cross-entropy, SGD with momentum, batch-norm statistics."""
+    policy = dtype if dtype == "float32" else f"mixed_{dtype}"
+    model = keras_model(name, policy, SMALLEST.get(name, 32) if tiny else None, classifier_activation=None)
+    trainable, other = variables(model, "float32", fresh=fresh)
+    initial, update = sgd()
+
+    def step(trainable: Any, other: Any, state: Any, x: jax.Array, labels: jax.Array) -> Any:
+        def loss(trainable: Any) -> tuple[jax.Array, Any]:
+            logits, new = model.stateless_call(trainable, other, x, training=True)
+            return cross_entropy(logits, labels), new
+
+        (value, new), gradients = jax.value_and_grad(loss, has_aux=True)(trainable)
+        return (*interleaved(update(trainable, state, gradients), new), value)
+
+    x = array(batch, *model.input_shape[1:])
+    labels = jnp.arange(batch) % model.output_shape[-1]
+    return Program(step, None, (trainable, other, initial(trainable), x, labels), carried=3)
+
+
+def interleaved(updated: tuple[Any, Any], other: Any) -> tuple[Any, Any, Any]:
+    """Carried results in the order of the arguments: parameters, other variables, the optimiser's state."""
+    return updated[0], other, updated[1]
+
+
+def network(
+    name: str,
+    batch: int,
+    *,
+    closed: bool = True,
+    dtype: str = "float32",
+    size: int | None = None,
+    fresh: bool = False,
+) -> Workload:
+    """A ``keras.applications`` network's inference.
+
+    Args:
+        size: height and width of its images, where not the network's own.
+        fresh: batch norms as keras makes them, all equal, so that XLA folds most of them away; else as after training.
+    """
+    program = cnn(name, batch, dtype, size=size, fresh=fresh)
+    if closed:
+        form = program.form(closed=True)
+        return form.function, form.arguments
+    trainable, other = program.weights
+    apply = program.function
+    return (lambda trainable, other, x: apply((trainable, other), x)), (trainable, other, *program.arguments)

@@ -27,6 +27,8 @@ CROSSED = Dag.of([0, 1, 10, 11], [(0, 10), (11, 1)])
 def test_convexity_by_hand():
     assert is_convex(DIAMOND, {0, 1}) and is_convex(DIAMOND, {1, 2}) and is_convex(DIAMOND, {0, 1, 2, 3})
     assert not is_convex(DIAMOND, {0, 3}) and not is_convex(DIAMOND, {0, 1, 3})
+    chain = Dag.of(range(4), [(0, 1), (1, 2), (2, 3)])
+    assert not is_convex(chain, {0, 3})  # two nodes lie between, none of which has both as neighbours
 
 
 def test_refusals_name_the_reason():

@@ -117,10 +117,18 @@ def through_integers(q, k, v):
     return jnp.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), v)
 
 
+def with_a_sink(q, k, v):
+    """One more exponential in the sum of a row, as if there were a key whose value is zero."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights / (weights.sum(-1) + 1.0)[..., None], v)
+
+
 @pytest.mark.parametrize(
     "fn",
     [
         through_integers,
+        with_a_sink,
         lambda q, k, v: plain(q, k, v, weigh=lambda w: w.astype(jnp.int8).astype(jnp.float32)),
         lambda q, k, v: plain(q, k, v, weigh=lambda w: w * w),
         lambda q, k, v: plain(q, k, v, precision="highest"),
@@ -128,7 +136,7 @@ def through_integers(q, k, v):
         lambda q, k, v: jnp.einsum("bhqk,bkhd->bqhd", jnp.einsum("bqhd,bkhd->bhqk", q, k) * 2, v),
         lambda q, k, v: jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k), 2), v),
     ],
-    ids=["integers", "integer weights", "other weights", "precision", "depth", "no softmax", "another dimension"],
+    ids=["integers", "sink", "integer weights", "other weights", "precision", "depth", "no softmax", "other axis"],
 )
 def test_look_alikes_are_left_as_they_were(fn):
     closed = simplify(inline(jaxapi.closed_jaxpr_of(fn, *operands(2, 24, 3, 32))))

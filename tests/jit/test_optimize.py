@@ -144,6 +144,12 @@ def test_other_options_and_knobs_are_other_programs():
     assert jcuts.optimize(f) is made[0]
 
 
+def test_every_static_value_has_a_decision_of_its_own():
+    f = jcuts.optimize(lambda x, n: x * n, static_argnums=1, tune="off")
+    np.testing.assert_array_equal(f(X, 2), X * 2)
+    assert f.decision(X, 2) is not None and f.decision(X, 3) is None
+
+
 def test_functions_of_one_definition_stay_apart():
     class Scale:
         def __init__(self, k):

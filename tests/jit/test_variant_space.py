@@ -180,6 +180,15 @@ def test_the_judge_compares_with_float64():
     assert variant_space.longest_sum(closed) == 9
 
 
+@pytest.mark.parametrize(("tolerance", "right"), [(1.0, False), (2.0, False), (4.0, True)])
+def test_the_judge_allows_the_multiple_that_was_set(tolerance, right):
+    x = values(4, 5)
+    judge = variant_space.Float64Judge(jax.make_jaxpr(jnp.sin)(x), [x], tolerance, "cpu")
+    (exact,) = judge.reference()
+    off = [(exact * (1 + error)).astype(np.float32) for error in (1e-3, 3e-3)]  # XLA's, and three times that
+    assert (judge("jcuts/dots", [off[0]], [jnp.asarray(off[1])]) is None) == right
+
+
 def test_rewrites_that_cannot_be_checked_are_not_used(monkeypatch):
     x = values(3, 5, 5, 8)
     judge = variant_space.Float64Judge(jaxapi.closed_jaxpr_of(block, x), [x], 2.0, "cpu")

@@ -46,6 +46,11 @@ def test_hand_count():
     ]
 
 
+def test_of_equal_times_the_least_workspace_is_desirable():
+    table = table_of((1, "GEMM", 1, 0), (2, "FFT", 2, 10), (2, "WINOGRAD", 1, 20))
+    assert [(round(d.seconds * 1e6), d.workspace // MIB) for d in desirable(table, 2)] == [(2, 0), (1, 20)]
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_micro_batches_begin_at_multiples_of_the_unit(seed):
     rng = np.random.default_rng(seed)

@@ -291,15 +291,19 @@ def test_a_stored_cover_of_a_gpu_that_does_not_fit_is_searched_again(monkeypatch
         caplog.clear()
 
 
-def test_programs_of_a_stored_cover_that_does_not_fit_are_not_taken(monkeypatch, store):
+@pytest.mark.parametrize(
+    ("function", "size"),
+    [(fn, 32), (lambda x, w: fn(x, w).astype(jnp.bfloat16), 64)],
+    ids=["operands and results of other shapes", "results of another type"],
+)
+def test_programs_of_a_stored_cover_that_does_not_fit_are_not_taken(monkeypatch, store, function, size):
     level = gpu_level(fn, X, X)
     monkeypatch.setattr(computation.xla_devices, "machine", lambda: gpu_candidates.GpuMachine(132))
     monkeypatch.setattr(kernel_selection.xla_devices, "this", lambda: computation.xla_devices.Gpu("H200", (9, 0), 132))
     leave_open(monkeypatch)
     right = partition_store.load_partition(level)
-    other = partition_store.load_partition(
-        gpu_level(fn, X[:32, :32], X[:32, :32])
-    )  # as many operands and results, of other shapes
+    other = partition_store.load_partition(gpu_level(function, X[:size, :size], X[:size, :size]))
+    assert len(other["programs"]) == len(right["programs"])
     cover = {**right, "programs": other["programs"]}
     store.put_partition(kernel_selection.partition_key(level, AUTO, "cuda"), {"covers": [cover]})
     again, usual = gpu_level(fn, X, X), gpu_level(fn, X, X)

@@ -197,6 +197,7 @@ class Machine:
         self.pipeline = tensor_core.Pipeline(self)
         self.units = ptx_wgmma.Units(self)
         self.barriers = ptx_cluster.Barriers(self)
+        self.read_remotely = np.zeros(blocks, bool)  # blocks whose memory others read since the last cluster barrier
         self.waiting = np.zeros(count, bool)  # at a barrier or shuffle that others of their group have not reached
 
     def run(self, limit: int = 200_000) -> None:
@@ -279,6 +280,8 @@ class Machine:
         elif name == "ret":
             if self.barriers.leaving & set(np.flatnonzero(on).tolist()):
                 raise Fault("ends before its bulk copies have left")
+            if self.read_remotely[np.flatnonzero(on) // self.threads].any():
+                raise Fault("ends while other blocks may still read its shared memory")
             self.pc[on] = len(self.kernel.code)
         elif ins.op == "bar.warp.sync" or name in ("setmaxnreg", "griddepcontrol", "nanosleep"):
             pass
@@ -286,6 +289,8 @@ class Machine:
             blocks = np.unique(np.flatnonzero(at) // self.threads)
             self.races.meet(blocks)
             self.barriers.meet(blocks, cluster=name == "barrier")
+            if name == "barrier":
+                self.read_remotely[blocks] = False
         elif name == "shfl":
             values = self.value(ins.operands[1], "b32")
             distance, place = int(ins.operands[2]), self.thread % 32
@@ -383,6 +388,8 @@ class Machine:
         block, where = (live // self.threads)[:, None], address.astype(np.int64)[:, None] + np.arange(size)
         if "shared::cluster" in ins.op:
             block, where = tensor_core.in_cluster(self, block, where)
+            if ins.op.startswith("ld"):
+                self.read_remotely[block[block[:, 0] != live // self.threads, 0]] = True
         if where.size and (where.max() >= self.shared.shape[1] or where.min() < 0):
             raise Fault(f"outside shared memory: {ins.text}")
         if (address % np.uint64(size)).any():

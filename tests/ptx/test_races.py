@@ -36,10 +36,10 @@ WAIT = "mbarrier.try_wait.parity.shared.b64 %p4, [%r2], 0;\n"
 END = "$LEND:\nret;\n}\n"
 
 
-def run(body, warps=3, blocks=1):
+def run(body, warps=3, blocks=1, cluster=1):
     memory = ptx_machine.Memory([np.zeros(4096, np.float32)], [True])
     module = ptx_machine.parse(HEAD + body + END)
-    machine = ptx_machine.Machine(module, "k0", memory, memory.places, blocks, 32 * warps)
+    machine = ptx_machine.Machine(module, "k0", memory, memory.places, blocks, 32 * warps, cluster=cluster)
     machine.run()
     return machine
 
@@ -99,3 +99,13 @@ def test_bytes_of_a_word_are_apart_where_kernels_store_bytes():
     run(store, warps=2)
     with pytest.raises(ptx_machine.Fault, match="race"):
         run(store + "ld.shared.b32 %r8, [%r6+512];\n", warps=2)
+
+
+def test_a_block_does_not_end_before_others_have_read_its_memory():
+    """Both blocks of a cluster read the first one's word: it may end once all have passed a barrier of the cluster."""
+    together = "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n"
+    body = "@%p3 st.shared.b32 [%r2+512], %r9;\n" + together
+    body += "mapa.shared::cluster.u32 %r8, %r2, 0;\nld.shared::cluster.b32 %r8, [%r8+512];\n"
+    assert not run(body + together, warps=1, blocks=4, cluster=2).registers["%r8"][:64].any()
+    with pytest.raises(ptx_machine.Fault, match="ends while other blocks"):
+        run(body, warps=1, blocks=4, cluster=2)

@@ -16,6 +16,7 @@ from jcuts.tune.verify.float64_eval import evaluate
 
 RNG = np.random.default_rng(17)
 NHWC, NCHW = ("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW")
+PADDED_CHANNELS = ((0, 0), (1, 1), (1, 1), (0, 2))
 
 
 def values(*shape, dtype=jnp.float32):
@@ -132,6 +133,7 @@ def test_the_pooled_branch_joins_its_siblings():
         ),
         lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2, 1, 3), (1, 1, 1, 1), "SAME") @ values(12, 4),
         lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 1, 1, 1), "SAME") @ values(12, 4),
+        lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 3, 3, 1), (1,) * 4, PADDED_CHANNELS) @ values(14, 4),
     ],
 )
 def test_others_stay(function):

@@ -74,6 +74,16 @@ def test_large_weights_that_are_kept_short_stay_short():
     assert found.count("convert_element_type") == 1
 
 
+def test_equations_that_differ_in_parameters_stay_apart():
+    def fn(x):
+        return lax.cumsum(x, 0) * lax.cumsum(x, 0, reverse=True) + lax.cumsum(x, 0)
+
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    closed = flat(fn, x)
+    assert names(closed).count("cumsum") == 2
+    np.testing.assert_allclose(jaxapi.eval_closed(closed, x)[0], fn(x))
+
+
 def test_loops_lose_their_dead_code():
     """JAX itself drops what no one reads from bodies of scans only."""
 

@@ -209,3 +209,9 @@ def test_noise_of_those_who_cannot_win_does_not_widen_the_margin():
     noisy = Measurement("xla", 9.0, 5.0, 13.0, 7, "loop")
     assert noise_margin((steady, noisy)) == LEAST_MARGIN
     assert noise_margin((steady, Measurement("xla", 1.2, 0.8, 1.6, 7, "loop"))) == MOST_MARGIN
+
+
+def test_quartiles_by_hand():
+    assert Samples((5.0, 1.0, 2.0, 4.0, 3.0)).quartiles == (2.0, 4.0)
+    assert Samples((1.0, 3.0)).quartiles == (1.5, 2.5)
+    assert Samples((3.0,)).quartiles == (3.0, 3.0)

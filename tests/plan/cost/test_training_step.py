@@ -39,6 +39,13 @@ def test_two_levels_reduce_inside_then_between():
     assert took == pytest.approx(2 * 7 / 8 * 8e9 / 100e9 + 2 * 0.5 * 1e9 / 10e9)
 
 
+def test_all_to_all_sends_between_nodes_what_other_nodes_get():
+    near, far = cluster.Link(100e9, hop=0, call=0), cluster.Link(10e9, hop=0, call=0)
+    took = collectives.all_to_all(near, far, 16, 8, 8e9)
+    assert took == pytest.approx(7 / 8 * 4e9 / 100e9 + 0.5 * 8e9 / 10e9)
+    assert collectives.all_to_all(near, far, 8, 8, 8e9) == pytest.approx(7 / 8 * 8e9 / 100e9)
+
+
 def test_nccl_table_is_reproduced():
     rows = read_csv(shipped("nccl_allreduce_a100.csv"))
     off = [

@@ -36,6 +36,12 @@ def test_unrolls_are_cut_to_the_extent():
     assert program.phases[0].reds[0].unroll == 40
 
 
+def test_chains_divide_the_unrolled_terms():
+    for unroll, chains in ((6, 3), (6, 4), (1, 2)):
+        (red,) = apply(gemm(), Schedule(red_unroll=(("k0", unroll),), chains=(("k0", chains),))).phases[0].reds
+        assert (red.unroll, red.chains) == (unroll, chains if unroll % chains == 0 else 1)
+
+
 @pytest.mark.parametrize(
     "schedule", [Schedule(unroll=(("z", 2),)), Schedule(blocks=(("z", 2),)), Schedule(order=("z",))]
 )

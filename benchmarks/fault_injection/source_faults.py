@@ -1,6 +1,6 @@
 """Mutation testing: 50 one-line faults are seeded into the sources, one at a time; which of them do the tests catch?
 
-    python benchmarks/fault_injection/source_faults.py             # all of them, about an hour on one core
+    python benchmarks/fault_injection/source_faults.py             # all of them, ten minutes on one core
     python benchmarks/fault_injection/source_faults.py --only 3,17
     python benchmarks/fault_injection/source_faults.py --tree ../other --data other_faults.toml
 

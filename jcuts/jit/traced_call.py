@@ -13,7 +13,7 @@ from jcuts.jit import end_to_end_benchmark, variant_space
 from jcuts.jit.call_signature import CallSignature, Signature
 from jcuts.jit.variant_compiler import VariantCompiler
 from jcuts.pipeline.outcome import Outcome
-from jcuts.primitive.lowering import Started, start_planning
+from jcuts.primitive.lowering import Started, plan, start_planning
 from jcuts.primitive.sharding import Placement
 from jcuts.trace import jaxapi
 
@@ -61,12 +61,13 @@ class TracedCall:
 
     def plan(self, form: Variant | None, *, may_measure: bool) -> Outcome:
         """The pipeline's outcome for a variant."""
-        return self.start_planning(form, may_measure=may_measure).finish()
+        settings = self.compiler.settings_for(form)
+        return plan(self.closed, settings, self.platform, may_measure=may_measure, examples=self.leaves)
 
-    def start_planning(self, form: Variant | None, *, may_measure: bool = True) -> Started:
+    def start_planning(self, form: Variant | None) -> Started:
         """`plan` up to where the variant's tuning problems are known."""
         settings = self.compiler.settings_for(form)
-        return start_planning(self.closed, settings, self.platform, may_measure=may_measure, examples=self.leaves)
+        return start_planning(self.closed, settings, self.platform, may_measure=True, examples=self.leaves)
 
     def copies(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments for one more call: copies of those that a call uses up."""

@@ -86,7 +86,11 @@ def plan(
     examples: Sequence[Any] | None = None,
 ) -> Outcome:
     """The pipeline's ``Outcome`` for a program (which is unchanged where the pipeline cannot run)."""
-    return start_planning(closed, settings, platform, may_measure=may_measure, examples=examples).finish()
+
+    def make(passes: Any) -> Outcome:
+        return passes.optimize_jaxpr(closed, settings, platform=platform, may_measure=may_measure, examples=examples)
+
+    return _contained(closed, settings, platform, make)
 
 
 def start_planning(

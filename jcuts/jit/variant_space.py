@@ -124,7 +124,7 @@ def plan_variants(
 ) -> dict[Variant | None, Outcome]:
     """Outcomes of the forms that are worth a race, the plainest first; those that change nothing are left out.
 
-    Args: plan: gives the pipeline's outcome for a form (tuning its subsets); worth: `worth_planning`, if it is known.
+    Args: plan: gives the pipeline's outcome for a form (tuning its subsets); worth: `candidate_variants`, if known.
 
     `rewrite`'s folding and rounding of constants and its updates in place take work away and add none, so they are in
     every form (and checked against float64 with it); updates not in those without kernels.  Products in place of
@@ -150,7 +150,7 @@ def plan_variants(
 
 
 def candidate_variants(closed: jaxapi.Closed, platform: str) -> list[Variant | None]:
-    """The forms that `planned` looks at, in its order."""
+    """The variants that `plan_variants` plans, in its order."""
     rules = rewrite_registry.applicable(simplify(inline(closed))) if platform in GPUS else ()
     if set(rules) & {"rounds", TURNED} and xla_devices.machine().capability != GROUPED:
         rules = tuple(name for name in rules if name not in ("rounds", JOINED, TURNED))

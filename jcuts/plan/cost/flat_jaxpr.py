@@ -14,6 +14,7 @@ from typing import Any
 
 from jcuts.plan.cost.jaxpr import inner
 from jcuts.plan.cost.jaxpr_liveness import Node, Value, inlined
+from jcuts.trace import jaxapi
 
 SLICES = frozenset({"slice", "dynamic_slice", "gather", "split", "squeeze", "unstack"})
 """Primitives that take a part of a parameter."""
@@ -80,8 +81,7 @@ class Flat:
         they are less than half of the parameter values that its body uses."""
         body, length = inner(node.equation)[0]
         operands = self._operands(node)
-        carries = node.equation.params["num_carry"]
-        constants = node.equation.params["num_consts"]
+        carries, constants = jaxapi.scan_carries(node.equation), jaxapi.scan_constants(node.equation)
         stacked, used, sliced = set(), 0.0, 0.0
         for i, v in enumerate(operands):
             pieces = self.sources.get(v, frozenset()) if v is not None and v not in self.data else frozenset()
@@ -96,7 +96,7 @@ class Flat:
         """Inlines every iteration of a loop over layers, each with its slice of what is stacked."""
         body, length = inner(node.equation)[0]
         operands = self._operands(node)
-        constants, carries = node.equation.params["num_consts"], node.equation.params["num_carry"]
+        constants, carries = jaxapi.scan_constants(node.equation), jaxapi.scan_carries(node.equation)
         carry = operands[constants : constants + carries]
         over = constants + carries
         for turn in range(int(length)):

@@ -158,6 +158,13 @@ def scan_constants(eqn: Eqn) -> int:
     return eqn.params["num_consts"]
 
 
+def scan_carries(eqn: Eqn) -> int:
+    """Number of carried values of a ``scan``: the operands behind the loop-invariant ones, and its first results."""
+    if "ft_in" in eqn.params:  # jax 0.11
+        return len(eqn.params["ft_in"].unpack()[1])
+    return eqn.params["num_carry"]
+
+
 def with_scan_body(eqn: Eqn, operands: Sequence[Any], constants: int, body: Closed) -> Eqn:
     """A ``scan`` with another body and other operands, of which the first ``constants`` are loop-invariant.
 

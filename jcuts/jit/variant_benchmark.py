@@ -1,4 +1,4 @@
-"""End-to-end benchmark of a call's planned variants, as compiled whole programs against plain ``jax.jit``."""
+"""Chooses which variants of a call compete, has programs timed (`end_to_end_benchmark`), ablates launch fusion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Kernel programs: the IR of one generated kernel (buffers, phases, schedule), independent of process and device.
+"""Kernel programs, the loop-nest IR of one generated kernel: buffers, loop nests (*phases*) of data-flow graphs.
+
+They are plain data, independent of process and device.
 
 A `Program` is a list of phases that one task (a tile of the grid) runs in order.  A phase is a loop nest over output
 axes with a data-flow graph in it: the *body* graph runs inside the reduction loops and feeds accumulators, the *exit*

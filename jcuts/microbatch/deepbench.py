@@ -1,4 +1,4 @@
-"""The DeepBench data set: 94 convolution shapes, and their published times on four GPUs."""
+"""DeepBench's 94 convolution shapes, and published times of two DeepSpeech layers at four batch sizes on four GPUs."""
 
 from __future__ import annotations
 

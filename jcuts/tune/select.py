@@ -1,4 +1,6 @@
-"""Deterministic selection of the winning candidate: from measured times, from estimates, or from the database alone."""
+"""Deterministic choice of the winning candidate: fastest within the noise margin, ties to XLA, then by content hash.
+
+From measured times, from stored ones alone, or from estimates; XLA where nothing qualifies."""
 
 from __future__ import annotations
 

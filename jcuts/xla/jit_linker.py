@@ -1,4 +1,4 @@
-"""JIT linker (LLVM's, through llvmlite): links relocatable object code into this process and keeps it there.
+"""In-process linker of CPU kernels (LLVM's MCJIT, through llvmlite): loads relocatable object code and keeps it there.
 
 numba is not needed to run a kernel, only to compile one.
 """

@@ -1,4 +1,6 @@
-"""Writer of a launch's numba.cuda source: what the launches of all kernel families share."""
+"""Source of a kernel's entry function in numba.cuda: block and thread index to a task, and the launch configuration.
+
+All kernel families share it."""
 
 from __future__ import annotations
 

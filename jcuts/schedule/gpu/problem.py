@@ -1,4 +1,6 @@
-"""An unscheduled program on one GPU (`GpuProblem`): what it computes, as the kernel families ask.
+"""Workload classification for the GPU scheduler (`GpuProblem`): cached pattern matches that kernel families ask.
+
+An unscheduled program on one GPU: is it a GEMM, attention, a row or column reduction, a window, ...?
 
 Patterns are matched once per program, however many families ask.
 """

@@ -1,5 +1,6 @@
-"""Depthwise convolution stage of the fused inverted residual: from the expanded patch in shared memory to the A
-operand.
+"""Depthwise stage of the fused inverted residual: direct convolution of the expanded tile in shared memory.
+
+It is register-tiled; its epilogue writes the projection GEMM's A operand to shared memory.
 """
 
 from __future__ import annotations

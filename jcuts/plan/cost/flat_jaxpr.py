@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jcuts.plan.cost.expanded_jaxpr import Node, Value, inlined
 from jcuts.plan.cost.jaxpr import inner
-from jcuts.plan.cost.jaxpr_liveness import Node, Value, inlined
 from jcuts.trace import jaxapi
 
 SLICES = frozenset({"slice", "dynamic_slice", "gather", "split", "squeeze", "unstack"})

@@ -7,13 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from jcuts.plan.cost.expanded_jaxpr import (
+    BUFFERS,
+    DEAR,
+    VIEWS,
+    Node,
+    Value,
+    body_of,
+    expanded,
+    inlined,
+    is_kept_loop,
+    loop_constants,
+    scalars_last,
+    stacked_outputs,
+)
 from jcuts.plan.cost.jaxpr import bytes_of, inner, trace
-from jcuts.plan.cost.primitive_kinds import HEAVY, REDUCTIONS
+from jcuts.plan.cost.primitive_kinds import REDUCTIONS
 
 
 @dataclass(frozen=True)
@@ -32,14 +46,17 @@ class Footprint:
         return self.arguments + self.results - self.aliased + self.temporary
 
 
-def footprint(function: Callable, *arguments: Any, donated: Sequence[int] = ()) -> Footprint:
+def footprint(
+    function: Callable, *arguments: Any, donated: Sequence[int] = (), backend: Literal["gpu", "cpu"] = "gpu"
+) -> Footprint:
     """Memory that a call needs per device, from liveness over its jaxpr.
 
     Values that fuse are never buffers: an elementwise result, a broadcast, a reshape.  A loop's carry is one buffer.
     Inside ``shard_map`` shapes are per device; outside, a value is divided as the ``shard_map`` that it enters or
     leaves says, and elementwise results as their operands.
 
-    Args: donated: positions of arguments whose buffers results may take.
+    Args: donated: positions of arguments whose buffers results may take; backend: whose compiler is asked (XLA's CPU
+        compiler writes transposed operands of products once more, and schedules a loss last).
     Raises: NotJaxError if the function cannot be traced.
     """
     closed = trace(function, arguments)
@@ -51,109 +68,8 @@ def footprint(function: Callable, *arguments: Any, donated: Sequence[int] = ()) 
     ends = np.cumsum([0, *(len(jax.tree.leaves(argument)) for argument in arguments)])
     free = sum(sum(sizes[ends[i] : ends[i + 1]]) for i in donated)
     total = sum(size for _, size in results)
-    return Footprint(sum(sizes), total, min(free, total), _peak(nodes, given, outs, share))
-
-
-VIEWS = frozenset(
-    {
-        "reshape",
-        "squeeze",
-        "expand_dims",
-        "copy",
-        "pcast",
-        "pvary",
-        "optimization_barrier",
-        "name",
-        "stop_gradient",
-        "transpose",
-        "sharding_constraint",
-        "psum",
-        "psum2",
-        "psum_invariant",
-    }
-)
-"""Results that are their operand seen otherwise (a transpose becomes the layout that its producer writes; an all-reduce
-works in place)."""
-
-BUFFERS = HEAVY - {"transpose", "dynamic_slice", "concatenate"}
-DEAR = frozenset(
-    {
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log1p",
-        "tanh",
-        "logistic",
-        "erf",
-        "erfc",
-        "erf_inv",
-        "sin",
-        "cos",
-        "tan",
-        "pow",
-        "rsqrt",
-        "sqrt",
-        "div",
-        "lgamma",
-        "digamma",
-    }
-)
-CALLS = frozenset(
-    {
-        "jit",
-        "pjit",
-        "closed_call",
-        "core_call",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "custom_vjp_call_jaxpr",
-        "remat",
-        "checkpoint",
-        "remat2",
-        "custom_lin",
-    }
-)
-
-
-class Value:
-    """An SSA value of one inlined instance of a jaxpr."""
-
-    __slots__ = ("aval",)
-
-    def __init__(self, aval: Any) -> None:
-        self.aval = aval
-
-
-@dataclass
-class Node:
-    """An equation after inlining: values instead of variables (literals are left out)."""
-
-    name: str
-    equation: Any
-    inputs: list[Value]
-    outputs: list[Value]
-
-
-def inlined(jaxpr: Any, given: Sequence[Value | None]) -> tuple[list[Node], list[Value | None]]:
-    """Inlines calls: (nodes, results); loops, conditionals and ``shard_map`` stay whole."""
-    values: dict[Any, Value | None] = dict(zip(jaxpr.invars, given, strict=True))
-    values |= {v: Value(v.aval) for v in jaxpr.constvars}
-    read = lambda v: None if hasattr(v, "val") else values[v]  # noqa: E731
-    nodes: list[Node] = []
-    for equation in jaxpr.eqns:
-        inputs = [read(v) for v in equation.invars]
-        name = equation.primitive.name
-        if name in CALLS:
-            body = inner(equation)[0][0]
-            inside, results = inlined(body, inputs[len(inputs) - len(body.invars) :])
-            nodes += inside
-            values |= dict(zip(equation.outvars, results, strict=True))
-            continue
-        outputs = [Value(v.aval) for v in equation.outvars]
-        values |= dict(zip(equation.outvars, outputs, strict=True))
-        nodes.append(Node(name, equation, [v for v in inputs if v is not None], outputs))
-    return nodes, [read(v) for v in jaxpr.outvars]
+    nodes, outs = expanded(nodes, outs)
+    return Footprint(sum(sizes), total, min(free, total), _peak(nodes, given, outs, share, backend))
 
 
 def owners(nodes: list[Node], results: Sequence[Value | None]) -> dict[Value, Value | None]:
@@ -184,20 +100,8 @@ def owners(nodes: list[Node], results: Sequence[Value | None]) -> dict[Value, Va
 
 
 def opaque_node(node: Node) -> bool:
-    """Whether a node needs its operands as buffers (a reduction fuses with the producer of its operand)."""
-    return (node.name in BUFFERS and node.name not in REDUCTIONS) or bool(inner(node.equation))
-
-
-def is_kept_loop(equation: Any) -> bool:
-    """Whether an equation is a ``scan`` that stays a loop (XLA unrolls one of a single iteration)."""
-    return equation.primitive.name == "scan" and equation.params["length"] > 1
-
-
-def stacked_outputs(loop: Any) -> list[int]:
-    """Positions of a ``scan``'s stacked results (per iteration), as opposed to its carry."""
-    # Carries keep their shape; stacked results gain an axis (versions of JAX spell the counts differently).
-    pairs = zip(loop.outvars, inner(loop)[0][0].outvars, strict=True)
-    return [i for i, (outer, turn) in enumerate(pairs) if outer.aval.shape != turn.aval.shape]
+    """Whether a node needs its operands as buffers (a reduction or a gather fuses with the producer of its operand)."""
+    return node.name in BUFFERS - REDUCTIONS - {"gather"} or bool(inner(node.equation))
 
 
 def copied(
@@ -260,17 +164,24 @@ def shares(nodes: list[Node]) -> dict[Value, float]:
     return share
 
 
-def _live(jaxpr: Any, loop: Any = None) -> float:
-    """Peak bytes of a program's temporaries; its inputs and results are accounted by the caller, but for the copies
-    that a turn of ``loop`` makes."""
-    given = [Value(v.aval) for v in jaxpr.invars]
-    nodes, outs = inlined(jaxpr, given)
-    return _peak(nodes, given, outs, shares(nodes), loop)
+def _live(node: Node, jaxpr: Any, backend: str) -> float:
+    """Peak bytes of the temporaries of a node's program; its inputs and results are accounted by the caller, but for
+    the copies that a turn of a loop makes, and for the results of a conditional."""
+    nodes, outs, given = body_of(node, jaxpr)
+    loop = node.equation if is_kept_loop(node.equation) else None
+    return _peak(nodes, given, outs, {}, backend, loop, is_conditional(node))
 
 
 def _peak(
-    nodes: list[Node], given: list[Value], outs: Sequence[Value | None], share: dict[Value, float], loop: Any = None
+    nodes: list[Node],
+    given: list[Value],
+    outs: Sequence[Value | None],
+    share: dict[Value, float],
+    backend: str,
+    loop: Any = None,
+    results: bool = False,
 ) -> float:
+    nodes = scalars_last(nodes, outs) if backend == "cpu" else nodes
     owner = owners(nodes, outs)
     outside = set(given)
     kept = {owner.get(v, v) for v in outs if v is not None}
@@ -279,6 +190,40 @@ def _peak(
         inward, outward = copied(loop, nodes, given, outs, owner)
         slices = set(inward)
         kept -= {owner.get(v, v) for v in outward}
+    last = last_uses(nodes, owner)
+    if results:  # made here, and the caller's from then on
+        last |= dict.fromkeys((v for v in kept if v is not None), len(nodes))
+        kept = set()
+    flat = flattened(nodes, owner)
+    fused = {v for node in nodes if not opaque_node(node) for v in node.outputs if owner[v] is v}
+    twice = two_layouts(nodes, owner) & fused if backend == "cpu" else set()
+    sizes: dict[Value, float] = {}
+    alive = peak = 0.0
+    for position, node in enumerate(nodes):
+        read = {owner.get(v, v) for v in node.inputs}
+        if opaque_node(node):  # copied out of what the loop runs over
+            for v in [v for v in slices if v in read and v not in sizes]:
+                sizes[v] = bytes_of(v)
+                alive += sizes[v]
+        dying = [v for v in sizes if last[v] <= position]
+        made = [v for v in node.outputs if owner[v] is v and v not in kept and v not in outside]
+        before, reused = alive, 0.0
+        for v in made:
+            sizes[v] = bytes_of(v) * share.get(v, 1.0) * (2 if v in twice else 1)
+            alive += sizes[v]
+            last.setdefault(v, position)
+            if not opaque_node(node) and v not in flat and any(is_same_array(v, old) for old in dying):
+                reused += sizes[v]
+        inside = transposed_copies(node, owner, fused) if backend == "cpu" else 0.0
+        inside += before - alive if is_conditional(node) else 0.0
+        peak = max(peak, alive - reused, alive + inside + _inside(node, backend))
+        for v in [v for v in sizes if last[v] <= position]:
+            alive -= sizes.pop(v)
+    return peak
+
+
+def last_uses(nodes: list[Node], owner: dict[Value, Value | None]) -> dict[Value, int]:
+    """The position of the last node that reads each buffer, itself or through what fuses into it."""
     last: dict[Value, int] = {}
     roots: dict[Value, set[Value]] = {}  # what a value that fuses away is computed from
     for position, node in enumerate(nodes):
@@ -286,61 +231,90 @@ def _peak(
         for v in node.inputs:
             base = owner.get(v, v)
             mine |= roots.get(v, set()) if base is None else {base}
-        for base in mine:
-            last[base] = position
-        for v in node.outputs:
-            if owner[v] is None:
-                roots[v] = mine
-    sizes: dict[Value, float] = {}
-    alive = peak = 0.0
-    for position, node in enumerate(nodes):
-        opaque = opaque_node(node)
-        if opaque and slices:  # copied out of what the loop runs over
-            read = {owner.get(v, v) for v in node.inputs}
-            for v in [v for v in slices if v in read and v not in sizes]:
-                sizes[v] = bytes_of(v)
-                alive += sizes[v]
-        if not opaque:  # elementwise work writes into an operand that dies here; products and loops hold both
-            for v in [v for v in sizes if last[v] <= position]:
-                alive -= sizes.pop(v)
-        for v in node.outputs:
-            if owner[v] is v and v not in kept and v not in outside:
-                sizes[v] = bytes_of(v) * share.get(v, 1.0)
-                alive += sizes[v]
-                last.setdefault(v, position)
-        peak = max(peak, alive + _inside(node))
-        if opaque:
-            for v in [v for v in sizes if last[v] <= position]:
-                alive -= sizes.pop(v)
-    return peak
+        last |= dict.fromkeys(mine, position)
+        roots |= {v: mine for v in node.outputs if owner[v] is None}
+    return last
 
 
-def _inside(node: Node) -> float:
+def is_conditional(node: Node) -> bool:
+    """Whether a node runs one of several programs, which make its results."""
+    return node.name == "cond"
+
+
+def is_same_array(new: Value, old: Value) -> bool:
+    """Whether a fused kernel may write ``new`` where ``old`` lay: XLA shares buffers of one shape and type alone."""
+    return new.aval.shape == old.aval.shape and new.aval.dtype == old.aval.dtype
+
+
+def flattened(nodes: list[Node], owner: dict[Value, Value | None]) -> set[Value]:
+    """Buffers that a product reads as a matrix of another shape.
+
+    A product's operand with several free or several contracted dimensions is reshaped to two of them; the fused kernel
+    that makes it ends in that reshape, so that it cannot write into an operand of its own.
+    """
+    found: set[Value] = set()
+    for node in nodes:
+        if node.name != "dot_general":
+            continue
+        contracted, batch = node.equation.params["dimension_numbers"]
+        for v, over, along in zip(node.inputs, contracted, batch, strict=False):
+            base = owner.get(v, v)
+            if base is not None and max(len(over), v.aval.ndim - len(over) - len(along)) > 1:
+                found.add(base)
+    return found
+
+
+def _inside(node: Node, backend: str) -> float:
     """Bytes that a node's own program needs beside its operands and results.
 
     A loop of more than one turn holds its carry twice, where the body still reads the old while it writes the new.
     """
-    if not is_kept_loop(node.equation):
-        return max((_live(body) for body, _ in inner(node.equation)), default=0.0)
-    return _twice(node.equation) + _live(inner(node.equation)[0][0], node.equation)
+    inside = max((_live(node, body, backend) for body, _ in inner(node.equation)), default=0.0)
+    return inside + (_twice(node) if is_kept_loop(node.equation) else 0.0)
 
 
-def _twice(loop: Any) -> float:
+def is_transposed(v: Any, contracted: Sequence[int]) -> bool:
+    """Whether a product contracts other dimensions of an operand than its last."""
+    return bool(contracted) and min(contracted) < v.aval.ndim - len(contracted)
+
+
+def transposed_copies(node: Node, owner: dict[Value, Value | None], fused: set[Value]) -> float:
+    """Bytes of a product's operands that XLA's CPU compiler copies first: its kernels contract the last dimensions.
+
+    A fused kernel writes its result transposed instead.
+    """
+    if node.name != "dot_general":
+        return 0.0
+    pairs = zip(node.inputs, node.equation.params["dimension_numbers"][0], strict=False)
+    return sum(bytes_of(v) for v, over in pairs if is_transposed(v, over) and owner.get(v, v) not in fused)
+
+
+def two_layouts(nodes: list[Node], owner: dict[Value, Value | None]) -> set[Value]:
+    """Buffers that one product reads as they are and another transposed: if fused kernels make them, two write them."""
+    found: dict[bool, set[Value]] = {False: set(), True: set()}
+    for node in nodes:
+        if node.name == "dot_general":
+            for v, over in zip(node.inputs, node.equation.params["dimension_numbers"][0], strict=False):
+                base = owner.get(v, v)
+                if base is not None:
+                    found[is_transposed(v, over)].add(base)
+    return found[False] & found[True]
+
+
+def _twice(node: Node) -> float:
     """Bytes of a ``scan``'s carry that one turn does not update in place: an elementwise result that nothing follows
     which reads the old value does (a sum of gradients)."""
-    body, stacks = inner(loop)[0][0], set(stacked_outputs(loop))
-    given = [Value(v.aval) for v in body.invars]
-    nodes, outs = inlined(body, given)
+    loop = node.equation
+    stacks, first = set(stacked_outputs(loop)), loop_constants(loop)
+    nodes, outs, given = body_of(node, inner(loop)[0][0])
     owner = owners(nodes, outs)
     made = {v: position for position, node in enumerate(nodes) for v in node.outputs}
     last: dict[Value, int] = {}
     for position, node in enumerate(nodes):
         last |= {owner.get(v, v) or v: position for v in node.inputs}
     carries = [v for i, v in enumerate(outs) if i not in stacks]
-    # A scan's operands: what every turn reads, then the carry, then what it runs over, which has an axis more.
-    same = sum(outer.aval.shape == v.aval.shape for outer, v in zip(loop.invars, given, strict=True))
     extra = 0.0
-    for old, new in zip(given[same - len(carries) : same], carries, strict=True):
+    for old, new in zip(given[first : first + len(carries)], carries, strict=True):
         if new is None or new is old:
             continue
         position = made.get(owner.get(new, new) or new, -1)

@@ -17,19 +17,9 @@ import numpy as np
 from jcuts.base.errors import UsageError
 from jcuts.plan.cost import collectives
 from jcuts.plan.cost.compute import gemm_time
+from jcuts.plan.cost.expanded_jaxpr import BUFFERS, VIEWS, Node, Value, inlined, is_kept_loop, stacked_outputs
 from jcuts.plan.cost.jaxpr import bytes_of, inner, products_of, trace
-from jcuts.plan.cost.jaxpr_liveness import (
-    BUFFERS,
-    VIEWS,
-    Node,
-    Value,
-    copied,
-    inlined,
-    is_kept_loop,
-    owners,
-    shares,
-    stacked_outputs,
-)
+from jcuts.plan.cost.jaxpr_liveness import copied, owners, shares
 from jcuts.plan.cost.primitive_kinds import COLLECTIVES
 from jcuts.plan.spec.cluster import Cluster, Gpu
 

@@ -14,9 +14,9 @@ import jax
 
 from jcuts.base.errors import UsageError
 from jcuts.plan.cost.equation_work import Work, equation_work
+from jcuts.plan.cost.expanded_jaxpr import Node, Value
 from jcuts.plan.cost.flat_jaxpr import COPY, Flat, Piece
 from jcuts.plan.cost.jaxpr import bytes_of, trace
-from jcuts.plan.cost.jaxpr_liveness import Node, Value
 from jcuts.plan.cost.primitive_kinds import HEAVY, REDUCTIONS
 from jcuts.plan.cost.repetition import Run, runs
 from jcuts.plan.spec.layers import Block, Gemm, Model, Stream

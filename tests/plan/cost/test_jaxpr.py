@@ -131,8 +131,8 @@ def test_memory_is_what_the_compiler_says(layout):
     arguments = (params, (params, params), tokens)
     said = step.lower(*arguments).compile().memory_analysis()
     real = said.argument_size_in_bytes + said.output_size_in_bytes - said.alias_size_in_bytes + said.temp_size_in_bytes
-    found = jaxpr_liveness.footprint(step, *arguments, donated=(0, 1))
-    assert found.peak == pytest.approx(real, rel=0.105)
+    found = jaxpr_liveness.footprint(step, *arguments, donated=(0, 1), backend="cpu")
+    assert found.peak == pytest.approx(real, rel=0.075 if jax.__version_info__ < (0, 11) else 0.125)
 
 
 def _adam(params, moments, batch):

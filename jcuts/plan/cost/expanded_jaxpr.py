@@ -1,0 +1,246 @@
+"""A jaxpr as XLA sees it: calls inlined, ``shard_map`` and loops of one turn expanded in place.
+
+Neither is a boundary in a compiled program: what a body makes is the caller's buffer from when it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+from jcuts.plan.cost.jaxpr import inner
+from jcuts.plan.cost.primitive_kinds import HEAVY
+
+VIEWS = frozenset(
+    {
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "copy",
+        "pcast",
+        "pvary",
+        "optimization_barrier",
+        "name",
+        "stop_gradient",
+        "transpose",
+        "sharding_constraint",
+        "psum",
+        "psum2",
+        "psum_invariant",
+    }
+)
+"""Results that are their operand seen otherwise (a transpose becomes the layout that its producer writes; an all-reduce
+works in place)."""
+
+BUFFERS = HEAVY - {"transpose", "dynamic_slice", "concatenate"}
+DEAR = frozenset(
+    {
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "tanh",
+        "logistic",
+        "erf",
+        "erfc",
+        "erf_inv",
+        "sin",
+        "cos",
+        "tan",
+        "pow",
+        "rsqrt",
+        "sqrt",
+        "div",
+        "lgamma",
+        "digamma",
+    }
+)
+CALLS = frozenset(
+    {
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "remat",
+        "checkpoint",
+        "remat2",
+        "custom_lin",
+    }
+)
+
+
+class Value:
+    """An SSA value of one inlined instance of a jaxpr."""
+
+    __slots__ = ("aval",)
+
+    def __init__(self, aval: Any) -> None:
+        self.aval = aval
+
+
+@dataclass
+class Node:
+    """An equation after inlining: values instead of variables (literals are left out).
+
+    fixed, axes: of a node that stays whole, positions of its body's inputs that are constants, and sizes of mesh axes.
+    """
+
+    name: str
+    equation: Any
+    inputs: list[Value]
+    outputs: list[Value]
+    fixed: frozenset[int] = frozenset()
+    axes: dict[str, int] = field(default_factory=dict)
+
+
+def inlined(jaxpr: Any, given: Sequence[Value | None]) -> tuple[list[Node], list[Value | None]]:
+    """Inlines calls: (nodes, results); loops, conditionals and ``shard_map`` stay whole."""
+    values: dict[Any, Value | None] = dict(zip(jaxpr.invars, given, strict=True))
+    values |= {v: Value(v.aval) for v in jaxpr.constvars}
+    read = lambda v: None if hasattr(v, "val") else values[v]  # noqa: E731
+    nodes: list[Node] = []
+    for equation in jaxpr.eqns:
+        inputs = [read(v) for v in equation.invars]
+        name = equation.primitive.name
+        if name in CALLS:
+            body = inner(equation)[0][0]
+            inside, results = inlined(body, inputs[len(inputs) - len(body.invars) :])
+            nodes += inside
+            values |= dict(zip(equation.outvars, results, strict=True))
+            continue
+        outputs = [Value(v.aval) for v in equation.outvars]
+        values |= dict(zip(equation.outvars, outputs, strict=True))
+        nodes.append(Node(name, equation, [v for v in inputs if v is not None], outputs))
+    return nodes, [read(v) for v in jaxpr.outvars]
+
+
+def expanded(
+    nodes: list[Node],
+    results: Sequence[Value | None],
+    constants: Iterable[Value] = (),
+    axes: Mapping[str, int] | None = None,
+) -> tuple[list[Node], list[Value | None]]:
+    """Expands ``shard_map``, loops of one turn and conditionals on constants, at any depth: (nodes, results).
+
+    A body's operand is a view of the caller's value (of one device's part, of the only slice of a stack), and the
+    caller's result a view of the body's.
+    """
+    return used(_expanded(nodes, set(constants), dict(axes or {})), results), list(results)
+
+
+def body_of(node: Node, jaxpr: Any) -> tuple[list[Node], list[Value | None], list[Value]]:
+    """The program inside of a node that stays whole: (nodes, results, inputs)."""
+    given = [Value(v.aval) for v in jaxpr.invars]
+    constants = [v for i, v in enumerate(given) if i in node.fixed]
+    return *expanded(*inlined(jaxpr, given), constants, node.axes), given
+
+
+def _expanded(nodes: list[Node], constants: set[Value], axes: dict[str, int]) -> list[Node]:
+    flat: list[Node] = []
+    for node in nodes:
+        if is_constant(node, constants, axes):
+            constants |= set(node.outputs)
+        if not inner(node.equation):
+            flat.append(node)
+            continue
+        body = inner(node.equation)[0][0]
+        outer = _operands(node, len(body.invars))
+        if not is_expanded(node, constants):
+            same = {i for i, v in enumerate(outer) if v is None or v in constants}
+            fixed = same & set(range(invariants(node.equation, len(outer))))
+            flat.append(replace(node, fixed=frozenset(fixed), axes=axes))
+            continue
+        inside = [Value(v.aval) for v in body.invars]
+        flat += [view(v, own) for v, own in zip(outer, inside, strict=True)]
+        constants |= {own for v, own in zip(outer, inside, strict=True) if v in constants or v is None}
+        made, returned = inlined(body, inside)
+        flat += _expanded(made, constants, axes | _axis_sizes(node.equation))
+        flat += [view(v, own) for v, own in zip(returned, node.outputs, strict=True)]
+        constants |= {own for v, own in zip(returned, node.outputs, strict=True) if v in constants or v is None}
+    return flat
+
+
+def _operands(node: Node, count: int) -> list[Value | None]:
+    """What the last ``count`` operands of a node are (None for literals); a conditional's predicate comes before."""
+    values = iter(node.inputs)
+    outer = [None if hasattr(v, "val") else next(values) for v in node.equation.invars]
+    return outer[len(outer) - count :]
+
+
+def invariants(equation: Any, count: int) -> int:
+    """How many of a body's first inputs stay what the caller gives: a loop's carry and slices do not."""
+    if equation.primitive.name == "cond":
+        return count
+    return loop_constants(equation) if equation.primitive.name == "scan" else 0
+
+
+def stacked_outputs(loop: Any) -> list[int]:
+    """Positions of a ``scan``'s stacked results (per iteration), as opposed to its carry."""
+    # Carries keep their shape; stacked results gain an axis (versions of JAX spell the counts differently).
+    pairs = zip(loop.outvars, inner(loop)[0][0].outvars, strict=True)
+    return [i for i, (outer, turn) in enumerate(pairs) if outer.aval.shape != turn.aval.shape]
+
+
+def loop_constants(loop: Any) -> int:
+    """Number of a ``scan``'s operands that every turn reads; then come the carry, and what it runs over (with an axis
+    more)."""
+    body = inner(loop)[0][0]
+    same = sum(outer.aval.shape == v.aval.shape for outer, v in zip(loop.invars, body.invars, strict=True))
+    return same - (len(loop.outvars) - len(stacked_outputs(loop)))
+
+
+def used(nodes: list[Node], results: Sequence[Value | None]) -> list[Node]:
+    """The nodes that a result depends on, without dead code: what a turn hands to a next one that never comes."""
+    wanted = {v for v in results if v is not None}
+    found: list[Node] = []
+    for node in reversed(nodes):
+        if any(v in wanted for v in node.outputs):
+            found.append(node)
+            wanted |= set(node.inputs)
+    return found[::-1]
+
+
+def scalars_last(nodes: list[Node], results: Sequence[Value | None]) -> list[Node]:
+    """Moves what only results of one number need (a loss) behind all else, where XLA's CPU compiler schedules it."""
+    arrays = [v for v in results if v is not None and getattr(v.aval, "size", 2) > 1]
+    first = used(nodes, arrays)
+    early = {id(node) for node in first}
+    return first + [node for node in nodes if id(node) not in early] if arrays else nodes
+
+
+def _axis_sizes(equation: Any) -> dict[str, int]:
+    """Sizes of the mesh axes that a ``shard_map`` brings in scope."""
+    return dict(equation.params["mesh"].shape) if equation.primitive.name == "shard_map" else {}
+
+
+def is_constant(node: Node, constants: set[Value], axes: dict[str, int]) -> bool:
+    """Whether XLA folds a node: one number, made of constants, or the position along a mesh axis of one device."""
+    if inner(node.equation) or any(getattr(v.aval, "size", 2) > 1 for v in node.outputs):
+        return False
+    if node.name == "axis_index":
+        return axes.get(node.equation.params["axis_name"], 0) == 1
+    return all(v in constants for v in node.inputs)
+
+
+def view(source: Value | None, result: Value) -> Node:
+    """A node whose result is its operand seen otherwise (of a literal: nothing)."""
+    equation = SimpleNamespace(primitive=SimpleNamespace(name="reshape"), params={}, invars=[], outvars=[])
+    return Node("reshape", equation, [] if source is None else [source], [result])
+
+
+def is_kept_loop(equation: Any) -> bool:
+    """Whether an equation is a ``scan`` that stays a loop (XLA unrolls one of a single iteration)."""
+    return equation.primitive.name == "scan" and equation.params["length"] > 1
+
+
+def is_expanded(node: Node, constants: set[Value]) -> bool:
+    """Whether a node's body is part of the program around it (of a conditional on a constant, its largest branch)."""
+    if node.name == "cond":
+        return not node.inputs or hasattr(node.equation.invars[0], "val") or node.inputs[0] in constants
+    return node.name == "shard_map" or (node.name == "scan" and not is_kept_loop(node.equation))

@@ -7,72 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 from jcuts.plan.cost.jaxpr import inner
-from jcuts.plan.cost.primitive_kinds import HEAVY
-
-VIEWS = frozenset(
-    {
-        "reshape",
-        "squeeze",
-        "expand_dims",
-        "copy",
-        "pcast",
-        "pvary",
-        "optimization_barrier",
-        "name",
-        "stop_gradient",
-        "transpose",
-        "sharding_constraint",
-        "psum",
-        "psum2",
-        "psum_invariant",
-    }
-)
-"""Results that are their operand seen otherwise (a transpose becomes the layout that its producer writes; an all-reduce
-works in place)."""
-
-BUFFERS = HEAVY - {"transpose", "dynamic_slice", "concatenate"}
-DEAR = frozenset(
-    {
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log1p",
-        "tanh",
-        "logistic",
-        "erf",
-        "erfc",
-        "erf_inv",
-        "sin",
-        "cos",
-        "tan",
-        "pow",
-        "rsqrt",
-        "sqrt",
-        "div",
-        "lgamma",
-        "digamma",
-    }
-)
-CALLS = frozenset(
-    {
-        "jit",
-        "pjit",
-        "closed_call",
-        "core_call",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "custom_vjp_call_jaxpr",
-        "remat",
-        "checkpoint",
-        "remat2",
-        "custom_lin",
-    }
-)
+from jcuts.plan.cost.primitive_kinds import CALLS
+from jcuts.trace import jaxapi
 
 
 class Value:
@@ -97,6 +36,34 @@ class Node:
     outputs: list[Value]
     fixed: frozenset[int] = frozenset()
     axes: dict[str, int] = field(default_factory=dict)
+
+    def operands(self) -> list[Value | None]:
+        """The operands in the order of the equation; None for literals."""
+        values = iter(self.inputs)
+        return [None if hasattr(v, "val") else next(values) for v in self.equation.invars]
+
+
+@dataclass(frozen=True)
+class Alias:
+    """The equation of a node whose result is its operand seen otherwise (of a literal: nothing)."""
+
+    @dataclass(frozen=True)
+    class _Primitive:
+        name: str = "copy"
+
+    primitive: _Primitive = _Primitive()
+    invars: tuple[()] = ()
+    outvars: tuple[()] = ()
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """No parameters."""
+        return {}
+
+
+def view(source: Value | None, result: Value) -> Node:
+    """A node whose result is its operand seen otherwise."""
+    return Node("copy", Alias(), [] if source is None else [source], [result])
 
 
 def inlined(jaxpr: Any, given: Sequence[Value | None]) -> tuple[list[Node], list[Value | None]]:
@@ -150,7 +117,7 @@ def _expanded(nodes: list[Node], constants: set[Value], axes: dict[str, int]) ->
             flat.append(node)
             continue
         body = inner(node.equation)[0][0]
-        outer = _operands(node, len(body.invars))
+        outer = node.operands()[-len(body.invars) :] if body.invars else []  # a conditional's predicate comes before
         if not is_expanded(node, constants):
             same = {i for i, v in enumerate(outer) if v is None or v in constants}
             fixed = same & set(range(invariants(node.equation, len(outer))))
@@ -166,33 +133,11 @@ def _expanded(nodes: list[Node], constants: set[Value], axes: dict[str, int]) ->
     return flat
 
 
-def _operands(node: Node, count: int) -> list[Value | None]:
-    """What the last ``count`` operands of a node are (None for literals); a conditional's predicate comes before."""
-    values = iter(node.inputs)
-    outer = [None if hasattr(v, "val") else next(values) for v in node.equation.invars]
-    return outer[len(outer) - count :]
-
-
 def invariants(equation: Any, count: int) -> int:
     """How many of a body's first inputs stay what the caller gives: a loop's carry and slices do not."""
     if equation.primitive.name == "cond":
         return count
-    return loop_constants(equation) if equation.primitive.name == "scan" else 0
-
-
-def stacked_outputs(loop: Any) -> list[int]:
-    """Positions of a ``scan``'s stacked results (per iteration), as opposed to its carry."""
-    # Carries keep their shape; stacked results gain an axis (versions of JAX spell the counts differently).
-    pairs = zip(loop.outvars, inner(loop)[0][0].outvars, strict=True)
-    return [i for i, (outer, turn) in enumerate(pairs) if outer.aval.shape != turn.aval.shape]
-
-
-def loop_constants(loop: Any) -> int:
-    """Number of a ``scan``'s operands that every turn reads; then come the carry, and what it runs over (with an axis
-    more)."""
-    body = inner(loop)[0][0]
-    same = sum(outer.aval.shape == v.aval.shape for outer, v in zip(loop.invars, body.invars, strict=True))
-    return same - (len(loop.outvars) - len(stacked_outputs(loop)))
+    return jaxapi.scan_constants(equation) if equation.primitive.name == "scan" else 0
 
 
 def used(nodes: list[Node], results: Sequence[Value | None]) -> list[Node]:
@@ -226,12 +171,6 @@ def is_constant(node: Node, constants: set[Value], axes: dict[str, int]) -> bool
     if node.name == "axis_index":
         return axes.get(node.equation.params["axis_name"], 0) == 1
     return all(v in constants for v in node.inputs)
-
-
-def view(source: Value | None, result: Value) -> Node:
-    """A node whose result is its operand seen otherwise (of a literal: nothing)."""
-    equation = SimpleNamespace(primitive=SimpleNamespace(name="reshape"), params={}, invars=[], outvars=[])
-    return Node("reshape", equation, [] if source is None else [source], [result])
 
 
 def is_kept_loop(equation: Any) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jcuts.plan.cost.expanded_jaxpr import Node, Value, inlined
+from jcuts.plan.cost.expanded_jaxpr import Node, Value, inlined, view
 from jcuts.plan.cost.jaxpr import inner
 from jcuts.trace import jaxapi
 
@@ -71,16 +71,11 @@ class Flat:
         elif pieces:
             self.sources |= dict.fromkeys(node.outputs, pieces)
 
-    def _operands(self, node: Node) -> list[Value | None]:
-        """A node's operands in the order of its equation; None for literals."""
-        mine = iter(node.inputs)
-        return [None if hasattr(v, "val") else next(mine) for v in node.equation.invars]
-
     def _stacked(self, node: Node) -> set[int] | None:
         """Positions of a loop's operands that are parameters stacked along it; None if it is no loop over layers: if
         they are less than half of the parameter values that its body uses."""
         body, length = inner(node.equation)[0]
-        operands = self._operands(node)
+        operands = node.operands()
         carries, constants = jaxapi.scan_carries(node.equation), jaxapi.scan_constants(node.equation)
         stacked, used, sliced = set(), 0.0, 0.0
         for i, v in enumerate(operands):
@@ -95,7 +90,7 @@ class Flat:
     def _unroll(self, node: Node, stacked: set[int]) -> None:
         """Inlines every iteration of a loop over layers, each with its slice of what is stacked."""
         body, length = inner(node.equation)[0]
-        operands = self._operands(node)
+        operands = node.operands()
         constants, carries = jaxapi.scan_constants(node.equation), jaxapi.scan_carries(node.equation)
         carry = operands[constants : constants + carries]
         over = constants + carries
@@ -137,23 +132,7 @@ class Flat:
             self.data.add(outer)
         if result in self.sources:
             self.sources[outer] = self.sources[result]
-        self.nodes.append(Node("copy", COPY, [result], [outer]))
-
-
-class Copy:
-    """An equation that only renames a value."""
-
-    class primitive:
-        """Its primitive."""
-
-        name = "copy"
-
-    params: dict[str, Any] = {}  # noqa: RUF012
-    invars: tuple = ()
-    outvars: tuple = ()
-
-
-COPY = Copy()
+        self.nodes.append(view(result, outer))
 
 
 def _where(node: Node, position: int) -> Any:

@@ -138,8 +138,8 @@ class ServingCosts:
 
     def short(self, cluster: Cluster) -> Floats:
         """Bytes that each tier is short by, rows GPU, host, storage."""
-        capacity = [cluster.gpu.memory] + [tier.capacity if tier else 0.0 for tier in (cluster.host, cluster.storage)]
-        return np.stack([np.maximum(self.memory[name] - capacity[i], 0.0) for i, name in enumerate(TIERS)])
+        pairs = zip(TIERS, cluster.capacities, strict=True)
+        return np.stack([np.maximum(self.memory[name] - capacity, 0.0) for name, capacity in pairs])
 
 
 def serve_many(model: Model, cluster: Cluster, plans: Servings) -> ServingCosts:

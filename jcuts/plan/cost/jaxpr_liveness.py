@@ -13,21 +13,17 @@ import jax
 import numpy as np
 
 from jcuts.plan.cost.expanded_jaxpr import (
-    BUFFERS,
-    DEAR,
-    VIEWS,
     Node,
     Value,
     body_of,
     expanded,
     inlined,
     is_kept_loop,
-    loop_constants,
     scalars_last,
-    stacked_outputs,
 )
 from jcuts.plan.cost.jaxpr import bytes_of, inner, trace
-from jcuts.plan.cost.primitive_kinds import REDUCTIONS
+from jcuts.plan.cost.primitive_kinds import BUFFERS, EXPENSIVE, REDUCTIONS, VIEWS
+from jcuts.trace import jaxapi
 
 
 @dataclass(frozen=True)
@@ -93,8 +89,8 @@ def owners(nodes: list[Node], results: Sequence[Value | None]) -> dict[Value, Va
             elif node.name in BUFFERS or inner(node.equation) or v in kept:
                 owner[v] = v
             else:
-                # Cheap results are computed again in each consumer; dear ones are kept when there are several.
-                again = len(mine) <= 1 or node.name not in DEAR
+                # Cheap results are computed again in each consumer; expensive ones are kept when there are several.
+                again = len(mine) <= 1 or node.name not in EXPENSIVE
                 owner[v] = None if again and not any(opaque_node(user) for user in mine) else v
     return owner
 
@@ -115,14 +111,13 @@ def copied(
     copied into the outer one's stack, and out of it for the backward pass (as the HLO of XLA's CPU and GPU compilers
     has it; ``xla_gpu_enable_dynamic_slice_fusion``, which would spare products the copy, is off by default).
     """
-    pairs = zip(loop.invars, given, strict=True)
-    over = {v for outer, v in pairs if outer.aval.shape != v.aval.shape}
+    carries = jaxapi.scan_carries(loop)
+    over = set(given[jaxapi.scan_constants(loop) + carries :])
     whole = {owner.get(v, v) for node in nodes if opaque_node(node) for v in node.inputs}
     source = {v: node for node in nodes for v in node.outputs}
     slices = [v for v in given if v in over and v in whole]
     results, seen = [], set()
-    for position in stacked_outputs(loop):
-        v = outs[position]
+    for v in outs[carries:]:
         if v is None:
             continue
         base = owner.get(v, v)
@@ -142,11 +137,8 @@ def shares(nodes: list[Node]) -> dict[Value, float]:
     for node in nodes:
         if node.name == "shard_map":
             body = inner(node.equation)[0][0]
-            outer = list(node.equation.invars)
-            values = iter(node.inputs)
-            for v, inside in zip(outer, body.invars, strict=True):
-                if not hasattr(v, "val"):
-                    value = next(values)
+            for value, inside in zip(node.operands(), body.invars, strict=True):
+                if value is not None:
                     share.setdefault(value, bytes_of(inside) / max(bytes_of(value), 1.0))
             for value, inside in zip(node.outputs, body.outvars, strict=True):
                 share.setdefault(value, bytes_of(inside) / max(bytes_of(value), 1.0))
@@ -305,16 +297,15 @@ def _twice(node: Node) -> float:
     """Bytes of a ``scan``'s carry that one turn does not update in place: an elementwise result that nothing follows
     which reads the old value does (a sum of gradients)."""
     loop = node.equation
-    stacks, first = set(stacked_outputs(loop)), loop_constants(loop)
+    first, count = jaxapi.scan_constants(loop), jaxapi.scan_carries(loop)
     nodes, outs, given = body_of(node, inner(loop)[0][0])
     owner = owners(nodes, outs)
     made = {v: position for position, node in enumerate(nodes) for v in node.outputs}
     last: dict[Value, int] = {}
     for position, node in enumerate(nodes):
         last |= {owner.get(v, v) or v: position for v in node.inputs}
-    carries = [v for i, v in enumerate(outs) if i not in stacks]
     extra = 0.0
-    for old, new in zip(given[first : first + len(carries)], carries, strict=True):
+    for old, new in zip(given[first : first + count], outs[:count], strict=True):
         if new is None or new is old:
             continue
         position = made.get(owner.get(new, new) or new, -1)

@@ -1,4 +1,4 @@
-"""Primitives by what they cost in a compiled step: nothing, a reduction, a buffer of their own, a collective."""
+"""Primitives by what they cost in a compiled step: nothing, a reduction, a buffer, a call, a collective."""
 
 from __future__ import annotations
 
@@ -95,3 +95,69 @@ COLLECTIVES = {
     "all_to_all": "all-to-all",
     "reduce_scatter": "reduce-scatter",
 }
+
+VIEWS = frozenset(
+    {
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "copy",
+        "pcast",
+        "pvary",
+        "optimization_barrier",
+        "name",
+        "stop_gradient",
+        "transpose",
+        "sharding_constraint",
+        "psum",
+        "psum2",
+        "psum_invariant",
+    }
+)
+"""Results that are their operand seen otherwise (a transpose becomes the layout that its producer writes; an all-reduce
+works in place)."""
+
+BUFFERS = HEAVY - {"transpose", "dynamic_slice", "concatenate"}
+"""Equations whose results XLA always writes to memory."""
+
+EXPENSIVE = frozenset(
+    {
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "tanh",
+        "logistic",
+        "erf",
+        "erfc",
+        "erf_inv",
+        "sin",
+        "cos",
+        "tan",
+        "pow",
+        "rsqrt",
+        "sqrt",
+        "div",
+        "lgamma",
+        "digamma",
+    }
+)
+"""Elementwise equations that fusion does not duplicate in every consumer (``HloInstruction::IsExpensive``)."""
+
+CALLS = frozenset(
+    {
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "remat",
+        "checkpoint",
+        "remat2",
+        "custom_lin",
+    }
+)
+"""Calls of a jaxpr that XLA inlines."""

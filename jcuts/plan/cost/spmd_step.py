@@ -17,11 +17,12 @@ import numpy as np
 from jcuts.base.errors import UsageError
 from jcuts.plan.cost import collectives
 from jcuts.plan.cost.compute import gemm_time
-from jcuts.plan.cost.expanded_jaxpr import BUFFERS, VIEWS, Node, Value, inlined, is_kept_loop, stacked_outputs
+from jcuts.plan.cost.expanded_jaxpr import Node, Value, inlined, is_kept_loop
 from jcuts.plan.cost.jaxpr import bytes_of, inner, products_of, trace
 from jcuts.plan.cost.jaxpr_liveness import copied, owners, shares
-from jcuts.plan.cost.primitive_kinds import COLLECTIVES
+from jcuts.plan.cost.primitive_kinds import BUFFERS, COLLECTIVES, VIEWS
 from jcuts.plan.spec.cluster import Cluster, Gpu
+from jcuts.trace import jaxapi
 
 SLICES = frozenset({"gather", "dynamic_slice"})
 """Read only what they return."""
@@ -185,7 +186,7 @@ class _Kernels:
     def clear(self, node: Node, loop: Any) -> None:
         """Fills a loop's stacks with zeros: one constant for all of a shape and type, which all but one copy."""
         seen: set[tuple] = set()
-        for position in stacked_outputs(loop):
+        for position in range(jaxapi.scan_carries(loop), len(loop.outvars)):
             v = node.outputs[position]
             kind = (v.aval.shape, v.aval.dtype)
             self.alone(self.size(v) * (2 if kind in seen else 1))

@@ -14,8 +14,8 @@ import jax
 
 from jcuts.base.errors import UsageError
 from jcuts.plan.cost.equation_work import Work, equation_work
-from jcuts.plan.cost.expanded_jaxpr import Node, Value
-from jcuts.plan.cost.flat_jaxpr import COPY, Flat, Piece
+from jcuts.plan.cost.expanded_jaxpr import Alias, Node, Value
+from jcuts.plan.cost.flat_jaxpr import Flat, Piece
 from jcuts.plan.cost.jaxpr import bytes_of, trace
 from jcuts.plan.cost.primitive_kinds import HEAVY, REDUCTIONS
 from jcuts.plan.cost.repetition import Run, runs
@@ -144,7 +144,7 @@ def _works(one: Flat, two: Flat, samples: int, held: Sequence[float]) -> Iterato
     pooled = _pooled(one)
     for position, (node, other) in enumerate(zip(one.nodes, two.nodes, strict=True)):
         mine: set[Piece] = set()
-        if any(v in one.data for v in node.inputs) and node.equation is not COPY:
+        if any(v in one.data for v in node.inputs) and not isinstance(node.equation, Alias):
             mine = {p for v in node.inputs if v not in one.data for p in one.sources.get(v, frozenset())}
         new = [p for p in mine if (p.leaf, p.part) not in seen]
         seen |= {(p.leaf, p.part) for p in new}
@@ -153,7 +153,7 @@ def _works(one: Flat, two: Flat, samples: int, held: Sequence[float]) -> Iterato
             size = min(piece.size, left[piece.leaf])
             left[piece.leaf] -= size
             held_here += size
-        if not any(v in one.data for v in node.outputs) or node.equation is COPY:
+        if not any(v in one.data for v in node.outputs) or isinstance(node.equation, Alias):
             continue
         made = equation_work(node.equation, other.equation, samples)
         made.alive = max(alive_two[position] - alive_one[position], 0.0) / samples

@@ -11,7 +11,7 @@ from jcuts.base.errors import UsageError
 from jcuts.plan.search.neighbours import Rejected, explain_neighbours, micro_batches
 from jcuts.plan.search.plan import TIERS, Plan
 from jcuts.plan.search.plan_space import Space
-from jcuts.plan.search.ranked import Ranked, capacities, cost_plans
+from jcuts.plan.search.ranked import Ranked, cost_plans
 from jcuts.plan.spec import toml_file
 from jcuts.plan.spec.cluster import GIB, Cluster
 from jcuts.plan.spec.layers import Model
@@ -108,7 +108,7 @@ def price(
     (ranked,) = cost_plans(model, cluster, [plan], work)
     lacks = [
         f"{tier} memory by {(ranked.memory[tier] - capacity) / GIB:.1f} GiB"
-        for tier, capacity in zip(TIERS, capacities(cluster), strict=True)
+        for tier, capacity in zip(TIERS, cluster.capacities, strict=True)
         if ranked.memory[tier] > capacity
     ]
     changes = explain_neighbours(model, cluster, work, ranked, space or Space(), None)

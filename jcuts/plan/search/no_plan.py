@@ -13,7 +13,7 @@ from jcuts.plan.cost.memory import training_memory
 from jcuts.plan.cost.sharded_sizes import sizes
 from jcuts.plan.search.plan import TIERS, Plan, Plans
 from jcuts.plan.search.plan_space import Space, arrangements, chunks
-from jcuts.plan.search.ranked import capacities, shortage
+from jcuts.plan.search.ranked import shortage
 from jcuts.plan.spec.cluster import GIB, Cluster
 from jcuts.plan.spec.layers import Model
 from jcuts.plan.spec.workload import Training
@@ -42,7 +42,7 @@ def nearest_of(cluster: Cluster, plans: Plans, short: NDArray[np.float64], befor
     Distance: each tier's shortage over its capacity, added up, so that 6 GiB of a disk count less than 6 GiB of a GPU;
     a plan that fits the GPU comes before any that does not, for disks and host memory can be had.
     """
-    size = np.array([max(capacity, 1.0) for capacity in capacities(cluster)])
+    size = np.array([max(capacity, 1.0) for capacity in cluster.capacities])
     lacks = (short / size[:, None]).sum(0) + np.where(short[0] > 0, FAR, 0)
     i = int(np.argmin(lacks))
     if before is not None and before.lacks <= lacks[i]:
@@ -99,7 +99,7 @@ def _change(model: Model, cluster: Cluster, work: Training, space: Space, short:
     found = []
     if not short[0]:
         found += [
-            f"with {(capacities(cluster)[i] + short[i]) / GIB:,.1f} GiB of {TIERS[i]} per node"
+            f"with {(cluster.capacities[i] + short[i]) / GIB:,.1f} GiB of {TIERS[i]} per node"
             for i in (1, 2)
             if short[i]
         ]

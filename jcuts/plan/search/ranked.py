@@ -78,12 +78,7 @@ def total_memory(cluster: Cluster, plans: Plans, memory: Memory) -> NDArray[np.f
 
 def shortage(cluster: Cluster, memory: Memory) -> NDArray[np.float64]:
     """Bytes that each tier is short by, rows GPU, host, storage; 0 where a plan fits."""
-    return np.stack([np.maximum(memory.tier(i) - capacity, 0.0) for i, capacity in enumerate(capacities(cluster))])
-
-
-def capacities(cluster: Cluster) -> list[float]:
-    """Bytes of each tier: per GPU, and per node in host memory and storage."""
-    return [cluster.gpu.memory] + [tier.capacity if tier else 0.0 for tier in (cluster.host, cluster.storage)]
+    return np.stack([np.maximum(memory.tier(i) - capacity, 0.0) for i, capacity in enumerate(cluster.capacities)])
 
 
 def cost_plans(model: Model, cluster: Cluster, plans: Iterable[Plan], work: Training) -> list[Ranked]:

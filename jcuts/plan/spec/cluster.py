@@ -137,6 +137,11 @@ class Cluster:
         return min((group.gpu for group in self.groups), key=lambda gpu: (gpu.memory, gpu.peak))
 
     @property
+    def capacities(self) -> list[float]:
+        """Bytes of each tier: per GPU, and per node in host memory and storage."""
+        return [self.gpu.memory] + [tier.capacity if tier else 0.0 for tier in (self.host, self.storage)]
+
+    @property
     def heterogeneous(self) -> bool:
         """Whether groups have different GPUs."""
         return len({group.gpu for group in self.groups}) > 1

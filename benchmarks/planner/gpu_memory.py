@@ -48,7 +48,7 @@ def measure(name: str, dry: bool) -> dict[str, Any]:
     import jax
 
     from benchmarks.planner import gpt_step as gpt
-    from jcuts.plan.cost import jaxpr_liveness
+    from benchmarks.planner import layout_memory
 
     config = gpt.Config(**(DRY if dry else SIZES), **LAYOUTS[name])
     step = gpt.train_step(config, gpt.make_mesh(config))
@@ -56,18 +56,14 @@ def measure(name: str, dry: bool) -> dict[str, Any]:
     moments = tuple(jax.tree.map(lambda p: p * 0, params) for _ in range(2))
     tokens = jax.random.randint(jax.random.key(1), (config.batch, config.sequence + 1), 0, config.vocabulary)
     state = (params, moments, tokens)
-    predicted = jaxpr_liveness.footprint(step, *jax.eval_shape(lambda *xs: xs, *state), donated=(0, 1)).peak
+    predicted = layout_memory.predicted(step, state)
     compiled = step.lower(*state).compile()
-    said = compiled.memory_analysis()
     device = jax.devices()[0]
     row = {
         "layout": name,
         "config": {**(DRY if dry else SIZES), **LAYOUTS[name]},
         "predicted": int(predicted),
-        "compiled": said.argument_size_in_bytes
-        + said.output_size_in_bytes
-        - said.alias_size_in_bytes
-        + said.temp_size_in_bytes,
+        "compiled": layout_memory.compiled_bytes(compiled),
         "device": str(device.device_kind),
         "versions": {"jax": jax.__version__, "python": sys.version.split()[0]},
     }

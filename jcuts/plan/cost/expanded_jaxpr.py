@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jcuts.plan.cost.jaxpr import inner
-from jcuts.plan.cost.primitive_kinds import CALLS
+from jcuts.plan.cost.primitive_kinds import CALLS, COLLECTIVES, REPEATS
 from jcuts.trace import jaxapi
 
 
@@ -25,22 +25,22 @@ class Value:
 
 @dataclass
 class Node:
-    """An equation after inlining: values instead of variables (literals are left out).
+    """An equation after inlining: values instead of variables.
 
-    fixed, axes: of a node that stays whole, positions of its body's inputs that are constants, and sizes of mesh axes.
+    arguments: its operands, None for literals, also for those that were given to the call around it; inputs: the same
+    without literals.  fixed, axes: of a node that stays whole, positions of its body's inputs that are constants, and
+    sizes of mesh axes.
     """
 
     name: str
     equation: Any
-    inputs: list[Value]
+    arguments: list[Value | None]
     outputs: list[Value]
     fixed: frozenset[int] = frozenset()
     axes: dict[str, int] = field(default_factory=dict)
 
-    def operands(self) -> list[Value | None]:
-        """The operands in the order of the equation; None for literals."""
-        values = iter(self.inputs)
-        return [None if hasattr(v, "val") else next(values) for v in self.equation.invars]
+    def __post_init__(self) -> None:
+        self.inputs = [v for v in self.arguments if v is not None]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Alias:
 
 def view(source: Value | None, result: Value) -> Node:
     """A node whose result is its operand seen otherwise."""
-    return Node("copy", Alias(), [] if source is None else [source], [result])
+    return Node("copy", Alias(), [source], [result])
 
 
 def inlined(jaxpr: Any, given: Sequence[Value | None]) -> tuple[list[Node], list[Value | None]]:
@@ -83,7 +83,7 @@ def inlined(jaxpr: Any, given: Sequence[Value | None]) -> tuple[list[Node], list
             continue
         outputs = [Value(v.aval) for v in equation.outvars]
         values |= dict(zip(equation.outvars, outputs, strict=True))
-        nodes.append(Node(name, equation, [v for v in inputs if v is not None], outputs))
+        nodes.append(Node(name, equation, inputs, outputs))
     return nodes, [read(v) for v in jaxpr.outvars]
 
 
@@ -114,10 +114,10 @@ def _expanded(nodes: list[Node], constants: set[Value], axes: dict[str, int]) ->
         if is_constant(node, constants, axes):
             constants |= set(node.outputs)
         if not inner(node.equation):
-            flat.append(node)
+            flat.append(_folded(node, constants, axes))
             continue
         body = inner(node.equation)[0][0]
-        outer = node.operands()[-len(body.invars) :] if body.invars else []  # a conditional's predicate comes before
+        outer = node.arguments[-len(body.invars) :] if body.invars else []  # a conditional's predicate comes before
         if not is_expanded(node, constants):
             same = {i for i, v in enumerate(outer) if v is None or v in constants}
             fixed = same & set(range(invariants(node.equation, len(outer))))
@@ -131,6 +131,16 @@ def _expanded(nodes: list[Node], constants: set[Value], axes: dict[str, int]) ->
         flat += [view(v, own) for v, own in zip(returned, node.outputs, strict=True)]
         constants |= {own for v, own in zip(returned, node.outputs, strict=True) if v in constants or v is None}
     return flat
+
+
+def _folded(node: Node, constants: set[Value], axes: dict[str, int]) -> Node:
+    """A node after constant folding: a ``select_n`` on a constant is a view of the only case that is no constant."""
+    if node.name == "select_n":
+        predicate, *cases = node.arguments
+        computed = [v for v in cases if v is not None and v not in constants]
+        if (predicate is None or predicate in constants) and len(computed) == 1:
+            return view(computed[0], node.outputs[0])
+    return replace(node, axes=axes) if node.name in COLLECTIVES else node
 
 
 def invariants(equation: Any, count: int) -> int:
@@ -151,23 +161,18 @@ def used(nodes: list[Node], results: Sequence[Value | None]) -> list[Node]:
     return found[::-1]
 
 
-def scalars_last(nodes: list[Node], results: Sequence[Value | None]) -> list[Node]:
-    """Moves what only results of one number need (a loss) behind all else, where XLA's CPU compiler schedules it."""
-    arrays = [v for v in results if v is not None and getattr(v.aval, "size", 2) > 1]
-    first = used(nodes, arrays)
-    early = {id(node) for node in first}
-    return first + [node for node in nodes if id(node) not in early] if arrays else nodes
-
-
 def _axis_sizes(equation: Any) -> dict[str, int]:
     """Sizes of the mesh axes that a ``shard_map`` brings in scope."""
     return dict(equation.params["mesh"].shape) if equation.primitive.name == "shard_map" else {}
 
 
 def is_constant(node: Node, constants: set[Value], axes: dict[str, int]) -> bool:
-    """Whether XLA folds a node: one number, made of constants, or the position along a mesh axis of one device."""
-    if inner(node.equation) or any(getattr(v.aval, "size", 2) > 1 for v in node.outputs):
+    """Whether XLA folds a node: one number or copies of it, made of constants, or the position along a mesh axis of
+    one device."""
+    if inner(node.equation):
         return False
+    if any(getattr(v.aval, "size", 2) > 1 for v in node.outputs):
+        return node.name in REPEATS and all(v in constants for v in node.inputs)
     if node.name == "axis_index":
         return axes.get(node.equation.params["axis_name"], 0) == 1
     return all(v in constants for v in node.inputs)
@@ -181,5 +186,10 @@ def is_kept_loop(equation: Any) -> bool:
 def is_expanded(node: Node, constants: set[Value]) -> bool:
     """Whether a node's body is part of the program around it (of a conditional on a constant, its largest branch)."""
     if node.name == "cond":
-        return not node.inputs or hasattr(node.equation.invars[0], "val") or node.inputs[0] in constants
+        return node.arguments[0] is None or node.arguments[0] in constants
     return node.name == "shard_map" or (node.name == "scan" and not is_kept_loop(node.equation))
+
+
+def is_conditional(node: Node) -> bool:
+    """Whether a node runs one of several programs, which make its results."""
+    return node.name == "cond"

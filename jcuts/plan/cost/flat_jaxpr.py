@@ -75,7 +75,7 @@ class Flat:
         """Positions of a loop's operands that are parameters stacked along it; None if it is no loop over layers: if
         they are less than half of the parameter values that its body uses."""
         body, length = inner(node.equation)[0]
-        operands = node.operands()
+        operands = node.arguments
         carries, constants = jaxapi.scan_carries(node.equation), jaxapi.scan_constants(node.equation)
         stacked, used, sliced = set(), 0.0, 0.0
         for i, v in enumerate(operands):
@@ -90,7 +90,7 @@ class Flat:
     def _unroll(self, node: Node, stacked: set[int]) -> None:
         """Inlines every iteration of a loop over layers, each with its slice of what is stacked."""
         body, length = inner(node.equation)[0]
-        operands = node.operands()
+        operands = node.arguments
         constants, carries = jaxapi.scan_constants(node.equation), jaxapi.scan_carries(node.equation)
         carry = operands[constants : constants + carries]
         over = constants + carries

@@ -7,34 +7,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from jcuts.base.csv_file import read_csv
+from jcuts.plan.cost import buffer_ownership, instruction_schedule, loop_stacks
+from jcuts.plan.cost.buffer_ownership import opaque_node
 from jcuts.plan.cost.expanded_jaxpr import (
     Node,
     Value,
     body_of,
     expanded,
     inlined,
+    is_conditional,
     is_kept_loop,
-    scalars_last,
 )
+from jcuts.plan.cost.heap_simulation import Buffer, Lifetime, Timeline
 from jcuts.plan.cost.jaxpr import bytes_of, inner, trace
-from jcuts.plan.cost.primitive_kinds import BUFFERS, EXPENSIVE, REDUCTIONS, VIEWS
+from jcuts.plan.cost.primitive_kinds import BUFFERS
 from jcuts.trace import jaxapi
 
 
 @dataclass(frozen=True)
 class Footprint:
     """Bytes per device of one call: arguments, results, of which ``aliased`` reuse donated arguments, and
-    temporaries."""
+    temporaries; ``live`` are the temporaries at the peak, the largest first."""
 
     arguments: float
     results: float
     aliased: float
     temporary: float
+    live: tuple[Buffer, ...] = ()
 
     @property
     def peak(self) -> float:
@@ -65,68 +72,9 @@ def footprint(
     free = sum(sum(sizes[ends[i] : ends[i + 1]]) for i in donated)
     total = sum(size for _, size in results)
     nodes, outs = expanded(nodes, outs)
-    return Footprint(sum(sizes), total, min(free, total), _peak(nodes, given, outs, share, backend))
-
-
-def owners(nodes: list[Node], results: Sequence[Value | None]) -> dict[Value, Value | None]:
-    """Maps every value to the one that owns its buffer (itself, or what it is a view of), or to None if it is fused
-    away.
-    """
-    users: dict[Value, list[Node]] = {}
-    for node in nodes:
-        for v in node.inputs:
-            users.setdefault(v, []).append(node)
-    kept = {v for v in results if v is not None}
-    owner: dict[Value, Value | None] = {}
-    for node in nodes:
-        for v in node.outputs:
-            mine = users.get(v, [])
-            if node.name in VIEWS:
-                source = node.inputs[0] if node.inputs else None
-                owner[v] = owner.get(source, source) if source is not None else None
-            elif node.name in ("broadcast_in_dim", "iota", "axis_index"):
-                owner[v] = None
-            elif node.name in BUFFERS or inner(node.equation) or v in kept:
-                owner[v] = v
-            else:
-                # Cheap results are computed again in each consumer; expensive ones are kept when there are several.
-                again = len(mine) <= 1 or node.name not in EXPENSIVE
-                owner[v] = None if again and not any(opaque_node(user) for user in mine) else v
-    return owner
-
-
-def opaque_node(node: Node) -> bool:
-    """Whether a node needs its operands as buffers (a reduction or a gather fuses with the producer of its operand)."""
-    return node.name in BUFFERS - REDUCTIONS - {"gather"} or bool(inner(node.equation))
-
-
-def copied(
-    loop: Any, nodes: list[Node], given: Sequence[Value], outs: Sequence[Value | None], owner: dict[Value, Value | None]
-) -> tuple[list[Value], list[Value]]:
-    """Values that one iteration of a ``scan`` copies: (slices of its inputs, results into its stacked outputs).
-
-    An elementwise kernel reads a slice where it lies, and writes its result into the stack.  Products, loops and
-    conditionals take and give whole buffers: a slice that one of them reads is first copied out, and what one of them
-    makes or reads is afterwards copied in, as is what the turn was given.  So what an inner loop has stacked up is
-    copied into the outer one's stack, and out of it for the backward pass (as the HLO of XLA's CPU and GPU compilers
-    has it; ``xla_gpu_enable_dynamic_slice_fusion``, which would spare products the copy, is off by default).
-    """
-    carries = jaxapi.scan_carries(loop)
-    over = set(given[jaxapi.scan_constants(loop) + carries :])
-    whole = {owner.get(v, v) for node in nodes if opaque_node(node) for v in node.inputs}
-    source = {v: node for node in nodes for v in node.outputs}
-    slices = [v for v in given if v in over and v in whole]
-    results, seen = [], set()
-    for v in outs[carries:]:
-        if v is None:
-            continue
-        base = owner.get(v, v)
-        base = v if base is None else base
-        made = source.get(base)
-        if made is None or opaque_node(made) or base in whole or base in seen:
-            results.append(v)
-        seen.add(base)
-    return slices, results
+    timeline = Timeline()
+    _Run(_Program(nodes, given, outs, share), backend, timeline).run()
+    return Footprint(sum(sizes), total, min(free, total), timeline.height(), timeline.live())
 
 
 def shares(nodes: list[Node]) -> dict[Value, float]:
@@ -137,7 +85,7 @@ def shares(nodes: list[Node]) -> dict[Value, float]:
     for node in nodes:
         if node.name == "shard_map":
             body = inner(node.equation)[0][0]
-            for value, inside in zip(node.operands(), body.invars, strict=True):
+            for value, inside in zip(node.arguments, body.invars, strict=True):
                 if value is not None:
                     share.setdefault(value, bytes_of(inside) / max(bytes_of(value), 1.0))
             for value, inside in zip(node.outputs, body.outvars, strict=True):
@@ -156,173 +104,158 @@ def shares(nodes: list[Node]) -> dict[Value, float]:
     return share
 
 
-def _live(node: Node, jaxpr: Any, backend: str) -> float:
-    """Peak bytes of the temporaries of a node's program; its inputs and results are accounted by the caller, but for
-    the copies that a turn of a loop makes, and for the results of a conditional."""
+@dataclass(frozen=True)
+class _Program:
+    """Nodes with inputs, results and fractions of values per device.
+
+    loop: whose body it is, if that stays a loop; branch: whether it is a conditional's, which makes the results.
+    """
+
+    nodes: list[Node]
+    given: list[Value]
+    outs: Sequence[Value | None]
+    share: dict[Value, float]
+    loop: Any = None
+    branch: bool = False
+
+
+def _program(node: Node, jaxpr: Any) -> _Program:
+    """A node's own program; its inputs and results are accounted by the caller, but for the copies that a turn of a
+    loop makes, and for the results of a conditional."""
     nodes, outs, given = body_of(node, jaxpr)
     loop = node.equation if is_kept_loop(node.equation) else None
-    return _peak(nodes, given, outs, {}, backend, loop, is_conditional(node))
+    return _Program(nodes, given, outs, {}, loop, is_conditional(node))
 
 
-def _peak(
-    nodes: list[Node],
-    given: list[Value],
-    outs: Sequence[Value | None],
-    share: dict[Value, float],
-    backend: str,
-    loop: Any = None,
-    results: bool = False,
-) -> float:
-    nodes = scalars_last(nodes, outs) if backend == "cpu" else nodes
-    owner = owners(nodes, outs)
-    outside = set(given)
-    kept = {owner.get(v, v) for v in outs if v is not None}
-    slices: set[Value] = set()
+def _buffer(v: Value, size: float, primitive: str) -> Buffer:
+    return Buffer(size, primitive, tuple(v.aval.shape), str(v.aval.dtype))
+
+
+@cache
+def workspace() -> float:
+    """Bytes that XLA gives to each call of cuBLAS on Hopper."""
+    table = str(resources.files("jcuts.plan") / "data" / "xla_gpu_workspace.csv")
+    return float(read_csv(table)[0]["bytes"])
+
+
+class _Run:
+    """One run of a program through a timeline: allocates and frees its temporaries, and those of the programs inside.
+
+    owner: whose buffer a value has; kept: buffers of the caller; last: position of the last use; early: by position,
+    what is made before its place; slices: copied out of what a loop runs over.
+    """
+
+    def __init__(self, program: _Program, backend: str, timeline: Timeline) -> None:
+        self.program, self.gpu, self.backend, self.timeline = program, backend == "gpu", backend, timeline
+        outs, loop = program.outs, program.loop
+        self.nodes = _scheduled(program, backend)
+        self.owner = buffer_ownership.owners(self.nodes, outs)
+        self.kept = {self.owner.get(v, v) for v in outs if v is not None}
+        self.slices: set[Value] = set()
+        late: set[Value | None] = set()
+        if loop is not None:
+            inward, outward = loop_stacks.copied(loop, self.nodes, program.given, outs, self.owner)
+            self.slices = set(inward)
+            late = {self.owner.get(v, v) for v in outward} & self.kept
+            self.kept -= late
+        self.early = loop_stacks.stacks_of_zeros(self.nodes, self.owner, self.kept) if self.gpu else {}
+        self.last = buffer_ownership.last_uses(self.nodes, self.owner)
+        if program.branch:  # made here, and the caller's from then on
+            late, self.kept = late | self.kept, set()
+        if self.gpu or program.branch:  # copied into the stacks at the end of a turn
+            self.last |= dict.fromkeys((v for v in late if v is not None), len(self.nodes))
+        self.flat = buffer_ownership.flattened(self.nodes, self.owner)
+        self.fused = {v for node in self.nodes if not opaque_node(node) for v in node.outputs if self.owner[v] is v}
+        self.twice = set() if self.gpu else buffer_ownership.two_layouts(self.nodes, self.owner) & self.fused
+        self.alive: dict[Value, Lifetime] = {}
+        self.transposed: set[Value] = set()
+
+    def run(self) -> None:
+        """Runs all nodes."""
+        for position, node in enumerate(self.nodes):
+            self.timeline.now += 1
+            self._prefetch(position, node)
+            dying = [v for v in self.alive if self.last.get(v, -1) <= position]
+            made = [v for v in node.outputs if self._is_made(v)]
+            if is_conditional(node):  # its branches make its results
+                self._inside(node)
+            for v in made:
+                self.last.setdefault(v, position)
+                self._make(v, node, dying)
+            if self.gpu and is_kept_loop(node.equation):
+                self._transpose_stacks(node)
+            scratch = self._scratch(node)
+            if scratch.bytes:
+                self.timeline.free(self.timeline.allocate(scratch))
+            if not is_conditional(node):
+                self._inside(node)
+            for v in [v for v in self.alive if self.last.get(v, -1) <= position]:
+                self.timeline.free(self.alive.pop(v))
+        self.timeline.now += self.program.branch
+        for lifetime in self.alive.values():
+            self.timeline.free(lifetime)
+
+    def _allocate(self, v: Value, primitive: str) -> None:
+        size = bytes_of(v) * self.program.share.get(v, 1.0) * (2 if v in self.twice else 1)
+        self.alive[v] = self.timeline.allocate(_buffer(v, size, primitive))
+
+    def _is_made(self, v: Value) -> bool:
+        """Whether a node writes a new buffer for its result."""
+        caller = v in self.kept or v in self.program.given
+        return self.owner[v] is v and not caller and v not in self.alive
+
+    def _prefetch(self, position: int, node: Node) -> None:
+        """What is made before a node: slices that it needs as buffers (a GPU copies them from the start of a turn, in
+        streams of their own), and stacks."""
+        read = {self.owner.get(v, v) for v in node.inputs} if opaque_node(node) else set()
+        for v in self.slices - set(self.alive):
+            if v in read or (self.gpu and position == 0):
+                self._allocate(v, "dynamic_slice")
+        for v, primitive in self.early.get(position, ()):
+            self._allocate(v, primitive)
+
+    def _make(self, v: Value, node: Node, dying: list[Value]) -> None:
+        """Allocates a result, or lets it take the buffer of an operand that a fused kernel reads last."""
+        old = next((old for old in dying if buffer_ownership.is_same_array(v, old)), None)
+        if old is None or opaque_node(node) or v in self.flat:
+            self._allocate(v, node.name)
+        else:
+            dying.remove(old)
+            self.alive[v] = self.alive.pop(old)
+
+    def _transpose_stacks(self, loop: Node) -> None:
+        """Copies the stacks of an earlier loop into the layout that this one reads; remembers those of this one."""
+        for v in self.transposed & {self.owner.get(v, v) for v in loop.inputs} & set(self.alive):
+            stack = self.alive[v]
+            self._allocate(v, "transpose")
+            self.timeline.free(stack)
+            self.timeline.now += 1
+        self.transposed |= loop_stacks.transposed_stacks(loop)
+
+    def _scratch(self, node: Node) -> Buffer:
+        """What a product needs while it runs: transposed copies on a CPU, the workspace of a library on a GPU."""
+        if not self.gpu:
+            return Buffer(buffer_ownership.transposed_copies(node, self.owner, self.fused), "copy")
+        return Buffer(workspace() if node.name == "dot_general" else 0.0, "workspace")
+
+    def _inside(self, node: Node) -> None:
+        """Runs the programs of a node.
+
+        A loop of more than one turn holds its carry twice, where the body still reads the old while it writes the new.
+        """
+        again = buffer_ownership.doubled_carries(node, scatters=self.gpu) if is_kept_loop(node.equation) else []
+        held = [self.timeline.allocate(_buffer(v, bytes_of(v), "carry")) for v in again]
+        for body, _ in inner(node.equation):
+            _Run(_program(node, body), self.backend, self.timeline).run()
+        for lifetime in held:
+            self.timeline.free(lifetime)
+
+
+def _scheduled(program: _Program, backend: str) -> list[Node]:
+    """The nodes in the order in which XLA's compiler for a backend runs them."""
+    nodes, loop = program.nodes, program.loop
+    if backend == "cpu":
+        return instruction_schedule.scalars_last(nodes, program.outs)
     if loop is not None:
-        inward, outward = copied(loop, nodes, given, outs, owner)
-        slices = set(inward)
-        kept -= {owner.get(v, v) for v in outward}
-    last = last_uses(nodes, owner)
-    if results:  # made here, and the caller's from then on
-        last |= dict.fromkeys((v for v in kept if v is not None), len(nodes))
-        kept = set()
-    flat = flattened(nodes, owner)
-    fused = {v for node in nodes if not opaque_node(node) for v in node.outputs if owner[v] is v}
-    twice = two_layouts(nodes, owner) & fused if backend == "cpu" else set()
-    sizes: dict[Value, float] = {}
-    alive = peak = 0.0
-    for position, node in enumerate(nodes):
-        read = {owner.get(v, v) for v in node.inputs}
-        if opaque_node(node):  # copied out of what the loop runs over
-            for v in [v for v in slices if v in read and v not in sizes]:
-                sizes[v] = bytes_of(v)
-                alive += sizes[v]
-        dying = [v for v in sizes if last[v] <= position]
-        made = [v for v in node.outputs if owner[v] is v and v not in kept and v not in outside]
-        before, reused = alive, 0.0
-        for v in made:
-            sizes[v] = bytes_of(v) * share.get(v, 1.0) * (2 if v in twice else 1)
-            alive += sizes[v]
-            last.setdefault(v, position)
-            if not opaque_node(node) and v not in flat and any(is_same_array(v, old) for old in dying):
-                reused += sizes[v]
-        inside = transposed_copies(node, owner, fused) if backend == "cpu" else 0.0
-        inside += before - alive if is_conditional(node) else 0.0
-        peak = max(peak, alive - reused, alive + inside + _inside(node, backend))
-        for v in [v for v in sizes if last[v] <= position]:
-            alive -= sizes.pop(v)
-    return peak
-
-
-def last_uses(nodes: list[Node], owner: dict[Value, Value | None]) -> dict[Value, int]:
-    """The position of the last node that reads each buffer, itself or through what fuses into it."""
-    last: dict[Value, int] = {}
-    roots: dict[Value, set[Value]] = {}  # what a value that fuses away is computed from
-    for position, node in enumerate(nodes):
-        mine: set[Value] = set()
-        for v in node.inputs:
-            base = owner.get(v, v)
-            mine |= roots.get(v, set()) if base is None else {base}
-        last |= dict.fromkeys(mine, position)
-        roots |= {v: mine for v in node.outputs if owner[v] is None}
-    return last
-
-
-def is_conditional(node: Node) -> bool:
-    """Whether a node runs one of several programs, which make its results."""
-    return node.name == "cond"
-
-
-def is_same_array(new: Value, old: Value) -> bool:
-    """Whether a fused kernel may write ``new`` where ``old`` lay: XLA shares buffers of one shape and type alone."""
-    return new.aval.shape == old.aval.shape and new.aval.dtype == old.aval.dtype
-
-
-def flattened(nodes: list[Node], owner: dict[Value, Value | None]) -> set[Value]:
-    """Buffers that a product reads as a matrix of another shape.
-
-    A product's operand with several free or several contracted dimensions is reshaped to two of them; the fused kernel
-    that makes it ends in that reshape, so that it cannot write into an operand of its own.
-    """
-    found: set[Value] = set()
-    for node in nodes:
-        if node.name != "dot_general":
-            continue
-        contracted, batch = node.equation.params["dimension_numbers"]
-        for v, over, along in zip(node.inputs, contracted, batch, strict=False):
-            base = owner.get(v, v)
-            if base is not None and max(len(over), v.aval.ndim - len(over) - len(along)) > 1:
-                found.add(base)
-    return found
-
-
-def _inside(node: Node, backend: str) -> float:
-    """Bytes that a node's own program needs beside its operands and results.
-
-    A loop of more than one turn holds its carry twice, where the body still reads the old while it writes the new.
-    """
-    inside = max((_live(node, body, backend) for body, _ in inner(node.equation)), default=0.0)
-    return inside + (_twice(node) if is_kept_loop(node.equation) else 0.0)
-
-
-def is_transposed(v: Any, contracted: Sequence[int]) -> bool:
-    """Whether a product contracts other dimensions of an operand than its last."""
-    return bool(contracted) and min(contracted) < v.aval.ndim - len(contracted)
-
-
-def transposed_copies(node: Node, owner: dict[Value, Value | None], fused: set[Value]) -> float:
-    """Bytes of a product's operands that XLA's CPU compiler copies first: its kernels contract the last dimensions.
-
-    A fused kernel writes its result transposed instead.
-    """
-    if node.name != "dot_general":
-        return 0.0
-    pairs = zip(node.inputs, node.equation.params["dimension_numbers"][0], strict=False)
-    return sum(bytes_of(v) for v, over in pairs if is_transposed(v, over) and owner.get(v, v) not in fused)
-
-
-def two_layouts(nodes: list[Node], owner: dict[Value, Value | None]) -> set[Value]:
-    """Buffers that one product reads as they are and another transposed: if fused kernels make them, two write them."""
-    found: dict[bool, set[Value]] = {False: set(), True: set()}
-    for node in nodes:
-        if node.name == "dot_general":
-            for v, over in zip(node.inputs, node.equation.params["dimension_numbers"][0], strict=False):
-                base = owner.get(v, v)
-                if base is not None:
-                    found[is_transposed(v, over)].add(base)
-    return found[False] & found[True]
-
-
-def _twice(node: Node) -> float:
-    """Bytes of a ``scan``'s carry that one turn does not update in place: an elementwise result that nothing follows
-    which reads the old value does (a sum of gradients)."""
-    loop = node.equation
-    first, count = jaxapi.scan_constants(loop), jaxapi.scan_carries(loop)
-    nodes, outs, given = body_of(node, inner(loop)[0][0])
-    owner = owners(nodes, outs)
-    made = {v: position for position, node in enumerate(nodes) for v in node.outputs}
-    last: dict[Value, int] = {}
-    for position, node in enumerate(nodes):
-        last |= {owner.get(v, v) or v: position for v in node.inputs}
-    extra = 0.0
-    for old, new in zip(given[first : first + count], outs[:count], strict=True):
-        if new is None or new is old:
-            continue
-        position = made.get(owner.get(new, new) or new, -1)
-        updated = position >= 0 and not opaque_node(nodes[position]) and last.get(old, -1) <= position
-        extra += 0.0 if updated and old in _sources(nodes, position, owner) else bytes_of(new)
-    return extra
-
-
-def _sources(nodes: list[Node], position: int, owner: dict[Value, Value | None]) -> set[Value]:
-    """Buffers that a node's kernel reads, through what fuses into it."""
-    found: set[Value] = set()
-    wanted = set(nodes[position].inputs)
-    for node in reversed(nodes[:position]):
-        if any(v in wanted and owner.get(v, v) is None for v in node.outputs):
-            wanted |= set(node.inputs)
-    for v in wanted:
-        base = owner.get(v, v)
-        if base is not None:
-            found.add(base)
-    return found
+        nodes = instruction_schedule.carry_first(nodes, program.outs[: jaxapi.scan_carries(loop)])
+    return instruction_schedule.collectives_late(nodes)

@@ -161,3 +161,9 @@ CALLS = frozenset(
     }
 )
 """Calls of a jaxpr that XLA inlines."""
+
+REPEATS = frozenset({"broadcast_in_dim", "reshape", "pcast", "pvary", "convert_element_type"})
+"""Equations whose result holds the numbers of their operand."""
+
+UPDATES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"})
+"""Write into their first operand's buffer; only what is updated moves."""

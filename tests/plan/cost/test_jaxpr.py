@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks.planner import gpt_step as gpt
+from benchmarks.planner import layout_memory
 from jcuts.base.errors import NotJaxError, UsageError
 from jcuts.plan import jax_mesh
-from jcuts.plan.cost import jaxpr, jaxpr_liveness, traced_model
+from jcuts.plan.cost import jaxpr, traced_model
 from jcuts.plan.search.exhaustive import search
 from jcuts.plan.search.plan import Plan
 from jcuts.plan.search.plan_space import Space
@@ -106,33 +107,17 @@ def test_functions_that_cannot_be_planned():
         traced_model.model(_mlp, MLP)
 
 
-LAYOUTS = [
-    {"micro": 2, "count": 1},
-    {"micro": 4, "count": 1, "data": 4},
-    {"micro": 4, "count": 1, "tensor": 4},
-    {"micro": 2, "count": 2, "data": 2, "tensor": 2},
-    {"micro": 2, "count": 4, "pipeline": 4},
-    {"micro": 2, "count": 4, "pipeline": 2, "data": 2, "schedule": "gpipe"},
-    {"micro": 4, "count": 1, "data": 2, "remat": False},
-    {"micro": 2, "count": 4, "pipeline": 2, "tensor": 2, "schedule": "gpipe"},
-    {"micro": 2, "count": 4, "pipeline": 2, "data": 2, "schedule": "gpipe", "remat": False},
-    {"micro": 2, "count": 4, "data": 4, "schedule": "gpipe", "remat": False},
-    {"micro": 2, "count": 4, "pipeline": 2, "data": 2},
-    {"micro": 4, "count": 2, "tensor": 2, "pipeline": 2},
-]
+def _name(layout):
+    return "-".join(f"{k[:2]}{v}" for k, v in layout.items())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k[:2]}{v}" for k, v in layout.items()))
+@pytest.mark.parametrize("layout", layout_memory.LAYOUTS, ids=_name)
 def test_memory_is_what_the_compiler_says(layout):
     config = gpt.Config(layers=4, hidden=128, heads=4, sequence=128, vocabulary=512, **layout)
-    step = gpt.train_step(config, gpt.make_mesh(config))
-    params = jax.eval_shape(lambda: gpt.init(config))
-    tokens = jax.ShapeDtypeStruct((config.batch, config.sequence + 1), "int32")
-    arguments = (params, (params, params), tokens)
-    said = step.lower(*arguments).compile().memory_analysis()
-    real = said.argument_size_in_bytes + said.output_size_in_bytes - said.alias_size_in_bytes + said.temp_size_in_bytes
-    found = jaxpr_liveness.footprint(step, *arguments, donated=(0, 1), backend="cpu")
-    assert found.peak == pytest.approx(real, rel=0.075 if jax.__version_info__ < (0, 11) else 0.125)
+    step, state = layout_memory.traced(config)
+    real = layout_memory.compiled_bytes(step.lower(*state).compile())
+    found = layout_memory.predicted(step, state, backend="cpu")
+    assert found == pytest.approx(real, rel=0.075 if jax.__version_info__ < (0, 11) else 0.125)
 
 
 def _adam(params, moments, batch):

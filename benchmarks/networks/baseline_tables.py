@@ -26,8 +26,9 @@ HEAD = (
 
 
 def load(folder: Path) -> list[dict[str, Any]]:
-    """All rows of a folder."""
-    return [json.loads(p.read_text(encoding="utf-8")) for p in sorted(folder.glob("*.json"))]
+    """All measured rows of a folder."""
+    found = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(folder.glob("*.json"))]
+    return [r for r in found if r.get("record") == "baseline" and "programs" in r]
 
 
 def line(cells: Sequence[object]) -> str:
@@ -57,7 +58,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{ms(stream['q1'])} to {ms(stream['q3'])}",
         ms(fast["median"]),
         f"{stream['median'] / fast['median']:.2f}",
-        ", ".join(row["flags"]["chosen"]) or "none",
+        ", ".join((row.get("flags") or {}).get("chosen", ())) or "none",
         waited(plain, "p50", "p90", "p99"),
         waited(best, "p50", "p99"),
         f"{plain['memory_bytes']['peak'] / 2**30:.2f}",
@@ -70,32 +71,30 @@ def baselines(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join([line(HEAD), line(["---"] * len(HEAD)), *(line(cells(r)) for r in rows)])
 
 
-def effect(record: dict[str, Any] | None) -> str:
-    """Speed-up of a flag set alone over plain, or why there is none."""
-    if record is None:
-        return ""
-    if "over_base" in record:
-        return f"{1 / record['over_base']:.2f}"
-    return next(word for word in ("refused", "failed", "skipped") if word in record)
+def effect(gave: float | str | None) -> str:
+    """Speed-up of a flag set alone over plain, or in a word why there is none."""
+    if isinstance(gave, float):
+        return f"{1 / gave:.2f}"
+    return (gave or "").split(":")[0].split(" for")[0]
 
 
 def flags(rows: Sequence[dict[str, Any]]) -> str:
-    """What each flag set alone gives: plain time over time with it, per row."""
-    names = list(dict.fromkeys(n for r in rows for n in r["flags"]["alone"]))
-    head = ["row", *names]
-    body = [[r["row"], *(effect(r["flags"]["alone"].get(n)) for n in names)] for r in rows]
+    """What each flag set alone gives: plain time over time with it, per workload."""
+    found = {r["workload"]: r["flags"]["over_plain"] for r in rows if r.get("flags")}
+    names = list(dict.fromkeys(n for gave in found.values() for n in gave))
+    head = ["workload", *names]
+    body = [[workload, *(effect(gave.get(n)) for n in names)] for workload, gave in found.items()]
     return "\n".join([line(head), line(["---"] * len(head)), *map(line, body)])
 
 
 def refusals(rows: Sequence[dict[str, Any]]) -> str:
     """Flag sets that were refused, or failed to compile or run, each message once."""
-    found = {}
+    found: dict[tuple[str, str], set[str]] = {}
     for row in rows:
-        for name, record in row["flags"]["alone"].items():
-            text = record.get("refused") or record.get("failed")
-            if text:
-                found.setdefault((name, text.splitlines()[0]), []).append(row["row"])
-    return "\n".join(f"- {name} ({len(where)} rows): {text}" for (name, text), where in sorted(found.items()))
+        for name, gave in ((row.get("flags") or {}).get("over_plain") or {}).items():
+            if isinstance(gave, str) and gave.startswith(("refused", "failed", "wrong")):
+                found.setdefault((name, gave.splitlines()[0]), set()).add(row["workload"])
+    return "\n".join(f"- {name} ({len(where)} workloads): {text}" for (name, text), where in sorted(found.items()))
 
 
 def hosts(rows: Sequence[dict[str, Any]]) -> str:

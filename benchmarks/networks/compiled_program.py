@@ -16,23 +16,29 @@ CHECKED_CALLS = 3
 
 
 @dataclass
-class Compiled:
-    """A program compiled under some options, with the arguments of its next call."""
+class Stepped:
+    """A function with the arguments of its next call."""
 
     call: Callable[..., Any]
     form: Any
-    options: dict[str, object]
     arguments: tuple[Any, ...]
-    first_call: dict[str, float]
-    memory: dict[str, int]
-    cost: dict[str, float]
-    results: list[Any]
 
     def step(self) -> Any:
         """One call; carried (donated) arguments of the next one are its results."""
         result = self.call(*self.arguments)
         self.arguments = self.form.following(self.arguments, result)
         return result
+
+
+@dataclass
+class Compiled(Stepped):
+    """A program compiled under some options; its results after `CHECKED_CALLS` calls."""
+
+    options: dict[str, object]
+    first_call: dict[str, float]
+    memory: dict[str, int]
+    cost: dict[str, float]
+    results: list[Any]
 
     def difference(self, other: Compiled) -> float:
         """Relative L2 difference of floating-point results from another program's, after as many calls."""
@@ -48,11 +54,8 @@ class Compiled:
         return worst
 
 
-def compiled(form: Any, options: dict[str, object], autotune_cache: Path | None = None) -> Compiled:
-    """Compiles and calls. Carried arguments are copied before, so that the workload's own stay alive.
-
-    Args: autotune_cache: folder that compilations share what autotuning found in; None: each finds it anew.
-    """
+def own_arguments(form: Any) -> tuple[Any, ...]:
+    """Arguments of a first call; carried ones are copied, so that the workload's own stay alive."""
     import jax
     import jax.numpy as jnp
 
@@ -60,13 +63,24 @@ def compiled(form: Any, options: dict[str, object], autotune_cache: Path | None 
     carried = jax.tree.map(jnp.copy, form.arguments[form.first : end])
     arguments = (*form.arguments[: form.first], *carried, *form.arguments[end:])
     jax.block_until_ready(arguments)
+    return arguments
+
+
+def compiled(form: Any, options: dict[str, object], autotune_cache: Path | None = None) -> Compiled:
+    """Compiles and calls.
+
+    Args: autotune_cache: folder that compilations share what autotuning found in; None: each finds it anew.
+    """
+    import jax
+
+    arguments = own_arguments(form)
     shared = {} if autotune_cache is None else {AUTOTUNE_CACHE: str(autotune_cache)}
     start = time.perf_counter()
     lowered = jax.jit(form.function, donate_argnums=form.donated).lower(*arguments)
     traced = time.perf_counter()
     executable = lowered.compile(compiler_options={**options, **shared} or None)
     ready = time.perf_counter()
-    made = Compiled(executable, form, options, arguments, {}, memory_of(executable), cost_of(executable), [])
+    made = Compiled(executable, form, arguments, options, {}, memory_of(executable), cost_of(executable), [])
     jax.block_until_ready(made.step())
     finish = time.perf_counter()
     made.first_call = {"trace": traced - start, "compile": ready - traced, "total": finish - start}

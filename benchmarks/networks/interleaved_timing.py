@@ -57,7 +57,9 @@ def waited(call: Call, count: int, wait: Callable[[Any], None] = block) -> list[
     return found
 
 
-def timed(calls: dict[str, Call], seconds: float) -> dict[str, dict[str, list[float]]]:
+def timed(
+    calls: dict[str, Call], seconds: float, wait: Callable[[Any], None] = block
+) -> dict[str, dict[str, list[float]]]:
     """Medians and quartiles [s] of calls that are waited for (``step``) and of calls back to back (``stream``).
 
     Args: seconds: of all rounds together; at least 3 and at most `ROUNDS` rounds.
@@ -65,14 +67,14 @@ def timed(calls: dict[str, Call], seconds: float) -> dict[str, dict[str, list[fl
     step: dict[str, list[float]] = {name: [] for name in calls}
     stream: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
-        waited(call, 3)
+        waited(call, 3, wait)
     order = list(calls)
     begin, rounds = time.perf_counter(), 0
     while rounds < 3 or (rounds < ROUNDS and time.perf_counter() - begin < seconds):
         for name in order:
-            waited(calls[name], 1)
-            step[name].append(sorted(waited(calls[name], 10))[5])
-            stream[name].append(back_to_back(calls[name], STREAM))
+            waited(calls[name], 1, wait)
+            step[name].append(sorted(waited(calls[name], 10, wait))[5])
+            stream[name].append(back_to_back(calls[name], STREAM, wait))
         order.reverse()
         rounds += 1
     return {name: {"step": quartiles(step[name]), "stream": quartiles(stream[name])} for name in calls}

@@ -73,7 +73,7 @@ def prepared(row: Row, compile: Callable[[Any], Any], dry: bool) -> Callable[[],
     from benchmarks.networks.torch_models import BUILDERS
 
     device, half = "cpu" if dry else "cuda", row.dtype == "bfloat16"
-    made = BUILDERS[row.name](row.batch, tiny=dry)
+    made = BUILDERS[row.name](min(row.batch, 2) if dry else row.batch, tiny=dry)
     module = made.module.to(device)
     layout: dict[str, Any] = {"memory_format": torch.channels_last} if made.images else {}
     module = module.to(**layout) if layout else module

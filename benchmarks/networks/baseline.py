@@ -320,7 +320,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing per program")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds per process, then it is ended")
     parser.add_argument("--trial", type=float, default=0.4, help="seconds of timing per program and flag set")
-    parser.add_argument("--search-seconds", type=float, default=30.0, help="of a search; no set is begun after them")
+    parser.add_argument("--search-seconds", type=float, default=15.0, help="of a search; no set is begun after them")
     parser.add_argument("--compile-limit", type=float, default=45.0, help="seconds that a flag set may compile")
     parser.add_argument("--no-search", action="store_true", help="no flags but those that are known")
     parser.add_argument("--more-flags", action="store_true", help="go on with sets that time did not suffice for")

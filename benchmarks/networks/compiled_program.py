@@ -78,7 +78,12 @@ def compiled(form: Any, options: dict[str, object], autotune_cache: Path | None 
     start = time.perf_counter()
     lowered = jax.jit(form.function, donate_argnums=form.donated).lower(*arguments)
     traced = time.perf_counter()
-    executable = lowered.compile(compiler_options={**options, **shared} or None)
+    try:
+        executable = lowered.compile(compiler_options={**options, **shared} or None)
+    except Exception as error:
+        if AUTOTUNE_CACHE not in str(error):
+            raise
+        executable = lowered.compile(compiler_options=options or None)  # this jaxlib has no such folder
     ready = time.perf_counter()
     made = Compiled(executable, form, arguments, options, {}, memory_of(executable), cost_of(executable), [])
     jax.block_until_ready(made.step())

@@ -36,7 +36,7 @@ class Limits:
     compile: a set that compiles longer is recorded as such, and its process ended."""
 
     trial: float = 0.4
-    total: float = 30.0
+    total: float = 15.0
     compile: float = 45.0
 
 

@@ -73,11 +73,12 @@ def file_of(row: Row) -> str:
 def drive(rows: Sequence[Row], options: argparse.Namespace) -> int:
     """One child process per row that has no file yet; gives the number of rows that failed."""
     options.out.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("JCUTS_CACHE_DIR", str(options.out / "tuning"))
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # kernels are measured in a process beside
-    if options.max_candidates:
-        os.environ["JCUTS_MAX_CANDIDATES"] = str(options.max_candidates)
-    driver = Driver(options.out, options.seconds_total, options.budget)
+    environment = {
+        "JCUTS_CACHE_DIR": str(options.out / "tuning"),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # kernels are measured in a process beside
+        **({"JCUTS_MAX_CANDIDATES": str(options.max_candidates)} if options.max_candidates else {}),
+    }
+    driver = Driver(options.out, options.seconds_total, options.budget, environment)
     for row in rows:
         target = options.out / file_of(row)
         record = read(target)

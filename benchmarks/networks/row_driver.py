@@ -59,12 +59,14 @@ class Outcome:
 class Driver:
     """Starts child processes that write files into a folder, none that could not end within the sitting.
 
-    Args: total: seconds of the sitting; limit: seconds of one process, after which it is ended.
+    Args: total: seconds of the sitting; limit: seconds of one process, after which it is ended; environment: variables
+    of the children beside this process' own.
     """
 
     out: Path
     total: float
     limit: float
+    environment: dict[str, str] = field(default_factory=dict)
     begin: float = field(default_factory=time.monotonic)
     failed: int = 0
 
@@ -85,7 +87,7 @@ class Driver:
             return Outcome(begun=False)
         start = time.monotonic()
         log = self.out / f"{name}.log"
-        code = child(command, log, min(self.limit, left))
+        code = child(command, log, min(self.limit, left), self.environment)
         spent = time.monotonic() - start
         cut = code is None and left < self.limit
         return Outcome(True, code, cut, spent, log.read_text(encoding="utf-8", errors="replace"))
@@ -111,10 +113,11 @@ class Driver:
         print(f"{target.stem}: {what[:200]}, {outcome.seconds:.0f} s", flush=True)
 
 
-def child(command: Sequence[str], log: Path, limit: float) -> int | None:
+def child(command: Sequence[str], log: Path, limit: float, environment: dict[str, str]) -> int | None:
     """Exit status of a process, None where it was ended with all its children after ``limit`` seconds."""
     with log.open("w", encoding="utf-8") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=stream, start_new_session=True)
+        more = {**os.environ, **environment}
+        process = subprocess.Popen(command, stdout=stream, stderr=stream, start_new_session=True, env=more)
         try:
             return process.wait(timeout=limit)
         except BaseException as end:

@@ -225,8 +225,9 @@ def in_child(row: Row, options: argparse.Namespace) -> None:
 # -- driver ---------------------------------------------------------------------------------------------------------
 def command_of(row: Row, options: argparse.Namespace, child: str, *more: str) -> list[str]:
     """Command line of a child process."""
-    names = ("out", "seconds", "trial", "search-seconds", "compile-limit", "statistics")
+    names = ("out", "seconds", "trial", "search-seconds", "compile-limit")
     words = [w for n in names for w in (f"--{n}", getattr(options, n.replace("-", "_")))]
+    words += ["--statistics", row.statistics]
     return script("baseline.py", "--child", child, *words, *(["--dry"] if options.dry else []), *more, row)
 
 
@@ -248,7 +249,7 @@ def search_flags(row: Row, options: argparse.Namespace, driver: Driver) -> bool:
                 flush=True,
             )
             if outcome.good and read(options.out / at.file):
-                driver.keep(options.out / at.file, outcome)
+                driver.keep(options.out / at.file, outcome, "search_process_seconds")
             if outcome.code == flag_search.SLOW_COMPILE and len(flag_search.tried_at(read(path), at)) > known:
                 continue  # a set compiled too long and is recorded; the others go on
             if not outcome.good and not outcome.failure:
@@ -303,7 +304,7 @@ def drive(rows: Sequence[Row], options: argparse.Namespace) -> int:
                 try_autotuning(row, options, driver)
             if not is_open(row, options):
                 continue  # the search has measured it
-        need = driver.needs(f"{row.name}_", first_need(options))
+        need = driver.needs(f"{row.name}_[0-9]", first_need(options))
         if driver.run_row(target, command_of(row, options, "row"), need).good:
             record = read(target)
             if (record.get("flags") or {}).get("own_process"):

@@ -87,7 +87,7 @@ def drive(rows: Sequence[Row], options: argparse.Namespace) -> int:
         words = ["--child", "--out", options.out, "--seconds", options.seconds, "--statistics", row.statistics]
         words += ["--dry"] if options.dry else []
         need = 5.0 if options.dry else FIRST_NEED
-        driver.run_row(target, script("jcuts_rows.py", *words, row), driver.needs(f"jcuts_{row.name}_", need))
+        driver.run_row(target, script("jcuts_rows.py", *words, row), driver.needs(f"jcuts_{row.name}_[0-9]", need))
     return driver.failed
 
 

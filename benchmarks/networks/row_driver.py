@@ -74,9 +74,9 @@ class Driver:
         """Seconds of the sitting that are left."""
         return self.total - (time.monotonic() - self.begin) - REST
 
-    def needs(self, prefix: str, default: float) -> float:
-        """Seconds that a row may need, from the files whose names begin alike. Args: default: where there are none."""
-        known = [read(p).get("process_seconds", 0.0) for p in self.out.glob(f"{prefix}*.json")]
+    def needs(self, pattern: str, default: float) -> float:
+        """Seconds that a row may need, from the files whose names begin so. Args: default: where there are none."""
+        known = [read(p).get("process_seconds", 0.0) for p in self.out.glob(f"{pattern}*.json")]
         return MARGIN * max(known) if any(known) else default
 
     def run(self, name: str, command: Sequence[str], needed: float) -> Outcome:
@@ -98,15 +98,15 @@ class Driver:
         self.keep(target, outcome)
         return outcome
 
-    def keep(self, target: Path, outcome: Outcome) -> None:
-        """Completes a row's file after its child, and says what became of it."""
+    def keep(self, target: Path, outcome: Outcome, key: str = "process_seconds") -> None:
+        """Completes a row's file after its child, and says what became of it. Args: key: of the child's seconds."""
         if not outcome.begun:
             return
         if outcome.failure:
             self.failed += 1
             write(target, {**read(target), **outcome.failure})
         if target.exists():
-            write(target, {**read(target), "process_seconds": round(outcome.seconds, 1)})
+            write(target, {**read(target), key: round(outcome.seconds, 1)})
         record = read(target)
         what = next((f"{w}: {record[w]}" for w in ("failed", "skipped") if w in record), "measured")
         what = "cut by the end of the sitting" if outcome.cut else what

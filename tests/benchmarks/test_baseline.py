@@ -90,6 +90,21 @@ def test_sets_of_all_searches_are_used_together():
     assert found["own_process"] and found["over_plain"] == {"a": 0.5, "b": 0.6, "c": 0.9, "d": 0.8}
 
 
+def test_flags_that_change_autotuning_are_measured_in_a_process_of_their_own(tmp_path):
+    options = ["--dry", "--seconds", "0.02", "--trial", "0.02", "--out", str(tmp_path)]
+    assert baseline.main([*options, "--autotuning", "DLRM:1:closed"]) == 0
+    path = tmp_path / "flags_DLRM.json"
+    flags = json.loads(path.read_text())
+    alone = flags["searches"]["DLRM:2048:args:float32"]["alone"]["no_concurrency"]
+    assert alone["process"] == "own" and alone["over_base"] > 0
+    alone["over_base"] = 0.5
+    path.write_text(json.dumps(flags))
+    assert baseline.main([*options, "DLRM:1:closed:bfloat16"]) == 0
+    row = json.loads((tmp_path / "DLRM_1_closed_bfloat16.json").read_text())
+    assert row["best_process"] == "own" and "no_concurrency" in row["flags"]["chosen"]
+    assert set(row["programs"]) == {"plain", "best"}
+
+
 def test_programs_take_turns():
     calls = []
     times = interleaved({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 1e-9, 2, lambda _: None)

@@ -198,7 +198,7 @@ def effect(gave: float | str | None) -> str:
     """Speed-up of a flag set alone over plain, or in a word why there is none."""
     if isinstance(gave, float):
         return f"{1 / gave:.2f}"
-    return (gave or "").split(":")[0].split(" for")[0]
+    return "slow to compile" if (gave or "").startswith("compiled for") else (gave or "").split(":")[0]
 
 
 def gave(rows: Sequence[Joined]) -> dict[str, dict[str, float | str]]:

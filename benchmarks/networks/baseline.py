@@ -1,345 +1,342 @@
 """Baselines of plain XLA: `jax.jit` and the best combination of compiler options, one row per process.
 
     python benchmarks/networks/baseline.py --out DIR [ROW ...]       rows as NAME:BATCH:FORM:DTYPE; all by default
+    python benchmarks/networks/baseline.py --out DIR --seconds-total 540     what a sitting of 9 minutes can finish
 
 Every row is measured by a child process and written as one JSON file, so that an interrupted run loses at most one
-row and the next run goes on after the last.  Nothing of this repository's package is imported.
+row and the next run goes on after the last.  Compiler options are searched once per workload
+(`flags_<workload>.json`) and used for all its rows.  Nothing of this repository's package is imported.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import os
 import platform
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.networks.compiler_flags import DRY_SETS, FLAG_SETS  # noqa: E402
+from benchmarks.networks import compiler_flags, flag_search, jaxpr_roofline  # noqa: E402
+from benchmarks.networks.compiled_program import Compiled, compiled  # noqa: E402
+from benchmarks.networks.interleaved_timing import TURNS, interleaved  # noqa: E402
+from benchmarks.networks.row_driver import Driver, read, script, write  # noqa: E402
+from benchmarks.networks.workload_row import Row, all_rows  # noqa: E402
 
-KEEP = 0.99
-"""A flag set stays in the combination where it takes at most this share of the time without it."""
-TURNS = 9
 PLAIN = "plain"
 BEST = "best"
+CLOSED_LIMIT = 1.5 * 2**30
+"""Bytes of weights that a program can close over: a serialised program has at most 2 GiB."""
+DRY_BATCH = 2
+"""Largest batch of a dry run, whatever the row says."""
+FIRST_NEED = 45.0
+"""Seconds that a row of an unknown workload is taken to need, and what a search needs beside its sets."""
 
 
-# -- rows -----------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Row:
-    """What is measured: workload, batch, calling form, type of numbers, batch-norm statistics."""
-
-    name: str
-    batch: int
-    form: str
-    dtype: str
-    statistics: str = "trained"
-
-    @classmethod
-    def parse(cls, text: str, statistics: str) -> Row:
-        """A row from ``NAME:BATCH:FORM[:DTYPE]``."""
-        name, batch, form, *dtype = text.split(":")
-        return cls(name, int(batch), form, dtype[0] if dtype else "float32", statistics)
-
-    def __str__(self) -> str:
-        return f"{self.name}:{self.batch}:{self.form}:{self.dtype}"
-
-    @property
-    def file(self) -> str:
-        """Name of the row's file."""
-        return f"{self}".replace(":", "_") + ("" if self.statistics == "trained" else f"_{self.statistics}") + ".json"
+# -- one row, in its process ----------------------------------------------------------------------------------------
+class Skipped(Exception):
+    """A row that this machine cannot measure, and why."""
 
 
-def all_rows(statistics: str) -> list[Row]:
-    """Every workload at every batch, form and type; with fresh statistics only those that have any."""
-    from benchmarks.networks.workloads import WORKLOADS
-
-    return [
-        Row(spec.name, batch, form, dtype, statistics)
-        for spec in WORKLOADS.values()
-        if statistics == "trained" or spec.has_statistics
-        for batch in spec.batches
-        for form in spec.forms
-        for dtype in spec.dtypes
-    ]
-
-
-# -- one compiled program -------------------------------------------------------------------------------------------
-@dataclass
-class Compiled:
-    """A program compiled under some options, with the arguments of its next call and the times so far [s]."""
-
-    call: Callable[..., Any]
-    form: Any
-    arguments: tuple[Any, ...]
-    first_call: dict[str, float]
-    memory: dict[str, int]
-    stream: list[float] = field(default_factory=list)
-    waited: list[float] = field(default_factory=list)
-
-    def step(self) -> Any:
-        """One call; carried (donated) arguments of the next one are its results."""
-        result = self.call(*self.arguments)
-        self.arguments = self.form.following(self.arguments, result)
-        return result
-
-    def time_stream(self, count: int) -> None:
-        """Times calls back to back: a stream of calls, then one wait."""
-        import jax
-
-        start = time.perf_counter()
-        for _ in range(count):
-            result = self.step()
-        jax.block_until_ready(result)
-        self.stream.append((time.perf_counter() - start) / count)
-
-    def time_waited(self, count: int) -> None:
-        """Times calls of which each is waited for."""
-        import jax
-
-        for _ in range(count):
-            start = time.perf_counter()
-            jax.block_until_ready(self.step())
-            self.waited.append(time.perf_counter() - start)
-
-
-def compiled(form: Any, options: dict[str, object]) -> Compiled:
-    """Compiles and calls once. Carried arguments are copied before, so that the workload's own stay alive."""
+def built(row: Row, dry: bool) -> Any:
+    """The calling form of a row."""
     import jax
-    import jax.numpy as jnp
-
-    end = form.first + form.carried
-    carried = jax.tree.map(jnp.copy, form.arguments[form.first : end])
-    arguments = (*form.arguments[: form.first], *carried, *form.arguments[end:])
-    jax.block_until_ready(arguments)
-    start = time.perf_counter()
-    lowered = jax.jit(form.function, donate_argnums=form.donated).lower(*arguments)
-    traced = time.perf_counter()
-    executable = lowered.compile(compiler_options=options or None)
-    ready = time.perf_counter()
-    made = Compiled(executable, form, arguments, {}, memory_of(executable))
-    jax.block_until_ready(made.step())
-    end_time = time.perf_counter()
-    made.first_call = {"trace": traced - start, "compile": ready - traced, "total": end_time - start}
-    return made
-
-
-def memory_of(executable: Any) -> dict[str, int]:
-    """Bytes by `memory_analysis`; ``peak`` counts a donated argument and the result in its place once."""
-    analysis = executable.memory_analysis()
-    names = ("argument", "output", "temp", "alias", "generated_code")
-    found = {n: int(getattr(analysis, f"{n}_size_in_bytes", 0)) for n in names}
-    reported = int(getattr(analysis, "peak_memory_in_bytes", 0) or 0)
-    total = found["argument"] + found["output"] + found["temp"] - found["alias"]
-    return found | {"peak_reported": reported, "peak": total}
-
-
-# -- timing ---------------------------------------------------------------------------------------------------------
-def quantile(values: Sequence[float], share: float) -> float:
-    """A quantile, linear between the two nearest values."""
-    ordered = sorted(values)
-    at = share * (len(ordered) - 1)
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
-
-
-def interleaved(programs: dict[str, Compiled], seconds: float, turns: int = TURNS) -> dict[str, dict[str, Any]]:
-    """Times programs in turns that change their order; medians with quartiles [s].
-
-    Args: seconds: budget of a program; half of it for streams, half for calls that are waited for.
-    """
-    for p in programs.values():
-        p.stream, p.waited = [], []
-        p.time_waited(3)
-        p.stream, p.waited = [], [min(p.waited)]
-    counts = {n: max(2, min(200, int(seconds / 2 / turns / p.waited[0]))) for n, p in programs.items()}
-    for p in programs.values():
-        p.waited = []
-    order = list(programs)
-    for turn in range(turns):
-        for name in order if turn % 2 == 0 else reversed(order):
-            programs[name].time_stream(counts[name])
-            programs[name].time_waited(counts[name])
-    return {n: summary(p) for n, p in programs.items()}
-
-
-def summary(p: Compiled) -> dict[str, Any]:
-    """Back to back: median and quartiles over turns. Waited: p50, p90, p99 over calls."""
-    stream = {"median": 0.5, "q1": 0.25, "q3": 0.75}
-    waited = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-    return {
-        "back_to_back": {n: quantile(p.stream, q) for n, q in stream.items()} | {"turns": len(p.stream)},
-        "waited": {n: quantile(p.waited, q) for n, q in waited.items()} | {"calls": len(p.waited)},
-    }
-
-
-def ratio(times: dict[str, dict[str, Any]], name: str, base: str) -> float:
-    """Time of one program over another's, back to back."""
-    return times[name]["back_to_back"]["median"] / times[base]["back_to_back"]["median"]
-
-
-# -- best flags -----------------------------------------------------------------------------------------------------
-def tried(form: Any, options: dict[str, object], base: Compiled, seconds: float) -> tuple[dict[str, Any], bool]:
-    """(what a set of options gives in turns with a base, or its refusal; whether it helps)."""
-    try:
-        program = compiled(form, options)
-    except Exception as error:  # whatever the compiler or the device says is the result
-        text = f"{type(error).__name__}: {error}"[:500]
-        refused = any(word in text for word in ("No such compile option", "INVALID_ARGUMENT", "incompatible function"))
-        return {"options": options, "refused" if refused else "failed": text}, False
-    times = interleaved({PLAIN: base, "with": program}, seconds, turns=5)
-    share = ratio(times, "with", PLAIN)
-    record = {
-        "options": options,
-        "over_base": share,
-        "seconds": times["with"]["back_to_back"]["median"],
-        "base_seconds": times[PLAIN]["back_to_back"]["median"],
-        "first_call_seconds": program.first_call["total"],
-    }
-    return record, share <= KEEP
-
-
-def search(
-    form: Any, plain: Compiled, sets: dict[str, dict[str, object]], seconds: float, deadline: float
-) -> dict[str, Any]:
-    """Greedy search: every set alone against plain, then the helpful ones are added, the best first."""
-    alone: dict[str, Any] = {}
-    helpful = []
-    for name, options in sets.items():
-        if time.monotonic() > deadline:
-            alone[name] = {"options": options, "skipped": "no time left"}
-            continue
-        alone[name], good = tried(form, options, plain, seconds)
-        if good:
-            helpful.append(name)
-    helpful.sort(key=lambda n: alone[n]["over_base"])
-    chosen, options, steps, base = [], {}, [], plain
-    for name in helpful:
-        if any(options.get(k, v) != v for k, v in sets[name].items()):
-            continue  # another value of an option that is already chosen
-        together = {**options, **sets[name]}
-        if not chosen:
-            good = True
-        elif time.monotonic() > deadline:
-            break
-        else:
-            record, good = tried(form, together, base, seconds)
-            steps.append({"added": name, **record, "kept": good})
-        if good:
-            chosen, options = [*chosen, name], together
-            base = compiled(form, options)
-    return {"alone": alone, "steps": steps, "chosen": chosen, "options": options}
-
-
-# -- one row --------------------------------------------------------------------------------------------------------
-def measure(row: Row, *, dry: bool, seconds: float, budget: float) -> dict[str, Any]:
-    """Measures one row in this process."""
-    deadline = time.monotonic() + 0.6 * budget
-    import jax
-    import jaxlib
 
     from benchmarks.networks.workloads import WORKLOADS
 
     spec = WORKLOADS[row.name]
-    program = spec.build(row.batch, dtype=row.dtype, tiny=dry, fresh=row.statistics == "fresh")
-    form = program.form(closed=row.form == "closed")
-    plain = compiled(form, {})
+    batch = min(row.batch, DRY_BATCH) if dry else row.batch
+    try:
+        program = spec.build(batch, dtype=row.dtype, tiny=dry, fresh=row.statistics == "fresh")
+    except ModuleNotFoundError as missing:
+        raise Skipped(f"needs {missing.name}") from missing
+    weights = sum(x.nbytes for x in jax.tree.leaves(program.weights))
+    if row.form == "closed" and weights > CLOSED_LIMIT:
+        raise Skipped(f"{weights / 2**30:.1f} GiB of weights cannot be closed over: a program has at most 2 GiB")
+    return program.form(closed=row.form == "closed")
+
+
+def autotune_folder(out: Path) -> Path | None:
+    """Folder of the autotuning that rows on one kind of device and version of XLA share; None on a CPU."""
+    import jax
+    import jaxlib
+
     device = jax.devices()[0]
-    sets = DRY_SETS if device.platform == "cpu" else FLAG_SETS
-    found = search(form, plain, sets, seconds / 4, deadline)
-    programs = {PLAIN: plain}
-    if found["options"]:
-        programs[BEST] = compiled(form, found["options"])
-    times = interleaved(programs, seconds, 3 if dry else TURNS)
-    result = {
-        "row": str(row),
-        "workload": row.name,
-        "group": spec.group,
-        "kind": spec.kind,
-        "batch": row.batch,
-        "form": row.form,
-        "dtype": row.dtype,
-        "statistics": row.statistics,
-        "dry": dry,
-        "flags": found,
-        "programs": {
-            n: times[n] | {"first_call_seconds": p.first_call, "memory_bytes": p.memory} for n, p in programs.items()
-        },
-        "device": {"kind": device.device_kind, "platform": device.platform, "stats": device_memory(device)},
+    if device.platform == "cpu":
+        return None
+    folder = out / "autotuning" / f"{device.device_kind.replace(' ', '_')}_{jaxlib.__version__}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder.resolve()
+
+
+def entries(folder: Path | None) -> int:
+    """Fusions whose autotuning is in a folder."""
+    return 0 if folder is None else sum(p.is_file() for p in folder.rglob("*"))
+
+
+def environment() -> dict[str, Any]:
+    """Device, versions, host and date of this process."""
+    import jax
+    import jaxlib
+
+    device = jax.devices()[0]
+    stats = device.memory_stats() or {}
+    kept = {k: int(stats[k]) for k in ("peak_bytes_in_use", "bytes_limit") if k in stats}
+    return {
+        "device": {"kind": device.device_kind, "platform": device.platform, "stats": kept},
         "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "python": platform.python_version()},
         "environment": {k: os.environ[k] for k in ("XLA_FLAGS", "XLA_PYTHON_CLIENT_PREALLOCATE") if k in os.environ},
         "host": {"cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]},
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def described(row: Row, dry: bool) -> dict[str, Any]:
+    """What a row is."""
+    from benchmarks.networks.workloads import WORKLOADS
+
+    spec = WORKLOADS[row.name]
+    names = {"workload": row.name, "group": spec.group, "kind": spec.kind, "batch": row.batch, "form": row.form}
+    return {
+        "record": "baseline",
+        "row": str(row),
+        **names,
+        "dtype": row.dtype,
+        "statistics": row.statistics,
+        "dry": dry,
+    }
+
+
+def result(row: Row, form: Any, programs: dict[str, Compiled], options: argparse.Namespace) -> dict[str, Any]:
+    """Times programs of a row in turns, and counts its roofline."""
+    import jax
+
+    times = interleaved({n: p.step for n, p in programs.items()}, options.seconds, 3 if options.dry else TURNS)
+    traced = jax.make_jaxpr(form.function)(*form.arguments)
+    around = environment()
     assert "jcuts" not in sys.modules
-    return result
+    return {
+        **described(row, options.dry),
+        "programs": {
+            n: times[n] | {"first_call_seconds": p.first_call, "memory_bytes": p.memory, "xla_cost": p.cost}
+            for n, p in programs.items()
+        },
+        "roofline": jaxpr_roofline.roofline(jaxpr_roofline.count(traced), around["device"]["kind"]),
+        **around,
+    }
 
 
-def device_memory(device: Any) -> dict[str, int]:
-    """What the device's allocator counted."""
-    stats = device.memory_stats() or {}
-    return {k: int(stats[k]) for k in ("peak_bytes_in_use", "bytes_limit") if k in stats}
+def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
+    """Measures one row in this process; the best program by its workload's flags, where they are known."""
+    form, folder = built(row, options.dry), autotune_folder(options.out)
+    found = flag_search.chosen(read(flag_search.path_of(options.out, row)))
+    before = entries(folder)
+    programs = {PLAIN: compiled(form, {}, folder)}
+    new = entries(folder) - before
+    if found["options"] and not found["own_process"]:
+        programs[BEST] = compiled(form, found["options"], cache_of(found, folder))
+    return result(row, form, programs, options) | {
+        "flags": used(row, options),
+        "autotuned": {"before": before, "new": new},
+    }
 
 
-def write(path: Path, data: dict[str, Any]) -> None:
-    """Writes a file at once, so that a killed process leaves none that is half written."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+def measure_best(row: Row, options: argparse.Namespace) -> dict[str, Any]:
+    """Adds the best program to a row whose flags change autotuning: alone in its process."""
+    found = flag_search.chosen(read(flag_search.path_of(options.out, row)))
+    form = built(row, options.dry)
+    best = result(row, form, {BEST: compiled(form, found["options"])}, options)
+    old = read(options.out / row.file)
+    return {**old, "programs": {**old["programs"], **best["programs"]}, "best_process": "own"}
+
+
+def cache_of(found: dict[str, Any], folder: Path | None) -> Path | None:
+    """The folder of shared autotuning, where the chosen flags may use it."""
+    return None if compiler_flags.UNSHARED & set(found["chosen"]) else folder
+
+
+def used(row: Row, options: argparse.Namespace) -> dict[str, Any] | None:
+    """What a row says of its flags: where they were searched, what is chosen, what each gave; None if not searched."""
+    flags = read(flag_search.path_of(options.out, row))
+    if not flags.get("searches"):
+        return None
+    file = flag_search.path_of(options.out, row).name
+    return {"file": file, "searched_at": list(flags["searches"]), **flag_search.chosen(flags)}
+
+
+def search(row: Row, options: argparse.Namespace) -> dict[str, Any] | None:
+    """Searches flags at a row; measures the row itself, with the programs at hand, where no other search is open."""
+    import jax
+
+    form, folder = built(row, options.dry), autotune_folder(options.out)
+    before = entries(folder)
+    plain = compiled(form, {}, folder)
+    new = entries(folder) - before
+    made = flag_search.Search(row, flag_search.path_of(options.out, row), limits(options), folder)
+    by_name = dict(zip(("launch", "kernels", "autotuning"), compiler_flags.groups(jax.default_backend()), strict=True))
+    todo = flag_search.searches(row)
+    sets = {n: o for r, names in todo if r == row for group in names for n, o in by_name[group].items()}
+    program = made.run(form, plain, sets)
+    found = flag_search.chosen(made.flags)
+    if not all(flag_search.finished(made.flags, r) for r, _ in todo) or (options.out / row.file).exists():
+        return None
+    programs = {PLAIN: plain}
+    if found["options"] and not found["own_process"]:
+        same = program is not None and program.options == found["options"]
+        programs[BEST] = program if same else compiled(form, found["options"], cache_of(found, folder))
+    return result(row, form, programs, options) | {
+        "flags": used(row, options),
+        "autotuned": {"before": before, "new": new},
+    }
+
+
+def limits(options: argparse.Namespace) -> flag_search.Limits:
+    """Limits of a search by the command line."""
+    return flag_search.Limits(options.trial, options.search_seconds, options.compile_limit)
+
+
+def in_child(row: Row, options: argparse.Namespace) -> None:
+    """What a child process does; writes the row's file."""
+    import jax
+
+    path = flag_search.path_of(options.out, row)
+    try:
+        if options.child == "search":
+            data = search(row, options)
+        elif options.child == "try":
+            sets = compiler_flags.groups(jax.default_backend())[2]
+            made = flag_search.Search(row, path, limits(options), None)
+            data = made.try_in_own_process(built(row, options.dry), options.set, sets[options.set])
+        else:
+            data = (measure_best if options.child == "best" else measure)(row, options)
+    except Skipped as why:
+        data = {**described(row, options.dry), "skipped": str(why)}
+        if options.child == "search":
+            flag_search.close(path, row, {"skipped": str(why)})
+    if data is not None:
+        write(options.out / row.file, data)
 
 
 # -- driver ---------------------------------------------------------------------------------------------------------
+def command_of(row: Row, options: argparse.Namespace, child: str, *more: str) -> list[str]:
+    """Command line of a child process."""
+    names = ("out", "seconds", "trial", "search-seconds", "compile-limit")
+    words = [w for n in names for w in (f"--{n}", getattr(options, n.replace("-", "_")))]
+    words += ["--statistics", row.statistics]
+    return script("baseline.py", "--child", child, *words, *(["--dry"] if options.dry else []), *more, row)
+
+
+def first_need(options: argparse.Namespace) -> float:
+    """Seconds that a row is taken to need where nothing is known of its workload."""
+    return 5.0 if options.dry else FIRST_NEED
+
+
+def search_flags(row: Row, options: argparse.Namespace, driver: Driver) -> bool:
+    """Runs what is open of the search of a row's workload; whether its flags are known then."""
+    path = flag_search.path_of(options.out, row)
+    for at, _ in flag_search.searches(row):
+        while not flag_search.finished(read(path), at, more=options.more_flags):
+            known = len(flag_search.tried_at(read(path), at))
+            need = first_need(options) + options.search_seconds
+            outcome = driver.run(f"search_{at.stem}", command_of(at, options, "search"), need)
+            print(
+                f"search_{at.stem}: {len(flag_search.tried_at(read(path), at))} sets, {outcome.seconds:.0f} s",
+                flush=True,
+            )
+            if outcome.good and read(options.out / at.file):
+                driver.keep(options.out / at.file, outcome, "search_process_seconds")
+            if outcome.code == flag_search.SLOW_COMPILE and len(flag_search.tried_at(read(path), at)) > known:
+                continue  # a set compiled too long and is recorded; the others go on
+            if not outcome.good and not outcome.failure:
+                return False
+            if outcome.failure:
+                flag_search.close(path, at, outcome.failure)
+            options.more_flags = (
+                options.more_flags and outcome.good and known < len(flag_search.tried_at(read(path), at))
+            )
+    return True
+
+
+def try_autotuning(row: Row, options: argparse.Namespace, driver: Driver) -> None:
+    """Tries the sets that change autotuning, each in a process of its own."""
+    path = flag_search.path_of(options.out, row)
+    at = flag_search.searches(row)[-1][0]
+    for name in compiler_flags.DRY_AUTOTUNING if options.dry else compiler_flags.AUTOTUNING:
+        record = read(path).get("searches", {}).get(str(at), {})
+        if name in record.get("alone", {}) or "plain_seconds" not in record:
+            continue
+        need = first_need(options) + 0.5 * options.compile_limit
+        outcome = driver.run(f"{name}_{at.stem}", command_of(at, options, "try", "--set", name), need)
+        print(f"{name}_{at.stem}: {outcome.seconds:.0f} s", flush=True)
+        if outcome.failure and outcome.code != flag_search.SLOW_COMPILE:
+            flag_search.add(path, at, name, outcome.failure)
+
+
+def is_open(row: Row, options: argparse.Namespace) -> bool:
+    """Whether a row is to be measured: it has no file, or its flags have become known since, or it is retried."""
+    record = read(options.out / row.file)
+    if "failed" in record:
+        return options.retry
+    known = any(r.get("finished") for r in read(flag_search.path_of(options.out, row)).get("searches", {}).values())
+    return not record or ("programs" in record and record["flags"] is None and known)
+
+
 def drive(rows: Sequence[Row], options: argparse.Namespace) -> int:
     """One child process per row that has no file yet; gives the number of rows that failed."""
-    failed = 0
     options.out.mkdir(parents=True, exist_ok=True)
+    driver = Driver(options.out, options.seconds_total, options.budget)
     for row in rows:
+        if driver.left() <= 0:
+            break
         target = options.out / row.file
-        if target.exists():
+        if not is_open(row, options):
             print(f"{row}: already measured", flush=True)
             continue
-        command = [sys.executable, str(Path(__file__).resolve()), "--child", "--out", str(options.out), str(row)]
-        command += ["--seconds", str(options.seconds), "--budget", str(options.budget)]
-        command += ["--statistics", row.statistics, *(["--dry"] if options.dry else [])]
-        log = target.with_suffix(".log")
-        start = time.monotonic()
-        with log.open("w", encoding="utf-8") as stream:
-            try:
-                code = subprocess.run(
-                    command, stdout=stream, stderr=stream, timeout=options.budget, check=False
-                ).returncode
-            except subprocess.TimeoutExpired:
-                code = -1
-        good = code == 0 and target.exists()
-        failed += not good
-        print(
-            f"{row}: {'measured' if good else f'failed ({code}), see {log}'}, {time.monotonic() - start:.0f} s",
-            flush=True,
-        )
-    return failed
+        if not options.no_search:
+            if not search_flags(row, options, driver):
+                continue
+            if options.autotuning:
+                try_autotuning(row, options, driver)
+            if not is_open(row, options):
+                continue  # the search has measured it
+        need = driver.needs(f"{row.name}_[0-9]", first_need(options))
+        if driver.run_row(target, command_of(row, options, "row"), need).good:
+            record = read(target)
+            if (record.get("flags") or {}).get("own_process"):
+                driver.run_row(target, command_of(row, options, "best"), need)
+    return driver.failed
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of a sitting, of rows and of searches."""
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="NAME:BATCH:FORM[:DTYPE]; without any, all")
+    parser.add_argument("--out", type=Path, help="folder of the rows, one JSON file each")
+    parser.add_argument("--seconds-total", type=float, default=1e9, help="of the sitting: no row that cannot end in it")
+    parser.add_argument("--statistics", choices=("trained", "fresh"), default="trained", help="of batch norms")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of timing per program")
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds per process, then it is ended")
+    parser.add_argument("--trial", type=float, default=0.4, help="seconds of timing per program and flag set")
+    parser.add_argument("--search-seconds", type=float, default=15.0, help="of a search; no set is begun after them")
+    parser.add_argument("--compile-limit", type=float, default=45.0, help="seconds that a flag set may compile")
+    parser.add_argument("--no-search", action="store_true", help="no flags but those that are known")
+    parser.add_argument("--more-flags", action="store_true", help="go on with sets that time did not suffice for")
+    parser.add_argument("--autotuning", action="store_true", help="try sets that change autotuning, too")
+    parser.add_argument("--retry", action="store_true", help="measure rows again that failed")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU: finds typos, not times")
+    parser.add_argument("--list", action="store_true", help="print the rows and end")
+    parser.add_argument("--child", choices=("row", "best", "search", "try"), help=argparse.SUPPRESS)
+    parser.add_argument("--set", help=argparse.SUPPRESS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help="NAME:BATCH:FORM[:DTYPE]; without any, all")
-    parser.add_argument("--out", type=Path, help="folder of the rows, one JSON file each")
-    parser.add_argument("--statistics", choices=("trained", "fresh"), default="trained", help="of batch norms")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of timing per program")
-    parser.add_argument("--budget", type=float, default=900.0, help="seconds per row, then its process is ended")
-    parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU: finds typos, not times")
-    parser.add_argument("--list", action="store_true", help="print the rows and end")
-    parser.add_argument("--child", action="store_true", help="measure the one row in this process")
+    arguments(parser)
     options = parser.parse_args(argv)
     if options.dry:
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -349,9 +346,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if options.out is None:
         parser.error("--out DIR is needed")
+    options.out = options.out.resolve()
     if options.child:
-        data = measure(rows[0], dry=options.dry, seconds=options.seconds, budget=options.budget)
-        write(options.out / rows[0].file, data)
+        in_child(rows[0], options)
         return 0
     return min(1, drive(rows, options))
 

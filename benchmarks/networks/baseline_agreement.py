@@ -27,12 +27,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.networks.interleaved_timing import timed  # noqa: E402
+from benchmarks.networks.workload_row import Row  # noqa: E402
+
 PROCESSES = ("alone", "comparison", "fresh")
 AGREEMENT = 0.02
 """Difference of two medians that counts as agreement."""
-ROUNDS = 15
-CALLS = 20
-"""Calls of one sample, back to back."""
 
 
 def convolutions(text: str) -> dict[str, Any]:
@@ -52,42 +52,18 @@ def convolutions(text: str) -> dict[str, Any]:
     return {"targets": dict(targets), "algorithms": dict(algorithms), "fusions": fusions}
 
 
-def timed(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
-    """Median and quartiles [s] of calls back to back; the programs take turns."""
-    import jax
-    import numpy as np
-
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        for _ in range(3):
-            jax.block_until_ready(call())
-    begin, order = time.perf_counter(), list(calls)
-    for number in range(ROUNDS):
-        if number > 3 and time.perf_counter() - begin > seconds:
-            break
-        for name in order:
-            jax.block_until_ready(calls[name]())
-            start, last = time.perf_counter(), None
-            for _ in range(CALLS):
-                last = calls[name]()
-            jax.block_until_ready(last)
-            samples[name].append((time.perf_counter() - start) / CALLS)
-        order.reverse()
-    return {name: [float(np.quantile(values, q)) for q in (0.5, 0.25, 0.75)] for name, values in samples.items()}
-
-
 def measure(spec: str, process: str, dry: bool, seconds: float) -> dict[str, Any]:
     """One process' side of a row."""
     import jax
 
     from benchmarks.networks import workloads
 
-    name, batch, form, *dtype = spec.split(":")
+    what = Row.parse(spec)
     fn, args = workloads.network(
-        name,
-        int(batch),
-        closed=form == "closed",
-        dtype=dtype[0] if dtype else "float32",
+        what.name,
+        what.batch,
+        closed=what.form == "closed",
+        dtype=what.dtype,
         size=96 if dry else None,
         fresh=process == "fresh",
     )
@@ -104,7 +80,7 @@ def measure(spec: str, process: str, dry: bool, seconds: float) -> dict[str, Any
     compiled = jax.jit(lambda *xs: fn(*xs)).lower(*args).compile()
     row["plain"] = convolutions(compiled.as_text())
     calls["plain"] = lambda: compiled(*args)
-    row["times"] = timed(calls, seconds)
+    row["times"] = {name: t["stream"] for name, t in timed(calls, seconds).items()}
     if process != "comparison":
         assert "jcuts" not in sys.modules, "a baseline's process has imported jcuts"
     return row
@@ -127,14 +103,21 @@ def _raced(fn: Callable[..., Any], args: Sequence[Any], row: dict[str, Any]) -> 
     return found | ({"raced": lambda: competing["xla"](*args)} if "xla" in competing else {})
 
 
+def verdict(row: dict[str, Any]) -> str:
+    """Whether the comparison's baselines take the time of the one alone: agree, DISAGREE, or not both measured."""
+    alone = row.get("alone", {}).get("times", {}).get("plain")
+    compared = [t[0] for s, t in row.get("comparison", {}).get("times", {}).items() if s in ("plain", "raced")]
+    if alone is None or not compared:
+        return "not compared"
+    return "agree" if all(abs(t / alone[0] - 1.0) <= AGREEMENT for t in compared) else "DISAGREE"
+
+
 def line(spec: str, row: dict[str, Any]) -> str:
-    """A row as text."""
+    """A row as text; in brackets over the baseline alone, where it was measured."""
     sides = {f"{process} {side}": t[0] for process, r in row.items() for side, t in r["times"].items()}
-    base = sides["alone plain"]
-    shown = ", ".join(f"{side} {t * 1e3:.3f} ms ({t / base:.3f})" for side, t in sides.items())
-    apart = [side for side, t in sides.items() if side in ("comparison plain", "comparison raced")]
-    agree = all(abs(sides[side] / base - 1.0) <= AGREEMENT for side in apart)
-    return f"{spec}: {shown}: {'agree' if agree else 'DISAGREE'}"
+    base = sides.get("alone plain")
+    shown = (f"{side} {t * 1e3:.3f} ms" + (f" ({t / base:.3f})" if base else "") for side, t in sides.items())
+    return f"{spec}: {', '.join(shown)}: {verdict(row)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -161,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 row[process] = _child(spec, process, options)
                 path.write_text(json.dumps(row, indent=1))
         print(line(spec, row), flush=True)
-        status |= "DISAGREE" in line(spec, row)
+        status |= verdict(row) == "DISAGREE"
     return status
 
 

@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.networks import on_gpu  # noqa: E402
+from benchmarks.networks import interleaved_timing, on_gpu  # noqa: E402
 
 
 class Race(logging.Handler):
@@ -102,7 +102,7 @@ def measure(spec: str, dry: bool, seconds: float) -> dict[str, Any]:
         "decision": decision.to_dict(),
         "notes": list(ours.explain(*args).notes),
         "unequal": unequal,
-        "times": on_gpu.timed(calls, seconds) if calls else {},
+        "times": interleaved_timing.timed(calls, seconds) if calls else {},
     }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.networks import device_profile, on_gpu, roofline
+from benchmarks.networks import device_profile, interleaved_timing, on_gpu, roofline
 
 MODES = ("no_fusion", "fusion", "mixed")
 PRETENDED = ("NVIDIA H200", (9, 0), 132)
@@ -73,7 +73,7 @@ def modes(spec: str, out: Path, dry: bool, seconds: float, which: Sequence[str] 
         calls["xla options"] = bound(plain.compile(compiler_options=flags), args)
         for mode in (m for m in which if m != "mixed"):
             calls[f"{mode} options"] = bound(made_by[mode].lower(*args).compile(compiler_options=flags), args)
-    row["times"] = on_gpu.timed(calls, seconds)
+    row["times"] = interleaved_timing.timed(calls, seconds)
     on_gpu.save(out, row, "modes_")
     want, row["errors_against"] = on_gpu.reference(spec, fn, args, dry)
     row["errors"] = {n: on_gpu.error_of(on_gpu.first_rows(c(), want), want) for n, c in calls.items()}

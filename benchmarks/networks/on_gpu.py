@@ -34,14 +34,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.networks import device_profile, roofline  # noqa: E402
+from benchmarks.networks.interleaved_timing import timed  # noqa: E402
+from benchmarks.networks.workload_row import FORMS, Row  # noqa: E402
 
 NETWORKS = ("MobileNetV2", "ResNet50", "DenseNet121", "InceptionV3", "bert")
-FORMS = ("closed", "args")
 DEFAULT = [
     f"{name}:{batch}:{form}" for name in NETWORKS for batch in ((1, 8) if name == "bert" else (1, 64)) for form in FORMS
 ]
-ROUNDS = 15
-STREAM = 20
 DRY: dict[str, Any] = {
     "size": 96,
     "bert": {"layers": 2, "width": 64, "heads": 4, "length": 32, "vocabulary": 100},
@@ -57,18 +56,12 @@ def workload(spec: str, dry: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]
     """Function and arguments of ``NAME:BATCH:FORM`` or ``NAME:BATCH:FORM:DTYPE``."""
     from benchmarks.networks import workloads
 
-    name, count, form, dtype = parts(spec)
-    closed = form == "closed"
-    if name in DRY and name != "size":
-        more = {} if name == "bert" else {"dtype": dtype}
-        return getattr(workloads, name)(count, closed=closed, **more, **(DRY[name] if dry else {}))
-    return workloads.network(name, count, closed=closed, dtype=dtype, size=DRY["size"] if dry else None)
-
-
-def parts(spec: str) -> tuple[str, int, str, str]:
-    """Network, batch, calling form and type of numbers of a workload's name."""
-    name, batch, form, *dtype = spec.split(":")
-    return name, int(batch), form, dtype[0] if dtype else "float32"
+    row = Row.parse(spec)
+    closed = row.form == "closed"
+    if row.name in DRY and row.name != "size":
+        more = {} if row.name == "bert" else {"dtype": row.dtype}
+        return getattr(workloads, row.name)(row.batch, closed=closed, **more, **(DRY[row.name] if dry else {}))
+    return workloads.network(row.name, row.batch, closed=closed, dtype=row.dtype, size=DRY["size"] if dry else None)
 
 
 def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -180,7 +173,7 @@ def reference(spec: str, fn: Callable[..., Any], args: tuple[Any, ...], dry: boo
 
 def batch_of(spec: str) -> int:
     """The batch of a workload's name."""
-    return parts(spec)[1]
+    return Row.parse(spec).batch
 
 
 def first_rows(results: Any, like: Sequence[Any]) -> list[Any]:
@@ -234,44 +227,6 @@ def subset_row(s: Any) -> dict[str, Any]:
         "params": s.params,
         "why": s.why,
     }
-
-
-def timed(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, dict[str, Any]]:
-    """Medians and quartiles [s] of calls that are waited for one by one, and of calls back to back; taking turns."""
-    import jax
-
-    step: dict[str, list[float]] = {name: [] for name in calls}
-    stream: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        for _ in range(3):
-            jax.block_until_ready(call())
-    order = list(calls)
-    begin, rounds = time.perf_counter(), 0
-    while rounds < 3 or (rounds < ROUNDS and time.perf_counter() - begin < seconds):
-        for name in order:
-            call = calls[name]
-            jax.block_until_ready(call())
-            few = []
-            for _ in range(10):
-                start = time.perf_counter()
-                jax.block_until_ready(call())
-                few.append(time.perf_counter() - start)
-            step[name].append(sorted(few)[len(few) // 2])
-            start, last = time.perf_counter(), None
-            for _ in range(STREAM):
-                last = call()
-            jax.block_until_ready(last)
-            stream[name].append((time.perf_counter() - start) / STREAM)
-        order.reverse()
-        rounds += 1
-    return {name: {"step": quartiles(step[name]), "stream": quartiles(stream[name])} for name in calls}
-
-
-def quartiles(samples: Sequence[float]) -> list[float]:
-    """Median, first and third quartile."""
-    import numpy as np
-
-    return [float(np.quantile(samples, q)) for q in (0.5, 0.25, 0.75)]
 
 
 def error_of(results: Sequence[Any], reference: Sequence[Any]) -> dict[str, float]:

@@ -36,6 +36,14 @@ def test_baselines_within_two_percent_agree():
     assert agreement.line("x", row(1.0, 1.0, 0.97)).endswith("DISAGREE")
 
 
+def test_what_was_not_measured_does_not_agree():
+    only = {"alone": row(1.0, 1.0, 1.0)["alone"]}
+    assert agreement.line("x", only) == "x: alone plain 1000.000 ms (1.000): not compared"
+    without = {"comparison": row(1.0, 1.0, 1.0)["comparison"]}
+    assert agreement.line("x", without).endswith(": not compared")
+    assert agreement.verdict({}) == "not compared"
+
+
 def test_fresh_batch_norms_compute_what_keras_makes():
     (fresh, (x,)), (trained, _) = (workloads.network("MobileNet", 1, size=32, fresh=fresh) for fresh in (True, False))
     a, b = np.asarray(fresh(x)), np.asarray(trained(x))

@@ -208,18 +208,11 @@ def described(sizes: dict[str, Any], batch: int) -> tuple[Any, Any]:
 
 def priced(config: dict[str, Any], cluster: Any) -> tuple[float, float]:
     """(seconds, bytes per GPU) of the step's own program."""
-    import jax
-
-    from benchmarks.planner import gpt_step
-    from jcuts.plan.cost.jaxpr_liveness import footprint
+    from benchmarks.planner import gpt_step, layout_memory
     from jcuts.plan.cost.spmd_step import step_time
 
-    made = gpt_step.Config(**config)
-    params = jax.eval_shape(lambda: gpt_step.init(made))
-    tokens = jax.ShapeDtypeStruct((made.batch, made.sequence + 1), "int32")
-    step = gpt_step.train_step(made, gpt_step.make_mesh(made))
-    arguments = (params, (params, params), tokens)
-    return step_time(step, *arguments, cluster=cluster).seconds, footprint(step, *arguments, donated=(0, 1)).peak
+    step, state = layout_memory.traced(gpt_step.Config(**config))
+    return step_time(step, *state, cluster=cluster).seconds, layout_memory.predicted(step, state)
 
 
 def gathered(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:

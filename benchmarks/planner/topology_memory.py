@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 SIZES: dict[str, dict[str, Any]] = {
     "first": {"layers": 8, "hidden": 1024, "heads": 16, "sequence": 1024, "vocabulary": 32768},
-    "held-out": {"layers": 6, "hidden": 1536, "heads": 12, "sequence": 512, "vocabulary": 50304},
+    "held-out": {"layers": 8, "hidden": 1536, "heads": 12, "sequence": 512, "vocabulary": 50304},
     "held-out-bfloat16": {
         "layers": 12,
         "hidden": 768,

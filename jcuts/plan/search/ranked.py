@@ -53,15 +53,20 @@ class Ranked:
     def order(self) -> tuple:
         """Sort key: time, then total memory, then simplicity (fewer mechanisms), then the settings themselves."""
         plan = self.plan
-        away = sum(getattr(plan, name) != "gpu" for name in CLASSES)
-        machinery = (away, RECOMPUTE.index(plan.recompute), plan.sequence_parallel, plan.zero, plan.chunks)
-        return (rounded(self.seconds), rounded(self.total_memory), *machinery, plan.group, astuple(plan))
+        return (rounded(self.seconds), rounded(self.total_memory), *machinery(plan), plan.group, astuple(plan))
 
     @property
     def kind(self) -> tuple:
         """What makes plans different to a reader: axes, micro-batch, schedule, recomputation, tiers.  Plans that differ
         in chunks per stage, group, ZeRO stage or sequence parallelism alone are variants of one kind."""
         return tuple(getattr(self.plan, name) for name in KIND)
+
+
+def machinery(plan: Plan) -> tuple[int, ...]:
+    """Mechanisms that a plan needs, for ties: tensor classes off the GPU, recomputation, sequence parallelism, ZeRO
+    stage, chunks per stage."""
+    away = sum(getattr(plan, name) != "gpu" for name in CLASSES)
+    return (away, RECOMPUTE.index(plan.recompute), int(plan.sequence_parallel), plan.zero, plan.chunks)
 
 
 def rounded(value: float) -> int:

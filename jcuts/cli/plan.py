@@ -190,8 +190,9 @@ def _model(arguments: argparse.Namespace, cluster: Cluster) -> Model | None:
         whole = plan_model.guarded(name, traced_model.is_training_step, function, parameters, inputs)
         if not whole:
             return plan_model.guarded(name, traced_model.model, *example, name=name.rpartition(":")[2])
-        step = spmd_step.step_time(*example, cluster=cluster)
-        held = jaxpr_liveness.footprint(*example).peak + cluster.gpu.reserved
+        step_of_arrays, arrays = traced_model.arrays_only(function, parameters)
+        step = spmd_step.step_time(step_of_arrays, arrays, *inputs, cluster=cluster)
+        held = jaxpr_liveness.footprint(step_of_arrays, arrays, *inputs).peak + cluster.gpu.reserved
     except NotJaxError as error:
         raise UsageError(f"--model {name}: {error.message.splitlines()[0]}", model=name) from error
     if arguments.json:

@@ -83,14 +83,14 @@ def legend(ranked: Ranked, label: str, width: int) -> Text:
     return made
 
 
-def abbreviations(plans: Sequence[Plan]) -> str:
-    """The abbreviations that are in use."""
+def abbreviations(plans: Sequence[Plan], width: int) -> str:
+    """The abbreviations that are in use, in lines of ``width`` columns."""
     axes = {"data": "d", "tensor": "t", "pipeline": "p", "context": "c", "expert": "e"}
     shown = [f"{short} {name}" for name, short in axes.items() if any(getattr(p, name) > 1 for p in plans)]
     shown.append("b micro-batch")
     moved = [name for name in CLASSES if any(getattr(p, name) != "gpu" for p in plans)]
     shown += [f"{name[0].upper()} {name}" for name in moved]
-    return "GiB per GPU, and per node in host memory and storage; " + ", ".join(shown)
+    return printing.phrases(["GiB per GPU", "and per node in host memory and storage; " + shown[0], *shown[1:]], width)
 
 
 def show(
@@ -103,7 +103,7 @@ def show(
     title += f"{best.plan.gpus} GPUs of {cluster.name}"
     console.print(_plans(console, title, plans))
     console.print(legend(best, "best plan:", console.width))
-    console.print(abbreviations([ranked.plan for ranked in plans]))
+    console.print(abbreviations([ranked.plan for ranked in plans], console.width))
     console.print(
         f"{result.considered:,} plans in {result.seconds:.2f} s ({result.plans_per_second:,.0f}/s), "
         f"{result.fitting:,} fit; best policy: {best.plan.policy}"
@@ -183,12 +183,14 @@ def show_step(name: str, cluster: Cluster, found: Any, bytes_per_gpu: float) -> 
     """A whole training step, priced as it is.  Args: found: ``spmd_step.StepTime``."""
     console = printing.console()
     console.print(
-        f"{name} is a whole training step: priced as it is, on one device of {cluster.name}'s mesh of its own"
+        f"{name} is a whole training step: priced as it is, per device of the mesh that it has itself (no mesh: one "
+        f"GPU), on {cluster.name}"
     )
     parts = {"matrix products": found.products, "kernels": found.kernels, "gaps between kernels": found.gaps}
     parts |= found.collectives
     rows = [(key, printing.duration(value), f"{value / found.seconds:.1%}") for key, value in parts.items() if value]
     title = f"step {printing.duration(found.seconds)}, {bytes_per_gpu / GIB:.2f} GiB of {cluster.gpu.memory / GIB:.1f}"
+    title += ": does not fit" if bytes_per_gpu > cluster.gpu.memory else ""
     console.print(printing.table(title, ("part", "time", "share"), rows, right=(1, 2)))
     console.print(
         "to plan mesh, schedule and tiers, give the loss function that the step differentiates: "

@@ -328,13 +328,18 @@ def serve(model: Model, cluster: Cluster, plan: Serving) -> ServingCost:
 
 def check(model: Model, generate: int) -> None:
     """Raises UsageError for a model that cannot generate, or has no tokens at all."""
-    if generate and not model.cache_bytes:
-        more = " (its forward pass: --serve PROMPT 0)" if model.hidden else ""
-        raise UsageError(
-            f"{model.name} is no transformer decoder: it has no prefill and decoding{more}", model=model.name
-        )
     if not model.hidden:
-        raise UsageError(f"{model.name} is no transformer: it has no sequences to serve", model=model.name)
+        raise UsageError(
+            f"{model.name} is no transformer that the planner knows: --serve needs a preset (jcuts plan --list) or a TOML "
+            "file of a transformer; a function's layers do not say what its key-value cache is",
+            model=model.name,
+        )
+    if generate and not model.cache_bytes:
+        raise UsageError(
+            f"{model.name} is no transformer decoder: it has no prefill and decoding (its forward pass: "
+            "--serve PROMPT 0)",
+            model=model.name,
+        )
 
 
 def costs_at(model: Model, cluster: Cluster, plans: Servings, positions: Iterable[int]) -> list[ServingCost]:

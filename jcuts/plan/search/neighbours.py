@@ -168,10 +168,14 @@ def compare(best: Ranked, plan: Plan, seconds: float, parts: dict[str, float], m
         saved = _largest({part: -value for part, value in more.items()}, sign="-")
         return f"{change}: {saved}" + (f"; not searched: {bound}" if bound else "")
     if rounded(memory) > rounded(best.total_memory):
-        return f"equal time; {(memory - best.total_memory) / GIB:,.1f} GiB more memory over all tiers"
+        return f"equal time; {_size(memory - best.total_memory)} more memory over all tiers"
     if rounded(memory) < rounded(best.total_memory):
-        return f"equal time; {(best.total_memory - memory) / GIB:,.1f} GiB less memory over all tiers"
+        return f"equal time; {_size(best.total_memory - memory)} less memory over all tiers"
     return f"equal time and memory{_machinery(best.plan, plan)}"
+
+
+def _size(count: float) -> str:
+    return f"{count / GIB:,.1f} GiB" if 20 * count >= GIB else f"{count / 2**20:,.3g} MiB"
 
 
 def _machinery(best: Plan, plan: Plan) -> str:

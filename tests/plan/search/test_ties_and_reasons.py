@@ -199,7 +199,7 @@ def test_equal_plans_are_told_apart_by_the_mechanism_that_one_needs_more_of():
 
 def test_tables_rows_and_experts_have_neighbours_where_a_model_has_them():
     plan = Plan(data=8, table=4, expert=2)
-    labels = {label: other for label, other in neighbours(plan, 64, tables=True, experts=True)}
+    labels = dict(neighbours(plan, 64, tables=True, experts=True))
     assert labels["table x2"].table == 8 and labels["row x2, table /2"].row == 2 and labels["expert /2"].expert == 1
     whole = labels["row x4, table /4"]
     assert (whole.table, whole.row) == (1, 4)

@@ -330,8 +330,8 @@ def check(model: Model, generate: int) -> None:
     """Raises UsageError for a model that cannot generate, or has no tokens at all."""
     if not model.hidden:
         raise UsageError(
-            f"{model.name} is no transformer that the planner knows: --serve needs a preset (jcuts plan --list) or a TOML "
-            "file of a transformer; a function's layers do not say what its key-value cache is",
+            f"{model.name} is no transformer that the planner knows: --serve needs a preset (jcuts plan --list) or a "
+            "TOML file of a transformer; a function's layers do not say what its key-value cache is",
             model=model.name,
         )
     if generate and not model.cache_bytes:

@@ -67,7 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pareto", action="store_true", help="compare GPU counts: what no plan beats in time, memory and GPUs"
     )
-    parser.add_argument("--place", action="store_true", help="place tensors of the best plan by integer programming")
+    parser.add_argument(
+        "--place",
+        action="store_true",
+        help="show which GPUs have which layers, and which tier each layer's tensors (of a training plan by integer "
+        "programming)",
+    )
     plan_serve.add_arguments(parser)
     parser.add_argument(
         "--json", metavar="FILE", help="write everything as JSON; - is standard output, instead of tables"
@@ -124,7 +129,7 @@ def _train(arguments: argparse.Namespace, model: Model, cluster: Cluster) -> int
     result = search(model, cluster, work, space=space, top=arguments.top, explain=arguments.explain)
     placed = tier_placement.refine(model, cluster, result.best.plan, work) if arguments.place else None
     if arguments.html:
-        write_text(arguments.html, html_report.page(model, cluster, work, result))
+        write_text(arguments.html, html_report.page(model, cluster, work, result, placed=placed))
     if arguments.json:
         write(arguments.json, _document(model, cluster, work, result, placed))
     if arguments.json != "-":

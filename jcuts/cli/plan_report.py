@@ -14,6 +14,7 @@ from jcuts.plan.search.exhaustive import Result
 from jcuts.plan.search.fixed import Fixed
 from jcuts.plan.search.plan import Plan
 from jcuts.plan.search.ranked import CLASSES, Ranked
+from jcuts.plan.search.stage_layout import COLUMNS, Layout, of_training
 from jcuts.plan.search.tier_placement import Placement
 from jcuts.plan.spec.cluster import GIB, Cluster
 from jcuts.plan.spec.layers import Model
@@ -115,20 +116,16 @@ def show(
         rows = [(r.changed, r.reason) for r in result.rejected[:explain]]
         console.print(printing.table("why the neighbours lost", ("change", "reason"), rows))
     if placed:
-        console.print(_placement(placed))
+        waits = f" (waits {printing.duration(placed.exposed)} per step)" if placed.exposed else ""
+        show_layout(console, of_training(best.plan, placed, model.layers), f"placement of the best plan{waits}")
 
 
-def _placement(placed: Placement) -> Table:
-    """Fractions per tensor class, the mean over its runs of layers."""
-    rows = []
-    for name in CLASSES:
-        runs = [where for key, where in placed.fractions.items() if key.split()[0] == name]
-        shares = [sum(where.get(tier, 0) for where in runs) / max(len(runs), 1) for tier in ("gpu", "host", "storage")]
-        rows.append((name, *(f"{share:.0%}" for share in shares)))
-    title = "placement, bytes of each class" + (
-        f" (waits {printing.duration(placed.exposed)} per step)" if placed.exposed else ""
-    )
-    return printing.table(title, ("tensors", "GPU", "host", "storage"), rows, right=(1, 2, 3))
+def show_layout(console: Console, layout: Layout, title: str) -> None:
+    """Which GPUs have which layers, and where each class of their tensors lies."""
+    made = printing.table(title, COLUMNS, layout.rows(), right=(5,))
+    made.columns[2].no_wrap = True
+    console.print(made)
+    console.print(layout.note())
 
 
 def show_fixed(model: Model, cluster: Cluster, work: Training, fixed: Fixed, best: Ranked | None, explain: int) -> None:

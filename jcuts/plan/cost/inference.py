@@ -71,6 +71,22 @@ class Serving:
         """GPUs that the plan takes."""
         return self.data * self.tensor * self.pipeline
 
+    def short(self) -> str:
+        """A few words: the axes (d data, t tensor, p pipeline), and how weights are streamed.
+
+        >>> Serving(64, 8, 4, data=2, tensor=4, weights_on_gpu=0.5, count=3).short()
+        'd2 t4 PR'
+        """
+        axes = zip("dtp", (self.data, self.tensor, self.pipeline), strict=True)
+        mesh = " ".join(f"{name}{size}" for name, size in axes if size > 1) or "1 GPU"
+        return mesh + ("" if self.policy == "resident" else f" {self.policy}")
+
+    def places(self, *, generates: bool) -> str:
+        """Where weights and, if there is one, the cache are."""
+        kept = self.weights_on_gpu
+        said = "GPU" if kept == 1 else self.weights if not kept else f"{kept:.0%} GPU, {self.weights}"
+        return said + (f"; cache {self.cache}" if generates and self.cache != "gpu" else "")
+
     @property
     def policy(self) -> str:
         """Scheduling policy: parameter-resident (PR), activation-resident (AR), between them, or all resident."""
@@ -126,7 +142,7 @@ class ServingCosts:
 
     Attributes: first: seconds from the batch's arrival to its last first token (prefill); step: seconds per further
     token; parts: seconds of one prefill visit and one decoding step by what takes them; memory: bytes per GPU, and per
-    node in host memory and storage.
+    node in host memory and storage; held: bytes of one GPU's weights, cache, waiting hidden states and working set.
     """
 
     first: Floats
@@ -135,6 +151,7 @@ class ServingCosts:
     per_second: Floats
     parts: dict[str, Floats]
     memory: dict[str, Floats]
+    held: dict[str, Floats]
 
     def short(self, cluster: Cluster) -> Floats:
         """Bytes that each tier is short by, rows GPU, host, storage."""
@@ -207,8 +224,8 @@ def serve_many(model: Model, cluster: Cluster, plans: Servings) -> ServingCosts:
         "host per step": groups * host,
         "cache per step": groups * cache_up,
     }
-    memory = _memory(model, cluster, plans, weights, cache_token, parked * prompt / np.ceil(model.layers / p))
-    return ServingCosts(first, step, decode, made / seconds, parts, memory)
+    memory, held = _memory(model, cluster, plans, weights, cache_token, parked * prompt / np.ceil(model.layers / p))
+    return ServingCosts(first, step, decode, made / seconds, parts, memory, held)
 
 
 def _stage_weights(model: Model, p: NDArray) -> Floats:
@@ -255,8 +272,8 @@ def _scan(cluster: Cluster) -> float:
 
 def _memory(
     model: Model, cluster: Cluster, plans: Servings, weights: Floats, cache_token: Floats, parked: Floats
-) -> dict[str, Floats]:
-    """Bytes per GPU, and per node in the tiers.
+) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    """(bytes per GPU, and per node in the tiers; bytes of one GPU's tensors by class, wherever they lie).
 
     GPU = resident weights + two layers' buffers + working set + cache + hidden states that wait + reserved
     """
@@ -273,19 +290,26 @@ def _memory(
     layers = np.ceil(model.layers / plans["pipeline"])
     on_gpu = on_gpu + np.where(streamed, 2 * plans["micro"] * tokens * cache_token / layers, 0.0)
     waiting = np.where(plans["activations"] == 0, np.maximum(parked - BYTES * model.hidden * plans["micro"], 0.0), 0.0)
+    parking = parked * np.ceil(plans["count"] / plans["group"])
+    classes = {
+        "weights": weights,
+        "KV cache": cache,
+        "hidden states": np.where(plans["activations"] == 0, waiting, parking),
+        "working": working + buffers,
+    }
     made = {"gpu": on_gpu + waiting}
     for index, name in enumerate(TIERS[1:], 1):
         held = np.where(plans["weights"] == index, (1 - resident) * weights, 0.0)
         held = held + np.where(plans["cache"] == index, cache, 0.0)
-        held = held + np.where(plans["activations"] == index, parked * np.ceil(plans["count"] / plans["group"]), 0.0)
+        held = held + np.where(plans["activations"] == index, parking, 0.0)
         made[name] = held * cluster.gpus_per_node
-    return made
+    return made, classes
 
 
 @dataclass(frozen=True)
 class ServingCost:
     """Seconds of prefill, per decoding step and of all of them, generated tokens/s (without decoding: sequences/s),
-    bytes per tier, and what does not fit (empty: all does)."""
+    bytes per tier, what does not fit (empty: all does), and bytes of one GPU's tensors by class."""
 
     plan: Serving
     prefill: float
@@ -295,6 +319,7 @@ class ServingCost:
     parts: dict[str, float]
     memory: dict[str, float]
     short: str
+    held: dict[str, float]
 
     def to_json(self) -> dict[str, object]:
         """A JSON object."""
@@ -353,9 +378,12 @@ def costs_at(model: Model, cluster: Cluster, plans: Servings, positions: Iterabl
         lacks = [f"{TIERS[k]} memory short by {short[k, i] / GIB:.1f} GiB" for k in range(3) if short[k, i]]
         numbers = (found.first[i], found.step[i], found.decode[i], found.per_second[i])
         parts = {name: float(np.broadcast_to(value, found.first.shape)[i]) for name, value in found.parts.items()}
-        memory = {name: float(value[i]) for name, value in found.memory.items()}
+        memory, held = (
+            {name: float(np.broadcast_to(value, found.first.shape)[i]) for name, value in amounts.items()}
+            for amounts in (found.memory, found.held)
+        )
         first, step, decode, speed = map(float, numbers)
-        made.append(ServingCost(chosen.plan(i), first, step, decode, speed, parts, memory, ", ".join(lacks)))
+        made.append(ServingCost(chosen.plan(i), first, step, decode, speed, parts, memory, ", ".join(lacks), held))
     return made
 
 

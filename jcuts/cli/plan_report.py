@@ -122,7 +122,7 @@ def show(
 
 def show_layout(console: Console, layout: Layout, title: str) -> None:
     """Which GPUs have which layers, and where each class of their tensors lies."""
-    made = printing.table(title, COLUMNS, layout.rows(), right=(5,))
+    made = printing.table(title, COLUMNS, layout.rows(brief=True), right=(5,))
     made.columns[2].no_wrap = True
     console.print(made)
     console.print(layout.note())

@@ -94,13 +94,23 @@ def _document(
 
 
 def _show(model: Model, cluster: Cluster, demand: serving.Demand, found: serving.Served) -> None:
+    """The plans as a table; in a narrow terminal, what does not stay on the GPU is a line under the plan's name."""
     generates = demand.generate > 0
+    console = printing.console()
     rows = [_row(cost, generates) for cost in found.ranked]
     columns = ["plan", "batch", *(["tokens/s", "first", "token"] if generates else ["seq/s", "time"]), "GiB"]
+    right = tuple(range(2, len(columns)))
+    columns += ["weights", "bound"]
+    if console.width < plan_report.WIDE:
+        columns.remove("weights")
+        below = [f"weights {row[-2]}".removeprefix("weights GPU").removeprefix("; ") for row in rows]
+        rows = [
+            (f"{row[0]}\n{line}".strip(), *row[1:-2], row[-1].removesuffix(" link"))
+            for row, line in zip(rows, below, strict=True)
+        ]
     title = f"{model.name}: {demand.prompt} tokens in, {demand.generate} out, {cluster.gpus} GPUs of {cluster.name}"
-    console = printing.console()
-    made = printing.table(title, (*columns, "weights", "bound"), rows, right=tuple(range(2, len(columns))))
-    for column in made.columns[:2]:
+    made = printing.table(title, columns, rows, right=right)
+    for column in (made.columns[1], made.columns[-1]):
         column.no_wrap = True
     console.print(made)
     console.print(printing.phrases(_abbreviations(found.ranked, generates), console.width))

@@ -85,6 +85,8 @@ def test_what_a_users_code_does_wrong_is_one_line(capsys, folder, function, said
         (["--model", "gpt3-1.3b", *WHERE, "--fix", "data=4"], "takes 4 GPUs"),
         (["--model", "gpt3-1.3b", *WHERE, "--fix", "zero=x"], "must be a whole number"),
         (["--model", "gpt3-1.3b", *WHERE, "--fix", "policy=xr"], "choose ar (activation-resident) or pr"),
+        (["--model", "gpt3-1.3b", *WHERE, "--fix", "data=2", "--html", "x.html"], "--html does not go with --fix"),
+        (["--model", "gpt3-1.3b", *WHERE, "--pareto", "--place"], "--place does not go with --pareto"),
     ],
 )
 def test_mistakes_of_the_command_line(capsys, arguments, said):
@@ -99,6 +101,12 @@ def test_a_training_step_is_priced_as_it_is(capsys, folder):
     assert "is a whole training step" in text and "give the loss function" in text and "matrix products" in text
     assert main(["plan", "--model", f"{folder}/their_net.py:step", *WHERE, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["training_step"]["seconds"] > 0
+
+
+@pytest.mark.parametrize("option", [["--serve", "8", "8"], ["--fix", "data=2"], ["--pareto"], ["--place"]])
+def test_a_training_step_is_not_planned(capsys, folder, option):
+    assert main(["plan", "--model", f"{folder}/their_net.py:step", *WHERE, *option]) == 2
+    assert f"{option[0]} plans a model" in capsys.readouterr().err
 
 
 def test_an_input_without_axes_has_no_batch(capsys, folder):

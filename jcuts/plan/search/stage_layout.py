@@ -44,10 +44,19 @@ class Layout:
         """A JSON object."""
         return asdict(self)
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """(GPUs, layers, tensors, tier, layers there, GiB per GPU) as text; what repeats is left out."""
-        made = []
+    def rows(self, *, brief: bool = False) -> list[tuple[str, ...]]:
+        """(GPUs, layers, tensors, tier, layers there, GiB per GPU) as text; what repeats is left out.
+
+        ``brief``: of a stage that divides its layers as the stage before does, only which layers those are.
+        """
+        made: list[tuple[str, ...]] = []
+        before = None
         for stage in self.stages:
+            shape = [(held.tensors, held.tier, sum(b - a for a, b in held.layers)) for held in stage.held]
+            if brief and shape == before:
+                made.append((text([stage.gpus]), text(stage.layers), "as above", "", "", ""))
+                continue
+            before = shape
             for position, held in enumerate(stage.held):
                 where = (text([stage.gpus]), text(stage.layers)) if not position else ("", "")
                 inside = "all" if held.layers == stage.layers else text(held.layers)

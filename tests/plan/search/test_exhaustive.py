@@ -199,6 +199,8 @@ def test_a_placement_is_of_whole_layers_and_has_each_once(chunks):
     layout = of_training(plan, placed, made.layers)
     assert [stage.gpus for stage in layout.stages] == [(0, 1), (2, 3)]
     assert len(layout.stages[0].layers) == chunks
+    brief, full = layout.rows(brief=True), layout.rows()
+    assert brief[-1][0] == "2-3" and brief[-1][2] == "as above" and len(full) == 2 * (len(brief) - 1)
     for name in placed.layers:
         held = [held for stage in layout.stages for held in stage.held if held.tensors == name]
         layers = [layer for part in held for first, last in part.layers for layer in range(first, last + 1)]

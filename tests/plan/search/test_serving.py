@@ -107,6 +107,13 @@ def test_the_command_line_serves_on_many_gpus(capsys, monkeypatch):
     assert main([*arguments, "--micro-batches", "100", "--weights", "storage", "--activations", "storage"]) == 0
     text = capsys.readouterr().out
     assert "16 GPUs of thesis-c" in text and "PR" in text and max(map(len, text.splitlines())) <= 80
+    big = ["plan", "--model", "gpt3-175b", "--cluster", "thesis-c", "--serve", "1024", "32", "--top", "12"]
+    assert main(big) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heading = [cell.strip() for cell in lines[2].strip("┃").split("┃")]
+    assert heading == ["plan", "batch", "tokens/s", "first", "token", "GiB", "bound"] and lines[3].startswith("┡")
+    assert any(line.startswith("│ weights 90% GPU") for line in lines)
+    assert not any("weights GPU" in line for line in lines)
     assert main(["plan", "--model", "opt-6.7b", "--cluster", "t4-gcp", "--serve", "512", "32", "--json", "-"]) == 0
     assert '"tokens_per_second"' in capsys.readouterr().out
     for wrong, said in (

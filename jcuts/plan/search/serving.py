@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jcuts.base.errors import UsageError
-from jcuts.plan.cost.inference import Serving, ServingCost, ServingCosts, Servings, check, costs_at, serve_many
+from jcuts.plan.cost.inference import ServingCost, ServingCosts, check, costs_at, serve_many
+from jcuts.plan.cost.serving_plan import Serving, Servings
 from jcuts.plan.search.no_plan import NoPlanError
 from jcuts.plan.search.plan import TIERS
 from jcuts.plan.search.plan_space import divisors

@@ -153,20 +153,17 @@ def place(cluster: Cluster, tensors: Sequence[Tensor], fixed: float, busy: float
             change="more memory or GPUs",
         )
     found = np.clip(x.value, 0, 1)
-    fractions = {
-        tensor.name: {TIERS[i]: round(float(found[row, column]), 6) for column, i in enumerate(tiers)}
-        for row, tensor in enumerate(tensors)
-    }
     memory = {TIERS[i]: float(size @ found[:, column]) * 2**30 for column, i in enumerate(tiers)}
     memory["gpu"] += fixed + float(buffer @ np.round(z.value)) * 2**30
-    counts = {
-        tensors[row].name: {
-            TIERS[i]: round(float(found[row, column]) * tensors[row].layers) for column, i in enumerate(tiers)
-        }
-        for row in whole
-    }
-    layer_bytes = {tensors[row].name: tensors[row].bytes / tensors[row].layers for row in whole}
-    return Placement(fractions, float(cost.value), memory, counts, layer_bytes)
+    names = [TIERS[i] for i in tiers]
+    shares = {t.name: dict(zip(names, row, strict=True)) for t, row in zip(tensors, found.tolist(), strict=True)}
+    return Placement(
+        {name: {tier: round(share, 6) for tier, share in where.items()} for name, where in shares.items()},
+        float(cost.value),
+        memory,
+        {t.name: {tier: round(s * t.layers) for tier, s in shares[t.name].items()} for t in tensors if t.layers},
+        {t.name: t.bytes / t.layers for t in tensors if t.layers},
+    )
 
 
 GAP = 1e-8

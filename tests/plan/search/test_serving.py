@@ -11,7 +11,8 @@ from jcuts.base.errors import UsageError
 from jcuts.cli.main import main
 from jcuts.plan import html_serving
 from jcuts.plan.cost import thesis
-from jcuts.plan.cost.inference import Serving, serve
+from jcuts.plan.cost.inference import serve
+from jcuts.plan.cost.serving_plan import Serving
 from jcuts.plan.search.no_plan import NoPlanError
 from jcuts.plan.search.serving import Demand, search
 from jcuts.plan.search.stage_layout import of_serving

@@ -86,6 +86,8 @@ def test_what_a_users_code_does_wrong_is_one_line(capsys, folder, function, said
         (["--model", "gpt3-1.3b", *WHERE, "--fix", "zero=x"], "must be a whole number"),
         (["--model", "gpt3-1.3b", *WHERE, "--fix", "policy=xr"], "choose ar (activation-resident) or pr"),
         (["--model", "gpt3-1.3b", *WHERE, "--fix", "data=2", "--html", "x.html"], "--html does not go with --fix"),
+        (["--model", "folder/net.py", *WHERE], "is a Python file: name its function, as in folder/net.py:net"),
+        (["--model", "gpt3-1.3b", *WHERE, "--fix", "data=2,expert=2"], "gpt3-1.3b has no expert axis"),
         (["--model", "gpt3-1.3b", *WHERE, "--pareto", "--place"], "--place does not go with --pareto"),
     ],
 )

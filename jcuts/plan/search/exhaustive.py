@@ -72,7 +72,7 @@ def search(
     top: int = 10,
     explain: int = 12,
 ) -> Result:
-    """Costs every plan of ``space`` and ranks those that fit: by time, then total memory, then simplicity.
+    """Costs every plan of ``space`` and ranks those that fit (``Ranked.order``).
 
     Args: gpus: how many of the cluster's GPUs to use (default: all); top: plans to return; explain: rejected
     neighbours.
@@ -131,7 +131,7 @@ def _fastest(plans: Plans, total: NDArray, gpu: NDArray, memory: NDArray, limit:
     time = np.round(np.log(np.maximum(total[near], LEAST)) * RESOLUTION)
     space = np.round(np.log(np.maximum(memory[near], LEAST)) * RESOLUTION)
     away = np.sum([plans[name][near] > 0 for name in CLASSES], axis=0)
-    near = near[np.lexsort((plans["chunks"][near], away, space, time))][: most + 1]
+    near = near[np.lexsort((plans["chunks"][near], space, away, time))][: most + 1]
     _, first = np.unique(plans.codes(near, KIND), return_index=True)
     near = near[np.sort(first)]
     chosen = _apart(plans.codes(near, KIND[:AXES]).tolist(), gpu[near].tolist(), memory[near].tolist())

@@ -58,6 +58,18 @@ def test_micro_batches_have_no_bound_unless_one_is_set_and_then_the_reason_names
     assert larger.gain is not None and larger.gain > 0 and "not searched: micro is at most 16" in larger.reason
 
 
+def test_what_need_not_move_stays_on_the_gpu():
+    """A tensor class on the host in the same time, and less memory over all tiers: no reason to move it."""
+    made, work = model.load("gpt3-1.3b"), Training(8)
+    space = Space(recompute=("full",), tensor=1, context=1, micro=1, schedules=("1f1b",), zero=(0,))
+    best = search(made, A100, work, gpus=8, space=space, explain=0).best
+    assert best.plan.policy == "resident"
+    moved = replace(best.plan, activations="host")
+    resident, host = cost_plans(made, A100.resized(8), [best.plan, moved], work)
+    tie = replace(host, seconds=resident.seconds, total_memory=0.5 * resident.total_memory)
+    assert resident.order < tie.order
+
+
 OFFLOADED = Plan(data=4, micro=4, zero=1, parameters="host", activations="host", group=16)
 
 

@@ -14,6 +14,7 @@ from jcuts.plan.search.exhaustive import Result, gpu_counts, over_gpu_counts, se
 from jcuts.plan.search.no_plan import NoPlanError
 from jcuts.plan.search.plan import RECOMPUTE, SCHEDULES
 from jcuts.plan.search.plan_space import Space
+from jcuts.plan.search.stage_layout import of_training
 from jcuts.plan.spec import cluster as clusters
 from jcuts.plan.spec import model as models
 from jcuts.plan.spec.cluster import Cluster
@@ -67,7 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pareto", action="store_true", help="compare GPU counts: what no plan beats in time, memory and GPUs"
     )
-    parser.add_argument("--place", action="store_true", help="place tensors of the best plan by integer programming")
+    parser.add_argument(
+        "--place",
+        action="store_true",
+        help="show which GPUs have which layers, and which tier each layer's tensors (of a training plan by integer "
+        "programming)",
+    )
     plan_serve.add_arguments(parser)
     parser.add_argument(
         "--json", metavar="FILE", help="write everything as JSON; - is standard output, instead of tables"
@@ -87,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, name)
         if value is not None and value < (0 if name == "explain" else 1):
             raise UsageError(f"--{name} {value} must be positive", **{name: value})
+    _check_together(arguments)
     for target in (arguments.html, arguments.json):
         check_writable(target)
     cluster = clusters.load(arguments.cluster)
@@ -96,6 +103,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.serve:
         return plan_serve.run(arguments, made, cluster)
     return _train(arguments, made, cluster)
+
+
+def _check_together(arguments: argparse.Namespace) -> None:
+    """Raises UsageError for options that would be without effect beside another."""
+    for one, others in (("fix", ("pareto", "html", "place")), ("pareto", ("html", "place"))):
+        for other in others:
+            if getattr(arguments, one) and getattr(arguments, other):
+                raise UsageError(f"--{other} does not go with --{one}: its result is a table or --json")
 
 
 def _train(arguments: argparse.Namespace, model: Model, cluster: Cluster) -> int:
@@ -124,7 +139,7 @@ def _train(arguments: argparse.Namespace, model: Model, cluster: Cluster) -> int
     result = search(model, cluster, work, space=space, top=arguments.top, explain=arguments.explain)
     placed = tier_placement.refine(model, cluster, result.best.plan, work) if arguments.place else None
     if arguments.html:
-        write_text(arguments.html, html_report.page(model, cluster, work, result))
+        write_text(arguments.html, html_report.page(model, cluster, work, result, placed=placed))
     if arguments.json:
         write(arguments.json, _document(model, cluster, work, result, placed))
     if arguments.json != "-":
@@ -190,8 +205,16 @@ def _model(arguments: argparse.Namespace, cluster: Cluster) -> Model | None:
         whole = plan_model.guarded(name, traced_model.is_training_step, function, parameters, inputs)
         if not whole:
             return plan_model.guarded(name, traced_model.model, *example, name=name.rpartition(":")[2])
-        step = spmd_step.step_time(*example, cluster=cluster)
-        held = jaxpr_liveness.footprint(*example).peak + cluster.gpu.reserved
+        for option in ("serve", "fix", "pareto", "place", "html"):
+            if getattr(arguments, option):
+                raise UsageError(
+                    f"--{option} plans a model; {name} is a whole training step, which has its mesh and schedule "
+                    "already: give the loss function that it differentiates",
+                    model=name,
+                )
+        step_of_arrays, arrays = traced_model.arrays_only(function, parameters)
+        step = spmd_step.step_time(step_of_arrays, arrays, *inputs, cluster=cluster)
+        held = jaxpr_liveness.footprint(step_of_arrays, arrays, *inputs).peak + cluster.gpu.reserved
     except NotJaxError as error:
         raise UsageError(f"--model {name}: {error.message.splitlines()[0]}", model=name) from error
     if arguments.json:
@@ -215,6 +238,8 @@ def _document(model: Model, cluster: Cluster, work: Training, result: Result, pl
         "plans": [ranked.to_json() for ranked in result.ranked],
         "pareto": [ranked.to_json() for ranked in result.pareto],
         "rejected": [{"changed": r.changed, "reason": r.reason, "plan": r.plan.to_json()} for r in result.rejected],
-        "placement": placed.__dict__ if placed else None,
+        "placement": placed.__dict__ | of_training(result.best.plan, placed, model.layers).to_json()
+        if placed
+        else None,
         "sources": cluster.sources,
     }

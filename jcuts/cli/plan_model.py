@@ -20,6 +20,8 @@ from jcuts.plan.spec.layers import Model
 
 def from_name(name: str, *, sequence: int | None = None, flash: bool = False) -> Model:
     """A preset by name or a TOML file by path.  Raises: UsageError, ModelError."""
+    if name.endswith(".py"):
+        raise UsageError(f"--model {name} is a Python file: name its function, as in {name}:net", model=name)
     return models.load(name, sequence=sequence, flash=flash)
 
 

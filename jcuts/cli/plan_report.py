@@ -14,6 +14,7 @@ from jcuts.plan.search.exhaustive import Result
 from jcuts.plan.search.fixed import Fixed
 from jcuts.plan.search.plan import Plan
 from jcuts.plan.search.ranked import CLASSES, Ranked
+from jcuts.plan.search.stage_layout import COLUMNS, Layout, of_training
 from jcuts.plan.search.tier_placement import Placement
 from jcuts.plan.spec.cluster import GIB, Cluster
 from jcuts.plan.spec.layers import Model
@@ -83,14 +84,14 @@ def legend(ranked: Ranked, label: str, width: int) -> Text:
     return made
 
 
-def abbreviations(plans: Sequence[Plan]) -> str:
-    """The abbreviations that are in use."""
+def abbreviations(plans: Sequence[Plan], width: int) -> str:
+    """The abbreviations that are in use, in lines of ``width`` columns."""
     axes = {"data": "d", "tensor": "t", "pipeline": "p", "context": "c", "expert": "e"}
     shown = [f"{short} {name}" for name, short in axes.items() if any(getattr(p, name) > 1 for p in plans)]
     shown.append("b micro-batch")
     moved = [name for name in CLASSES if any(getattr(p, name) != "gpu" for p in plans)]
     shown += [f"{name[0].upper()} {name}" for name in moved]
-    return "GiB per GPU, and per node in host memory and storage; " + ", ".join(shown)
+    return printing.phrases(["GiB per GPU", "and per node in host memory and storage; " + shown[0], *shown[1:]], width)
 
 
 def show(
@@ -103,7 +104,7 @@ def show(
     title += f"{best.plan.gpus} GPUs of {cluster.name}"
     console.print(_plans(console, title, plans))
     console.print(legend(best, "best plan:", console.width))
-    console.print(abbreviations([ranked.plan for ranked in plans]))
+    console.print(abbreviations([ranked.plan for ranked in plans], console.width))
     console.print(
         f"{result.considered:,} plans in {result.seconds:.2f} s ({result.plans_per_second:,.0f}/s), "
         f"{result.fitting:,} fit; best policy: {best.plan.policy}"
@@ -115,20 +116,16 @@ def show(
         rows = [(r.changed, r.reason) for r in result.rejected[:explain]]
         console.print(printing.table("why the neighbours lost", ("change", "reason"), rows))
     if placed:
-        console.print(_placement(placed))
+        waits = f" (waits {printing.duration(placed.exposed)} per step)" if placed.exposed else ""
+        show_layout(console, of_training(best.plan, placed, model.layers), f"placement of the best plan{waits}")
 
 
-def _placement(placed: Placement) -> Table:
-    """Fractions per tensor class, the mean over its runs of layers."""
-    rows = []
-    for name in CLASSES:
-        runs = [where for key, where in placed.fractions.items() if key.split()[0] == name]
-        shares = [sum(where.get(tier, 0) for where in runs) / max(len(runs), 1) for tier in ("gpu", "host", "storage")]
-        rows.append((name, *(f"{share:.0%}" for share in shares)))
-    title = "placement, bytes of each class" + (
-        f" (waits {printing.duration(placed.exposed)} per step)" if placed.exposed else ""
-    )
-    return printing.table(title, ("tensors", "GPU", "host", "storage"), rows, right=(1, 2, 3))
+def show_layout(console: Console, layout: Layout, title: str) -> None:
+    """Which GPUs have which layers, and where each class of their tensors lies."""
+    made = printing.table(title, COLUMNS, layout.rows(brief=True), right=(5,))
+    made.columns[2].no_wrap = True
+    console.print(made)
+    console.print(layout.note())
 
 
 def show_fixed(model: Model, cluster: Cluster, work: Training, fixed: Fixed, best: Ranked | None, explain: int) -> None:
@@ -183,12 +180,14 @@ def show_step(name: str, cluster: Cluster, found: Any, bytes_per_gpu: float) -> 
     """A whole training step, priced as it is.  Args: found: ``spmd_step.StepTime``."""
     console = printing.console()
     console.print(
-        f"{name} is a whole training step: priced as it is, on one device of {cluster.name}'s mesh of its own"
+        f"{name} is a whole training step: priced as it is, per device of the mesh that it has itself (no mesh: one "
+        f"GPU), on {cluster.name}"
     )
     parts = {"matrix products": found.products, "kernels": found.kernels, "gaps between kernels": found.gaps}
     parts |= found.collectives
     rows = [(key, printing.duration(value), f"{value / found.seconds:.1%}") for key, value in parts.items() if value]
     title = f"step {printing.duration(found.seconds)}, {bytes_per_gpu / GIB:.2f} GiB of {cluster.gpu.memory / GIB:.1f}"
+    title += ": does not fit" if bytes_per_gpu > cluster.gpu.memory else ""
     console.print(printing.table(title, ("part", "time", "share"), rows, right=(1, 2)))
     console.print(
         "to plan mesh, schedule and tiers, give the loss function that the step differentiates: "

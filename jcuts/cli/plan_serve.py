@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from jcuts.base.errors import UsageError
-from jcuts.cli import printing
-from jcuts.cli.output_files import write
+from jcuts.cli import plan_report, printing
+from jcuts.cli.output_files import write, write_text
+from jcuts.plan import html_serving
 from jcuts.plan.cost.inference import ServingCost
 from jcuts.plan.search import serving
 from jcuts.plan.search.plan import TIERS
+from jcuts.plan.search.stage_layout import Layout, of_serving
 from jcuts.plan.spec.cluster import GIB, Cluster
 from jcuts.plan.spec.layers import Model
 
@@ -37,7 +42,7 @@ def run(arguments: argparse.Namespace, model: Model, cluster: Cluster) -> int:
     prompt, generate = arguments.serve
     if prompt < 1 or generate < 0:
         raise UsageError(f"--serve {prompt} {generate}: tokens in must be positive, tokens out at least 0")
-    for name in ("html", "place", "fix", "pareto"):
+    for name in ("fix", "pareto"):
         if getattr(arguments, name):
             raise UsageError(f"--{name} is for training: it does not go with --serve")
     for name in ("micro_batches", "token_latency", "first_token"):
@@ -59,47 +64,81 @@ def run(arguments: argparse.Namespace, model: Model, cluster: Cluster) -> int:
     )
     cluster = cluster.resized(arguments.gpus or cluster.gpus)
     found = serving.search(model, cluster, demand, top=arguments.top)
+    layout = of_serving(found.ranked[0], model.layers) if arguments.place else None
+    if arguments.html:
+        write_text(arguments.html, html_serving.page(model, cluster, demand, found))
     if arguments.json:
-        write(arguments.json, [cost.to_json() for cost in found.ranked])
+        write(arguments.json, _document(model, cluster, demand, found, layout))
     if arguments.json != "-":
         _show(model, cluster, demand, found)
+        if layout:
+            plan_report.show_layout(printing.console(), layout, "placement of the best plan")
     return 0
 
 
+def _document(
+    model: Model, cluster: Cluster, demand: serving.Demand, found: serving.Served, layout: Layout | None
+) -> dict[str, Any]:
+    return {
+        "model": model.name,
+        "cluster": cluster.name,
+        "demand": asdict(demand),
+        "parameters": model.total_parameters,
+        "considered": found.considered,
+        "fitting": found.fitting,
+        "search_seconds": found.seconds,
+        "plans": [cost.to_json() for cost in found.ranked],
+        "placement": layout.to_json() if layout else None,
+        "sources": cluster.sources,
+    }
+
+
 def _show(model: Model, cluster: Cluster, demand: serving.Demand, found: serving.Served) -> None:
+    """The plans as a table; in a narrow terminal, what does not stay on the GPU is a line under the plan's name."""
     generates = demand.generate > 0
+    console = printing.console()
     rows = [_row(cost, generates) for cost in found.ranked]
     columns = ["plan", "batch", *(["tokens/s", "first", "token"] if generates else ["seq/s", "time"]), "GiB"]
+    right = tuple(range(2, len(columns)))
+    columns += ["weights", "bound"]
+    if console.width < plan_report.WIDE:
+        columns.remove("weights")
+        below = [f"weights {row[-2]}".removeprefix("weights GPU").removeprefix("; ") for row in rows]
+        rows = [
+            (f"{row[0]}\n{line}".strip(), *row[1:-2], row[-1].removesuffix(" link"))
+            for row, line in zip(rows, below, strict=True)
+        ]
     title = f"{model.name}: {demand.prompt} tokens in, {demand.generate} out, {cluster.gpus} GPUs of {cluster.name}"
-    console = printing.console()
-    made = printing.table(title, (*columns, "weights", "bound by"), rows, right=tuple(range(2, len(columns))))
-    for column in made.columns[:2]:
+    made = printing.table(title, columns, rows, right=right)
+    for column in (made.columns[1], made.columns[-1]):
         column.no_wrap = True
     console.print(made)
-    console.print(
-        "d data, t tensor (weight partitioning), p pipeline; PR parameter-resident, AR activation-resident; "
-        "batch: micro-batches in flight per replica x sequences; GiB per GPU"
-        + ("; first: until every sequence has its first token, token: between further ones" if generates else "")
-    )
+    console.print(printing.phrases(_abbreviations(found.ranked, generates), console.width))
     console.print(f"{found.considered:,} plans in {found.seconds:.2f} s, {found.fitting:,} fit")
+
+
+def _abbreviations(ranked: Sequence[ServingCost], generates: bool) -> list[str]:
+    """The abbreviations that are in use."""
+    axes = {"data": "d data", "tensor": "t tensor (weight partitioning)", "pipeline": "p pipeline"}
+    policies = {"PR": "PR parameter-resident", "AR": "AR activation-resident"}
+    shown = [said for name, said in axes.items() if any(getattr(cost.plan, name) > 1 for cost in ranked)]
+    shown += [said for name, said in policies.items() if any(name in cost.plan.policy for cost in ranked)]
+    shown += ["batch: micro-batches in flight per replica x sequences", "GiB per GPU"]
+    if generates:
+        shown += ["first: until every sequence has its first token", "token: between further ones"]
+    return shown
 
 
 def _row(cost: ServingCost, generates: bool) -> tuple[str, ...]:
     plan = cost.plan
     speed = cost.tokens_per_second
     times = (cost.prefill, cost.step) if generates else (cost.prefill,)
-    kept = plan.weights_on_gpu
-    weights = "GPU" if kept == 1 else plan.weights if not kept else f"{kept:.0%} GPU, {plan.weights}"
-    if generates and plan.cache != "gpu":
-        weights += f"; cache {plan.cache}"
-    axes = zip("dtp", (plan.data, plan.tensor, plan.pipeline), strict=True)
-    mesh = " ".join(f"{name}{size}" for name, size in axes if size > 1) or "1 GPU"
     return (
-        mesh + ("" if plan.policy == "resident" else f" {plan.policy}"),
+        plan.short(),
         f"{plan.count} x {plan.micro}",
         f"{speed:.3g}" if speed < 1000 else f"{speed:,.0f}",
         *map(printing.duration, times),
         f"{cost.memory['gpu'] / GIB:.1f}",
-        weights,
+        plan.places(generates=generates),
         cost.bound,
     )

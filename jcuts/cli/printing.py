@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+from rich.text import Text
 
 
 def console() -> Console:
@@ -13,15 +15,40 @@ def console() -> Console:
     return Console(highlight=False, soft_wrap=False)
 
 
+class Titled(Table):
+    """A table under a title that may be wider than it is."""
+
+    heading = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The title at the console's width, then the table."""
+        if self.heading:
+            yield Text(self.heading, style="table.title")
+        yield from super().__rich_console__(console, options)
+
+
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> Table:
     """A plain table; ``right`` are the columns that hold numbers."""
-    made = Table(title=title, title_justify="left", header_style="bold")
+    made = Titled(header_style="bold")
+    made.heading = title
     for position, column in enumerate(columns):
         number = position in right
         made.add_column(column, justify="right" if number else "left", overflow="fold", no_wrap=number)
     for row in rows:
         made.add_row(*row)
     return made
+
+
+def phrases(parts: Sequence[str], width: int) -> str:
+    """Phrases with commas between them, broken into lines of ``width`` columns between phrases, not inside of them.
+
+    >>> print(phrases(["d data", "P parameters", "b micro-batch"], 22))
+    d data, P parameters,
+    b micro-batch
+    """
+    kept = "\u00a0"
+    text = ", ".join(part.replace(" ", kept) if len(part) < width else part for part in parts)
+    return textwrap.fill(text, width, break_on_hyphens=False).replace(kept, " ")
 
 
 def duration(seconds: float) -> str:

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from jcuts.plan.html_parts import COLOURS, PASSES, Span, bar, document, legend, placement, svg, table
 from jcuts.plan.search.exhaustive import Result
+from jcuts.plan.search.plan import Plan
 from jcuts.plan.search.ranked import Ranked
+from jcuts.plan.search.stage_layout import of_training
+from jcuts.plan.search.tier_placement import Placement
 from jcuts.plan.spec.cluster import GIB, Cluster
 from jcuts.plan.spec.layers import Model
 from jcuts.plan.spec.workload import Training
 
-COLOURS = {
-    "compute": "#2f6fb0",
-    "recompute": "#7fb0dd",
-    "tensor": "#d9822b",
-    "context": "#e8b04a",
-    "expert": "#b5651d",
-    "pipeline": "#8e5ea2",
-    "embedding": "#c977b5",
-    "gradients": "#3cba9f",
-    "launch": "#999999",
-    "bubble": "#dddddd",
-    "tiers": "#c45850",
-    "optimizer": "#5b8c5a",
-    "overhead": "#444444",
-}
-PASSES = {"forward": "#2f6fb0", "backward": "#173f6b", "idle": "#dddddd"}
-"""Colours of the timeline beside those of the parts."""
 MEMORY = {
     "parameters": "#2f6fb0",
     "gradients": "#3cba9f",
@@ -37,17 +23,6 @@ MEMORY = {
     "working": "#999999",
     "reserved": "#444444",
 }
-
-
-@dataclass(frozen=True)
-class Span:
-    """An activity of a timeline lane, from ``start`` to ``end`` (seconds)."""
-
-    lane: str
-    start: float
-    end: float
-    kind: str
-    label: str
 
 
 def timeline(ranked: Ranked, work: Training, *, most: int = 24) -> list[Span]:
@@ -135,25 +110,62 @@ def _order(schedule: str, stages: int, stage: int, count: int) -> list[tuple[str
     return order + [("backward", i) for i in range(count - warm, count)]
 
 
-def page(model: Model, cluster: Cluster, work: Training, result: Result, *, plans: int = 10) -> str:
+def page(
+    model: Model,
+    cluster: Cluster,
+    work: Training,
+    result: Result,
+    *,
+    plans: int = 10,
+    placed: Placement | None = None,
+) -> str:
     """A self-contained HTML page (no scripts, no external files)."""
     e = html.escape
     best = result.best
-    title = f"{model.name} on {best.plan.gpus} GPUs of {cluster.name}"
     shown = result.ranked[:plans]
-    slowest = max(ranked.seconds for ranked in shown)
     used = [part for part in COLOURS if any(ranked.parts[part] > 0 for ranked in shown)]
-    rows = "".join(_row(position, ranked, slowest, cluster) for position, ranked in enumerate(shown, 1))
-    front = "".join(
-        f'<tr><td title="{e(r.plan.describe())}">{e(r.plan.short())}</td><td class="n">{r.seconds:.4g}</td>'
-        f'<td class="n">{r.memory["gpu"] / GIB:.1f}</td><td class="n">{r.plan.gpus}</td></tr>'
+    intro = (
+        f"Batch {work.batch} {e(model.sample)}s; {model.total_parameters:.4g} parameters; "
+        f"{result.considered:,} plans considered in {result.seconds:.2f} s ({result.plans_per_second:,.0f} a second), "
+        f"{result.fitting:,} fit."
+    )
+    sections = [
+        (
+            "Plans",
+            f"<p>{legend(used, COLOURS)}<br>Memory: {legend(MEMORY, MEMORY)}</p>{_plans(shown, cluster)}"
+            "<p>d data, t tensor, p pipeline, c context, e expert, b micro-batch; P parameters, G gradients, "
+            "O optimiser, A activations; hover for every setting.</p>",
+        ),
+        ("Timeline of the best plan", _timeline_section(best, work)),
+    ]
+    if placed:
+        sections.append(("Placement of the best plan", placement(of_training(best.plan, placed, model.layers))))
+    lost = [(_described(r.plan, r.changed), e(r.reason)) for r in result.rejected]
+    front = [
+        (
+            _described(r.plan, r.plan.short()),
+            f"{r.seconds:.4g}",
+            f"{r.memory['gpu'] / GIB:.1f}",
+            str(r.plan.gpus),
+        )
         for r in result.pareto[:40]
-    )
-    lost = "".join(
-        f'<tr><td title="{e(r.plan.describe())}">{e(r.changed)}</td><td>{e(r.reason)}</td></tr>'
-        for r in result.rejected
-    )
-    sources = "".join(f"<tr><td>{e(key)}</td><td>{e(str(text))}</td></tr>" for key, text in cluster.sources.items())
+    ]
+    sections += [
+        ("Why the neighbours lost", table(("change", "reason"), lost)),
+        (
+            "Pareto list: time, memory, GPUs",
+            table(("plan", "s/step", "GiB/GPU", "GPUs"), front, right=(1, 2, 3)),
+        ),
+    ]
+    return document(f"{model.name} on {best.plan.gpus} GPUs of {cluster.name}", intro, sections, cluster)
+
+
+def _described(plan: Plan, text: str) -> str:
+    return f'<span title="{html.escape(plan.describe())}">{html.escape(text)}</span>'
+
+
+def _timeline_section(best: Ranked, work: Training) -> str:
+    """The best plan's timeline and what it shows."""
     spans = timeline(best, work)
     drawn = len({span.label for span in spans if span.kind == "forward"})
     count = work.batch // (best.plan.data * best.plan.micro)
@@ -165,98 +177,32 @@ def page(model: Model, cluster: Cluster, work: Training, result: Result, *, plan
     if best.plan.schedule == "interleaved":
         note += f"; the {best.plan.chunks} chunks of a stage are drawn as one"
     kinds = list(dict.fromkeys(span.kind for span in spans))
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{e(title)}</title><style>
-body {{ font: 14px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1100px; padding: 0 1em; color: #222 }}
-table {{ border-collapse: collapse; width: 100% }}
-th, td {{ text-align: left; padding: .25em .6em; border-bottom: 1px solid #eee; vertical-align: top }}
-.n {{ text-align: right; white-space: nowrap }}
-.bar {{ display: flex; height: 14px; margin-top: 4px }} .time {{ width: 260px }} .memory {{ width: 150px }}
-.frame {{ background: #f3f3f3; width: 140px }}
-.key {{ margin-right: 1em; white-space: nowrap }}
-.key i {{ display: inline-block; width: 12px; height: 12px; margin-right: .3em }}
-svg {{ max-width: 100%; height: auto }} svg text {{ font: 11px system-ui, sans-serif }}
-</style></head><body>
-<h1>{e(title)}</h1>
-<p>Batch {work.batch} {e(model.sample)}s; {model.total_parameters:.4g} parameters;
-{result.considered:,} plans considered in
-{result.seconds:.2f} s ({result.plans_per_second:,.0f} per second), {result.fitting:,} fit.</p>
-<h2>Plans</h2>
-<p>{_legend(used, COLOURS)}<br>Memory: {_legend(MEMORY, MEMORY)}</p>
-<table><tr><th>#</th><th>plan</th><th class="n">s/step</th><th>where the time goes</th>
-<th class="n">GiB/GPU</th><th>of {cluster.gpu.memory / GIB:.4g} GiB</th><th class="n">host, disk<br>GiB/node</th></tr>
-{rows}</table>
-<p>d data, t tensor, p pipeline, c context, e expert, b micro-batch; P parameters, G gradients, O optimiser,
-A activations; hover for every setting.</p>
-<h2>Timeline of the best plan</h2><p>{e(note)}. Passes include recomputation and the
-communication of their axes.<br>{_legend(kinds, COLOURS | PASSES)}</p>{_svg(spans)}
-<h2>Why the neighbours lost</h2><table><tr><th>change</th><th>reason</th></tr>{lost}</table>
-<h2>Pareto list: time, memory, GPUs</h2>
-<table><tr><th>plan</th><th class="n">s/step</th><th class="n">GiB/GPU</th><th class="n">GPUs</th></tr>{front}</table>
-<h2>Where the constants are from</h2><table>{sources}</table>
-</body></html>
-"""
-
-
-def _legend(names: Iterable[str], colours: Mapping[str, str]) -> str:
-    return "".join(f'<span class="key"><i style="background:{colours[name]}"></i>{name}</span>' for name in names)
-
-
-def _row(position: int, ranked: Ranked, slowest: float, cluster: Cluster) -> str:
-    pieces = "".join(
-        f'<span title="{name}: {value:.4g} s ({value / ranked.seconds:.1%})" '
-        f'style="width:{100 * value / slowest:.2f}%;background:{COLOURS[name]}"></span>'
-        for name, value in ranked.parts.items()
-        if value > 0
+    return (
+        f"<p>{html.escape(note)}. Passes include recomputation and the communication of their axes.<br>"
+        f"{legend(kinds, COLOURS | PASSES)}</p>{svg(spans)}"
     )
+
+
+def _plans(shown: Sequence[Ranked], cluster: Cluster) -> str:
+    """The ranked plans with bars of time, to one scale, and of memory."""
+    slowest = max(ranked.seconds for ranked in shown)
+    columns = ("#", "plan", "s/step", "where the time goes", "GiB/GPU", f"of {cluster.gpu.memory / GIB:.4g} GiB")
+    rows = [_row(position, ranked, slowest, cluster) for position, ranked in enumerate(shown, 1)]
+    return table((*columns, "host, disk<br>GiB/node"), rows, right=(0, 2, 4, 6))
+
+
+def _row(position: int, ranked: Ranked, slowest: float, cluster: Cluster) -> tuple[str, ...]:
+    times = {name: f"{name}: {value:.4g} s ({value / ranked.seconds:.1%})" for name, value in ranked.parts.items()}
     amounts = ranked.gpu_parts | {"reserved": cluster.gpu.reserved}
-    held = "".join(
-        f'<span title="{name}: {amount / GIB:.2f} GiB" '
-        f'style="width:{100 * amount / cluster.gpu.memory:.2f}%;background:{MEMORY[name]}"></span>'
-        for name, amount in amounts.items()
-    )
+    sizes = {name: f"{name}: {amount / GIB:.2f} GiB" for name, amount in amounts.items()}
     plan = ranked.plan
     policy = "" if plan.policy == "resident" else f"<br><small>{html.escape(plan.policy)}</small>"
     return (
-        f'<tr><td class="n">{position}</td>'
-        f'<td title="{html.escape(plan.describe())}">{html.escape(plan.short())}{policy}</td>'
-        f'<td class="n">{ranked.seconds:.4g}</td><td class="time"><div class="bar">{pieces}</div></td>'
-        f'<td class="n">{ranked.memory["gpu"] / GIB:.1f}</td>'
-        f'<td class="memory"><div class="bar frame">{held}</div></td>'
-        f'<td class="n">{ranked.memory["host"] / GIB:,.0f}, {ranked.memory["storage"] / GIB:,.0f}</td></tr>'
+        str(position),
+        _described(plan, plan.short()) + policy,
+        f"{ranked.seconds:.4g}",
+        bar(ranked.parts, slowest, COLOURS, times, frame=" time"),
+        f"{ranked.memory['gpu'] / GIB:.1f}",
+        bar(amounts, cluster.gpu.memory, MEMORY, sizes, frame=" frame"),
+        f"{ranked.memory['host'] / GIB:,.0f}, {ranked.memory['storage'] / GIB:,.0f}",
     )
-
-
-def _svg(spans: Sequence[Span], width: int = 1080, height: int = 22) -> str:
-    lanes = list(dict.fromkeys(span.lane for span in spans))
-    end = max(span.end for span in spans)
-    left = 70
-    scale = (width - left) / end
-    colours = COLOURS | PASSES
-    parts = []
-    total = len(lanes) * (height + 4)
-    for tick in range(5):
-        x = left + tick / 4 * (width - left)
-        anchor = "start" if tick == 0 else "end" if tick == 4 else "middle"
-        parts.append(
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{total + 2}" stroke="#bbb" stroke-dasharray="2 3"/>'
-            f'<text x="{x:.1f}" y="{total + 14}" text-anchor="{anchor}">{end * tick / 4:.4g}{" s" * (tick == 4)}</text>'
-        )
-    for row, lane in enumerate(lanes):
-        y = row * (height + 4)
-        parts.append(f'<text x="0" y="{y + 15}">{html.escape(lane)}</text>')
-        for span in spans:
-            if span.lane == lane:
-                x, w = left + span.start * scale, max((span.end - span.start) * scale, 0.5)
-                parts.append(
-                    f'<rect x="{x:.1f}" y="{y}" width="{w:.1f}" height="{height}" fill="{colours[span.kind]}" '
-                    f'stroke="white" stroke-width="0.5">'
-                    f"<title>{html.escape(span.label)}: {span.start:.4g} to {span.end:.4g} s</title></rect>"
-                )
-                if span.kind in ("forward", "backward") and w > 22:
-                    parts.append(
-                        f'<text x="{x + w / 2:.1f}" y="{y + 15}" text-anchor="middle" fill="white" '
-                        f'pointer-events="none">{span.label.replace("forward ", "F").replace("backward ", "B")}</text>'
-                    )
-    return f'<svg viewBox="0 0 {width} {total + 20}" width="{width}" role="img">{"".join(parts)}</svg>'

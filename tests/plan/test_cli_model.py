@@ -20,6 +20,16 @@ def net():
 def step():
     update = lambda w, x: jax.tree.map(lambda p, g: p - g, w, jax.grad(loss)(w, x))
     return update, weights, shape(64, 256)
+def dropped():
+    def with_key(w, x, key):
+        return loss(w, jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x, 0))
+    return with_key, weights, shape(64, 256), jax.eval_shape(jax.random.key, 0)
+def module():
+    given = weights | {"activation": jnp.tanh}
+    def gradients(w, x):
+        arrays = {name: w[name] for name in ("a", "b")}
+        return jax.value_and_grad(lambda p: jnp.mean((w["activation"](x @ p["a"]) @ p["b"]) ** 2))(arrays)
+    return gradients, given, shape(64, 256)
 def fails():
     return 1 / 0
 def wrong_shapes():
@@ -45,7 +55,7 @@ def test_a_function_by_file_path_or_module(capsys, folder, monkeypatch, place):
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("fails", "their_net.py, line 11: ZeroDivisionError: division by zero"),
+        ("fails", "their_net.py, line 21: ZeroDivisionError: division by zero"),
         ("wrong_shapes", "cannot be traced: dot_general requires contracting dimensions"),
         ("absent", "has no function 'absent'"),
     ],
@@ -75,6 +85,10 @@ def test_what_a_users_code_does_wrong_is_one_line(capsys, folder, function, said
         (["--model", "gpt3-1.3b", *WHERE, "--fix", "data=4"], "takes 4 GPUs"),
         (["--model", "gpt3-1.3b", *WHERE, "--fix", "zero=x"], "must be a whole number"),
         (["--model", "gpt3-1.3b", *WHERE, "--fix", "policy=xr"], "choose ar (activation-resident) or pr"),
+        (["--model", "gpt3-1.3b", *WHERE, "--fix", "data=2", "--html", "x.html"], "--html does not go with --fix"),
+        (["--model", "folder/net.py", *WHERE], "is a Python file: name its function, as in folder/net.py:net"),
+        (["--model", "gpt3-1.3b", *WHERE, "--fix", "data=2,expert=2"], "gpt3-1.3b has no expert axis"),
+        (["--model", "gpt3-1.3b", *WHERE, "--pareto", "--place"], "--place does not go with --pareto"),
     ],
 )
 def test_mistakes_of_the_command_line(capsys, arguments, said):
@@ -89,6 +103,40 @@ def test_a_training_step_is_priced_as_it_is(capsys, folder):
     assert "is a whole training step" in text and "give the loss function" in text and "matrix products" in text
     assert main(["plan", "--model", f"{folder}/their_net.py:step", *WHERE, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["training_step"]["seconds"] > 0
+
+
+@pytest.mark.parametrize("option", [["--serve", "8", "8"], ["--fix", "data=2"], ["--pareto"], ["--place"]])
+def test_a_training_step_is_not_planned(capsys, folder, option):
+    assert main(["plan", "--model", f"{folder}/their_net.py:step", *WHERE, *option]) == 2
+    assert f"{option[0]} plans a model" in capsys.readouterr().err
+
+
+def test_an_input_without_axes_has_no_batch(capsys, folder):
+    """A random key: the plan is the one without it, but for the mask's kernel."""
+    assert main(["plan", "--model", f"{folder}/their_net.py:dropped", *WHERE, "--json", "-"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["batch"] == 64 and made["parameters"] == 256 * 512 + 512 * 8
+
+
+def test_a_module_with_functions_among_its_leaves_in_a_training_step(capsys, folder):
+    assert main(["plan", "--model", f"{folder}/their_net.py:module", *WHERE, "--json", "-"]) == 0
+    module = json.loads(capsys.readouterr().out)["training_step"]
+    assert main(["plan", "--model", f"{folder}/their_net.py:step", *WHERE, "--json", "-"]) == 0
+    assert module["flops"] == json.loads(capsys.readouterr().out)["training_step"]["flops"] > 0
+
+
+def test_serving_a_function_says_what_serving_needs(capsys, folder):
+    assert main(["plan", "--model", f"{folder}/their_net.py:net", *WHERE, "--serve", "64", "8"]) == 2
+    error = capsys.readouterr().err
+    assert "a TOML file of a transformer" in error and error.count("\n") == 1
+
+
+def test_titles_and_legends_of_a_narrow_table_keep_their_lines(capsys, folder, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", "--model", f"{folder}/their_net.py:net", *WHERE, "--offload"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "net (1.35e+05 parameters), batch 64, 2 GPUs of dgx-a100"
+    assert any("b micro-batch" in line for line in lines) and not any(line.endswith((" b", " d")) for line in lines)
 
 
 def test_a_given_plan_is_priced_with_what_to_change_first(capsys):

@@ -135,10 +135,10 @@ MODEL = "layers = 2\nhidden = 64\nheads = 4\nsequence = 32\nvocabulary = 100\n"
         ([], CLUSTER, MODEL.replace("layers", "layer"), "m.toml:1: layers: is missing: is 'layer' meant to be it?"),
         ([], CLUSTER, MODEL.replace("= 64", "= 65"), "heads: must divide hidden=65"),
         (
-            ["--serve", "8", "8", "--html", "p.html"],
+            ["--serve", "8", "8", "--pareto"],
             CLUSTER,
             MODEL,
-            "--html is for training",
+            "--pareto is for training",
         ),
     ],
 )

@@ -33,8 +33,10 @@ class Shape:
     experts: int = 1
 
 
-def gemm_time(gpu: Gpu, m: ArrayLike, n: ArrayLike, k: ArrayLike, batch: ArrayLike = 1.0) -> Floats:
-    """Seconds of ``batch`` GEMMs (m x k) (k x n) in 16 bits.
+def gemm_time(
+    gpu: Gpu, m: ArrayLike, n: ArrayLike, k: ArrayLike, batch: ArrayLike = 1.0, *, width: int = BYTES
+) -> Floats:
+    """Seconds of ``batch`` GEMMs (m x k) (k x n) of values of ``width`` bytes: 16 bits, or 32 at half the speed (TF32).
 
         waves = ceil(batch ceil(m/tm) ceil(n/tn) / SMs),   t = waves SMs 2 tm tn (k + ramp) / (eff(tile) eff peak)
 
@@ -43,11 +45,11 @@ def gemm_time(gpu: Gpu, m: ArrayLike, n: ArrayLike, k: ArrayLike, batch: ArrayLi
     """
     m, n, k, batch = (np.asarray(value, dtype=np.float64) for value in (m, n, k, batch))
     best = np.full(np.broadcast_shapes(m.shape, n.shape, k.shape, batch.shape), np.inf)
-    work = 2.0 * gpu.multiprocessors * (k + gpu.gemm_ramp) / (gpu.peak * gpu.gemm_efficiency)
+    work = 2.0 * gpu.multiprocessors * (k + gpu.gemm_ramp) / (gpu.peak * gpu.gemm_efficiency) * (width / BYTES)
     for rows, columns, speed in TILES:
         tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
         best = np.minimum(best, np.ceil(tiles / gpu.multiprocessors) * (rows * columns / speed) * work)
-    moved = BYTES * batch * (m * k + k * n + m * n)
+    moved = width * batch * (m * k + k * n + m * n)
     return np.maximum(best, moved / (gpu.bandwidth * gpu.memory_efficiency))
 
 
@@ -117,8 +119,8 @@ def _gemm(op: Gemm, gpu: Gpu, shape: Shape) -> tuple[Floats, Floats]:
     if op.expert:  # tokens of all data ranks of the expert axis meet at the GPU that holds their expert
         local = np.maximum(shape.experts / shape.expert, 1.0)
         batch, m = batch * local, m / local
-    one = op.copies * gemm_time(gpu, m, n, k, batch)
-    two = op.copies * gemm_time(gpu, m, k, n, batch)
+    one = op.copies * gemm_time(gpu, m, n, k, batch, width=op.bytes)
+    two = op.copies * gemm_time(gpu, m, k, n, batch, width=op.bytes)
     if op.gradient > 1:
-        two = two + op.copies * gemm_time(gpu, k, n, m, batch)
+        two = two + op.copies * gemm_time(gpu, k, n, m, batch, width=op.bytes)
     return one, two

@@ -1,12 +1,15 @@
-"""Work of one equation per sample: matrix products, memory-bound kernels, bytes kept for the backward pass."""
+"""Work of one equation per sample: matrix products, memory-bound kernels, bytes kept for the backward pass; elementwise
+chains fuse.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jcuts.plan.cost.jaxpr import bytes_of, inner, products_of
-from jcuts.plan.cost.primitive_kinds import FREE, HEAVY
+from jcuts.plan.cost.primitive_kinds import FREE, HEAVY, REDUCTIONS
 from jcuts.plan.spec.layers import Gemm, Stream
 
 
@@ -31,9 +34,14 @@ class Work:
     key: tuple = ()
 
 
-def equation_work(equation: Any, other: Any, samples: int, times: float = 1.0) -> Work:
+def equation_work(equation: Any, other: Any, samples: int, times: float = 1.0, *, fused: bool = False) -> Work:
     """The cost per sample of one equation, traced at a batch and (``other``) at twice of it; a loop's or conditional's
-    is that of its body, as often as it runs."""
+    is that of its body, as often as it runs.
+
+    An elementwise equation that is ``fused`` into what reads it moves nothing (what a loop stacks up of it for the
+    backward pass is counted with the stacks); any other result is written and read once, and three times as much as the
+    result moves in the backward pass of an elementwise one (operand, gradient in, gradient out), four times of another.
+    """
     name = equation.primitive.name
     if name in FREE:
         return Work()
@@ -41,8 +49,10 @@ def equation_work(equation: Any, other: Any, samples: int, times: float = 1.0) -
     if bodies:
         total = Work()
         for (body, count), (body_two, _) in zip(bodies, others, strict=True):
-            for mine, theirs in zip(body.eqns, body_two.eqns, strict=False):
-                part = equation_work(mine, theirs, samples, times * count)
+            variables = [(e, [v for v in e.invars if not hasattr(v, "val")], e.outvars) for e in body.eqns]
+            gone = fused_equations(variables, body.outvars)
+            for position, (mine, theirs) in enumerate(zip(body.eqns, body_two.eqns, strict=False)):
+                part = equation_work(mine, theirs, samples, times * count, fused=position in gone)
                 total.flops += part.flops
                 total.kept += part.kept
                 total.operations += part.operations
@@ -52,11 +62,53 @@ def equation_work(equation: Any, other: Any, samples: int, times: float = 1.0) -
     product, doubled = products_of(equation), products_of(other)
     if product is not None and doubled is not None and not _is_depthwise(product):
         return _product_work(product, doubled, samples, times, per_sample)
-    moved = 2 * per_sample * times
-    fused = name not in HEAVY
-    kernels = [times * (share if fused else 1.0) for share in FUSED]
-    stream = Stream(name, moved, 2 * moved, "no", kernels[0], kernels[1])
-    return Work(operations=[stream], kept=per_sample * times * (0.5 if fused else 1.0))
+    result = per_sample * times
+    if name in HEAVY:
+        return Work(operations=[Stream(name, 2 * result, 4 * result, "no", times, times)], kept=result)
+    kept = 0.5 * result
+    if fused:
+        return Work(kept=kept)
+    return Work(operations=[Stream(name, 2 * result, 3 * result, "no", times, times)], kept=kept)
+
+
+def fused_equations(program: Sequence[tuple[Any, Sequence[Any], Sequence[Any]]], results: Sequence[Any]) -> set[int]:
+    """Positions of elementwise equations that are part of the kernels that read their results: every reader, seen
+    through views, is elementwise or a reduction, and waits for no product, reduction or loop besides.
+
+    Args: program: (equation, operands, results) in order, literals left out; results: what the program returns.
+    """
+    readers: dict[Hashable, list[int]] = {}
+    level: dict[Hashable, int] = {}  # products, reductions, loops and the like that lie before a value
+    ready: list[int] = []  # the level at which an equation runs
+    elementwise: list[bool] = []
+    for position, (equation, operands, outputs) in enumerate(program):
+        for v in set(operands):
+            readers.setdefault(v, []).append(position)
+        ready.append(max((level.get(v, 0) for v in operands), default=0))
+        name = equation.primitive.name
+        buffer = name in HEAVY or bool(inner(equation)) or products_of(equation) is not None
+        elementwise.append(not buffer and name not in FREE)
+        level |= dict.fromkeys(outputs, ready[position] + buffer)
+    kept = {v for v in results if not hasattr(v, "val")}
+
+    def read_at(v: Hashable, at: int) -> bool:
+        """Whether all that reads a value is elementwise or a reduction, at one level."""
+        if v in kept or v not in readers:
+            return False
+        for position in readers[v]:
+            name, outputs = program[position][0].primitive.name, program[position][2]
+            if name in FREE:
+                if not all(read_at(view, at) for view in outputs):
+                    return False
+            elif not (elementwise[position] or name in REDUCTIONS) or ready[position] != at:
+                return False
+        return True
+
+    return {
+        position
+        for position, (_, _, outputs) in enumerate(program)
+        if elementwise[position] and all(read_at(v, ready[position]) for v in outputs)
+    }
 
 
 def _is_depthwise(product: Gemm) -> bool:
@@ -66,9 +118,6 @@ def _is_depthwise(product: Gemm) -> bool:
 
 GROUPS = 16
 """Groups from which on, and features per group up to which, a convolution is no matrix product: a tile's least side."""
-
-FUSED = (0.3, 0.6)
-"""Kernels per elementwise equation, forward and backward: chains of them fuse."""
 
 
 def _product_work(product: Gemm, doubled: Gemm, samples: int, times: float, per_sample: float) -> Work:
@@ -85,5 +134,6 @@ def _product_work(product: Gemm, doubled: Gemm, samples: int, times: float, per_
     elif doubled.k > k:
         k = k / samples
     else:
-        return Work(flops, [Gemm("dot", m / samples, n, k, batch, copies=copies)])
-    return Work(flops, [Gemm("dot", m, n, k, batch, per_sample=grows, copies=copies)], per_sample * times)
+        return Work(flops, [Gemm("dot", m / samples, n, k, batch, copies=copies, bytes=product.bytes)])
+    one = Gemm("dot", m, n, k, batch, per_sample=grows, copies=copies, bytes=product.bytes)
+    return Work(flops, [one], per_sample * times)

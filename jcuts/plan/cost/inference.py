@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from jcuts.base.errors import UsageError
 from jcuts.plan.cost import collectives
+from jcuts.plan.cost.serving_plan import Serving, Servings
 from jcuts.plan.search.plan import TIERS
 from jcuts.plan.spec.cluster import GIB, Cluster
 from jcuts.plan.spec.layers import BYTES, Gemm, Model
@@ -20,113 +21,12 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Serving:
-    """A serving configuration on data x tensor x pipeline GPUs.
-
-    Attributes:
-        prompt, generate: tokens in and out per sequence (generate 0: a forward pass alone, without a cache).
-        micro: sequences that run through a layer together; count: micro-batches in flight per data-parallel replica.
-        weights_on_gpu: fraction of the weights that stays; the rest streams from ``weights``.
-        cache: tier of the key-value cache; host_attention: the host computes attention over a cache that it keeps, so
-            that the cache never crosses the link.
-        group: micro-batches that share a visit to a layer (0: all, parameter-resident; 1: activation-resident; between:
-            mixed). activations: tier where hidden states wait between layers when micro-batches share a visit.
-    """
-
-    prompt: int
-    generate: int
-    micro: int
-    count: int = 1
-    weights_on_gpu: float = 1.0
-    weights: str = "host"
-    cache: str = "gpu"
-    host_attention: bool = False
-    tensor: int = 1
-    data: int = 1
-    pipeline: int = 1
-    group: int = 0
-    activations: str = "gpu"
-
-    def __post_init__(self) -> None:
-        for name in ("prompt", "micro", "count", "tensor", "data", "pipeline"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)} must be at least 1", **{name: getattr(self, name)})
-        if self.generate < 0 or not 0 <= self.group <= self.count:
-            raise UsageError(
-                f"generate={self.generate} must be at least 0 and group={self.group} at most count={self.count}"
-            )
-        if not 0 <= self.weights_on_gpu <= 1:
-            raise UsageError(f"weights_on_gpu={self.weights_on_gpu} must be in [0, 1]", value=self.weights_on_gpu)
-        for name, known in (("weights", TIERS[1:]), ("cache", TIERS), ("activations", TIERS)):
-            if getattr(self, name) not in known:
-                raise UsageError(f"{name}={getattr(self, name)!r} is unknown: choose one of {known}", name=name)
-
-    @property
-    def batch(self) -> int:
-        """Sequences in flight on all GPUs."""
-        return self.micro * self.count * self.data
-
-    @property
-    def gpus(self) -> int:
-        """GPUs that the plan takes."""
-        return self.data * self.tensor * self.pipeline
-
-    @property
-    def policy(self) -> str:
-        """Scheduling policy: parameter-resident (PR), activation-resident (AR), between them, or all resident."""
-        if self.weights_on_gpu == 1 and self.activations == "gpu":
-            return "resident"
-        if self.count == 1 or self.group == 1:
-            return "AR"
-        return "PR" if self.group in (0, self.count) else f"PR by {self.group}"
-
-
-CODED = {"weights": TIERS, "cache": TIERS, "activations": TIERS}
-"""Fields of ``Serving`` that are coded by position."""
-
-
-class Servings:
-    """Many serving configurations as a struct of arrays: one array per field of ``Serving``; tiers are coded by their
-    position.  ``group`` 0 is replaced by ``count``."""
-
-    def __init__(self, columns: dict[str, NDArray]) -> None:
-        self.columns = columns
-        self.columns["group"] = np.where(columns["group"] == 0, columns["count"], columns["group"])
-
-    def __getitem__(self, name: str) -> NDArray:
-        return self.columns[name]
-
-    def __len__(self) -> int:
-        return len(self.columns["micro"])
-
-    @classmethod
-    def of(cls, plans: Iterable[Serving]) -> Servings:
-        """From single configurations."""
-        plans = list(plans)
-        made: dict[str, NDArray] = {}
-        for field in fields(Serving):
-            values = [getattr(plan, field.name) for plan in plans]
-            known = CODED.get(field.name)
-            made[field.name] = np.array([known.index(value) for value in values] if known else values)
-        return cls(made)
-
-    def plan(self, index: int) -> Serving:
-        """One of them."""
-        values: dict[str, object] = {}
-        for field in fields(Serving):
-            value = self.columns[field.name][index].item()
-            known = CODED.get(field.name)
-            values[field.name] = known[value] if known else value
-        return Serving(**values)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
 class ServingCosts:
     """Costs of many configurations: seconds, tokens (or, without decoding, sequences) per second, bytes per tier.
 
     Attributes: first: seconds from the batch's arrival to its last first token (prefill); step: seconds per further
     token; parts: seconds of one prefill visit and one decoding step by what takes them; memory: bytes per GPU, and per
-    node in host memory and storage.
+    node in host memory and storage; held: bytes of one GPU's weights, cache, waiting hidden states and working set.
     """
 
     first: Floats
@@ -135,6 +35,7 @@ class ServingCosts:
     per_second: Floats
     parts: dict[str, Floats]
     memory: dict[str, Floats]
+    held: dict[str, Floats]
 
     def short(self, cluster: Cluster) -> Floats:
         """Bytes that each tier is short by, rows GPU, host, storage."""
@@ -207,8 +108,8 @@ def serve_many(model: Model, cluster: Cluster, plans: Servings) -> ServingCosts:
         "host per step": groups * host,
         "cache per step": groups * cache_up,
     }
-    memory = _memory(model, cluster, plans, weights, cache_token, parked * prompt / np.ceil(model.layers / p))
-    return ServingCosts(first, step, decode, made / seconds, parts, memory)
+    memory, held = _memory(model, cluster, plans, weights, cache_token, parked * prompt / np.ceil(model.layers / p))
+    return ServingCosts(first, step, decode, made / seconds, parts, memory, held)
 
 
 def _stage_weights(model: Model, p: NDArray) -> Floats:
@@ -255,8 +156,8 @@ def _scan(cluster: Cluster) -> float:
 
 def _memory(
     model: Model, cluster: Cluster, plans: Servings, weights: Floats, cache_token: Floats, parked: Floats
-) -> dict[str, Floats]:
-    """Bytes per GPU, and per node in the tiers.
+) -> tuple[dict[str, Floats], dict[str, Floats]]:
+    """(bytes per GPU, and per node in the tiers; bytes of one GPU's tensors by class, wherever they lie).
 
     GPU = resident weights + two layers' buffers + working set + cache + hidden states that wait + reserved
     """
@@ -273,19 +174,26 @@ def _memory(
     layers = np.ceil(model.layers / plans["pipeline"])
     on_gpu = on_gpu + np.where(streamed, 2 * plans["micro"] * tokens * cache_token / layers, 0.0)
     waiting = np.where(plans["activations"] == 0, np.maximum(parked - BYTES * model.hidden * plans["micro"], 0.0), 0.0)
+    parking = parked * np.ceil(plans["count"] / plans["group"])
+    classes = {
+        "weights": weights,
+        "KV cache": cache,
+        "hidden states": np.where(plans["activations"] == 0, waiting, parking),
+        "working": working + buffers,
+    }
     made = {"gpu": on_gpu + waiting}
     for index, name in enumerate(TIERS[1:], 1):
         held = np.where(plans["weights"] == index, (1 - resident) * weights, 0.0)
         held = held + np.where(plans["cache"] == index, cache, 0.0)
-        held = held + np.where(plans["activations"] == index, parked * np.ceil(plans["count"] / plans["group"]), 0.0)
+        held = held + np.where(plans["activations"] == index, parking, 0.0)
         made[name] = held * cluster.gpus_per_node
-    return made
+    return made, classes
 
 
 @dataclass(frozen=True)
 class ServingCost:
     """Seconds of prefill, per decoding step and of all of them, generated tokens/s (without decoding: sequences/s),
-    bytes per tier, and what does not fit (empty: all does)."""
+    bytes per tier, what does not fit (empty: all does), and bytes of one GPU's tensors by class."""
 
     plan: Serving
     prefill: float
@@ -295,6 +203,7 @@ class ServingCost:
     parts: dict[str, float]
     memory: dict[str, float]
     short: str
+    held: dict[str, float]
 
     def to_json(self) -> dict[str, object]:
         """A JSON object."""
@@ -328,13 +237,18 @@ def serve(model: Model, cluster: Cluster, plan: Serving) -> ServingCost:
 
 def check(model: Model, generate: int) -> None:
     """Raises UsageError for a model that cannot generate, or has no tokens at all."""
-    if generate and not model.cache_bytes:
-        more = " (its forward pass: --serve PROMPT 0)" if model.hidden else ""
-        raise UsageError(
-            f"{model.name} is no transformer decoder: it has no prefill and decoding{more}", model=model.name
-        )
     if not model.hidden:
-        raise UsageError(f"{model.name} is no transformer: it has no sequences to serve", model=model.name)
+        raise UsageError(
+            f"{model.name} is no transformer that the planner knows: --serve needs a preset (jcuts plan --list) or a "
+            "TOML file of a transformer; a function's layers do not say what its key-value cache is",
+            model=model.name,
+        )
+    if generate and not model.cache_bytes:
+        raise UsageError(
+            f"{model.name} is no transformer decoder: it has no prefill and decoding (its forward pass: "
+            "--serve PROMPT 0)",
+            model=model.name,
+        )
 
 
 def costs_at(model: Model, cluster: Cluster, plans: Servings, positions: Iterable[int]) -> list[ServingCost]:
@@ -348,9 +262,12 @@ def costs_at(model: Model, cluster: Cluster, plans: Servings, positions: Iterabl
         lacks = [f"{TIERS[k]} memory short by {short[k, i] / GIB:.1f} GiB" for k in range(3) if short[k, i]]
         numbers = (found.first[i], found.step[i], found.decode[i], found.per_second[i])
         parts = {name: float(np.broadcast_to(value, found.first.shape)[i]) for name, value in found.parts.items()}
-        memory = {name: float(value[i]) for name, value in found.memory.items()}
+        memory, held = (
+            {name: float(np.broadcast_to(value, found.first.shape)[i]) for name, value in amounts.items()}
+            for amounts in (found.memory, found.held)
+        )
         first, step, decode, speed = map(float, numbers)
-        made.append(ServingCost(chosen.plan(i), first, step, decode, speed, parts, memory, ", ".join(lacks)))
+        made.append(ServingCost(chosen.plan(i), first, step, decode, speed, parts, memory, ", ".join(lacks), held))
     return made
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jcuts.base.errors import NotJaxError
 from jcuts.plan.cost.primitive_kinds import COLLECTIVES, FREE, HEAVY, REDUCTIONS
-from jcuts.plan.spec.layers import Gemm
+from jcuts.plan.spec.layers import BYTES, Gemm
 
 
 @dataclass
@@ -74,8 +74,10 @@ def trace(function: Callable, arguments: Sequence[Any]) -> Any:
 
 
 def products_of(equation: Any) -> Gemm | None:
-    """A ``dot_general`` or convolution as a GEMM (None for anything else)."""
+    """A ``dot_general``, ``ragged_dot`` or convolution as a GEMM (None for anything else)."""
     name = equation.primitive.name
+    if name == "ragged_dot_general":
+        return _ragged(equation)
     if name == "dot_general":
         (contract_l, contract_r), (batch_l, batch_r) = equation.params["dimension_numbers"]
         left, right = (v.aval.shape for v in equation.invars[:2])
@@ -83,7 +85,7 @@ def products_of(equation: Any) -> Gemm | None:
         k = math.prod(left[i] for i in contract_l)
         m = math.prod(s for i, s in enumerate(left) if i not in (*contract_l, *batch_l))
         n = math.prod(s for i, s in enumerate(right) if i not in (*contract_r, *batch_r))
-        return Gemm("dot", m, n, k, batch)
+        return Gemm("dot", m, n, k, batch, bytes=_width(equation))
     if name == "conv_general_dilated":
         numbers = equation.params["dimension_numbers"]
         groups = equation.params["feature_group_count"]
@@ -91,8 +93,32 @@ def products_of(equation: Any) -> Gemm | None:
         out = equation.outvars[0].aval.shape
         features = out[numbers.out_spec[1]]
         k = filters[numbers.rhs_spec[1]] * math.prod(filters[i] for i in numbers.rhs_spec[2:])
-        return Gemm("convolution", math.prod(out) / features, features / groups, k, groups)
+        return Gemm("convolution", math.prod(out) / features, features / groups, k, groups, bytes=_width(equation))
     return None
+
+
+def _ragged(equation: Any) -> Gemm:
+    """A grouped product whose groups are of about equal size: rows of the left side (or, for a gradient of the weights,
+    what is summed over) are dealt to as many products as there are groups."""
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (contract_l, contract_r), (batch_l, batch_r) = numbers.dot_dimension_numbers
+    left, right = (v.aval.shape for v in equation.invars[:2])
+    groups = math.prod(equation.invars[2].aval.shape[-1:])
+    batch = math.prod(left[i] for i in batch_l)
+    k = math.prod(left[i] for i in contract_l)
+    m = math.prod(s for i, s in enumerate(left) if i not in (*contract_l, *batch_l))
+    free = (*contract_r, *batch_r, *numbers.rhs_group_dimensions)
+    n = math.prod(s for i, s in enumerate(right) if i not in free)
+    (ragged,) = numbers.lhs_ragged_dimensions
+    if ragged in contract_l:
+        return Gemm("ragged dot", m, n, k / groups, batch * groups, bytes=_width(equation))
+    return Gemm("ragged dot", m / groups, n, k, batch * groups, bytes=_width(equation))
+
+
+def _width(equation: Any) -> int:
+    """Bytes of a product's values: 4 where operand and result have 32 bits (TF32), otherwise 2."""
+    wide = all(np.dtype(v.aval.dtype).itemsize >= 4 for v in (equation.invars[0], equation.outvars[0]))
+    return 4 if wide else BYTES
 
 
 def tally_jaxpr(jaxpr: Any, times: float = 1.0, into: OpCounts | None = None) -> OpCounts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -239,10 +239,8 @@ def _width(v: Value) -> int:
 
 def _product(gpu: Gpu, product: Any, node: Node, share: dict[Value, float]) -> float:
     """Seconds of a product; of 32-bit operands at half the 16-bit speed (TF32, XLA's default)."""
-    if np.dtype(node.outputs[0].aval.dtype).itemsize >= 4 and np.dtype(node.inputs[0].aval.dtype).itemsize >= 4:
-        gpu = replace(gpu, peak=gpu.peak / 2, bandwidth=gpu.bandwidth / 2)
     part = share.get(node.outputs[0], 1.0)
-    return part * float(gemm_time(gpu, product.m, product.n, product.k, product.batch))
+    return part * float(gemm_time(gpu, product.m, product.n, product.k, product.batch, width=product.bytes))
 
 
 def _check(cluster: Cluster, mesh: dict[str, int]) -> None:

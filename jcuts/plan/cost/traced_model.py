@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jcuts.base.errors import UsageError
-from jcuts.plan.cost.equation_work import Work, equation_work
+from jcuts.plan.cost.equation_work import Work, equation_work, fused_equations
 from jcuts.plan.cost.expanded_jaxpr import Alias, Node, Value
 from jcuts.plan.cost.flat_jaxpr import Flat, Piece
 from jcuts.plan.cost.jaxpr import bytes_of, trace
@@ -35,13 +35,13 @@ def model(
 ) -> Model:
     """A model for the planner from ``function(parameters, *inputs)``, its forward pass (a loss or outputs).
 
-    Inputs' first axis is the batch.  The function is traced at the example batch and at twice of it: extents that
-    double belong to samples, the rest to parameters; so any model is split into what micro-batches divide and what they
-    do not.  A ``scan`` over layers, and layers that repeat in a Python loop, become a block of that many layers; what
-    comes before and after the repeated layers is the first and the last stage's; layers that differ are cut into at
-    most ``cuts`` blocks of about equal work.  A parameter, or the slice of it, belongs to the layer that first mixes it
-    with data.  Parameters that are only looked up by data (embedding tables) may be divided by tables and rows when
-    they hold most of the values.
+    Inputs' first axis is the batch; inputs without axes (a random key) have none.  The function is traced at the
+    example batch and at twice of it: extents that double belong to samples, the rest to parameters; so any model is
+    split into what micro-batches divide and what they do not.  A ``scan`` over layers, and layers that repeat in a
+    Python loop, become a block of that many layers; what comes before and after the repeated layers is the first and
+    the last stage's; layers that differ are cut into at most ``cuts`` blocks of about equal work.  A parameter, or the
+    slice of it, belongs to the layer that first mixes it with data.  Parameters that are only looked up by data
+    (embedding tables) may be divided by tables and rows when they hold most of the values.
 
     Raises: NotJaxError if it cannot be traced; UsageError without a batch axis, or for a whole training step.
     """
@@ -50,7 +50,11 @@ def model(
     refuse_training_step(function, parameters, inputs, name)
 
     def sized(times: int) -> list[Any]:
-        grow = lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] * times, *leaf.shape[1:]), leaf.dtype)  # noqa: E731
+        def grow(leaf: Any) -> Any:
+            if not getattr(leaf, "shape", ()):
+                return leaf
+            return jax.ShapeDtypeStruct((leaf.shape[0] * times, *leaf.shape[1:]), leaf.dtype)
+
         return [jax.tree.map(grow, value) for value in inputs]
 
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), parameters)
@@ -77,8 +81,21 @@ def model(
         sample="sample",
         lookup_pooled=sum(entry.pooled for entry in work),
         lookup_rows=sum(entry.rows for entry in work),
+        casts=min(_cast_values(one) / count, 1.0) if count else 1.0,
         details={"parameters": count},
     )
+
+
+def _cast_values(flat: Flat) -> float:
+    """Parameter values that the function casts to a narrower type before it uses them."""
+    pieces = {
+        (piece.leaf, piece.part): piece.size
+        for node in flat.nodes
+        if node.name == "convert_element_type" and node.inputs and node.inputs[0] not in flat.data
+        for piece in flat.sources.get(node.inputs[0], frozenset())
+        if bytes_of(node.outputs[0]) < bytes_of(node.inputs[0])
+    }
+    return sum(pieces.values())
 
 
 def arrays_only(function: Callable, parameters: Any) -> tuple[Callable, Any]:
@@ -99,13 +116,20 @@ def arrays_only(function: Callable, parameters: Any) -> tuple[Callable, Any]:
 
 
 def batch_of(inputs: Sequence[Any]) -> int:
-    """Samples of the example inputs: their common first axis.  Raises: UsageError if there is none."""
-    leaves = jax.tree.leaves(inputs)
-    if not leaves or any(not getattr(leaf, "shape", ()) for leaf in leaves):
-        raise UsageError("every input needs a first axis that is the batch")
-    samples = leaves[0].shape[0]
-    if any(leaf.shape[0] != samples for leaf in leaves):
-        raise UsageError(f"inputs disagree on the batch: first axes are {[leaf.shape[0] for leaf in leaves]}")
+    """Samples of the example inputs: their common first axis; inputs without axes (a random key, a step number) have
+    none.  Raises: UsageError if there is none."""
+    leaves = [(f"input {i}", leaf) for i, tree in enumerate(inputs, 1) for leaf in jax.tree.leaves(tree)]
+    shapes = [(name, tuple(getattr(leaf, "shape", ()))) for name, leaf in leaves]
+    batched = [(name, shape) for name, shape in shapes if shape]
+    if not batched:
+        raise UsageError("the inputs have no axis that is the batch: one of them needs a first axis that is")
+    samples = batched[0][1][0]
+    if any(shape[0] != samples for _, shape in batched):
+        listed = ", ".join(f"{name} {shape}" for name, shape in batched)
+        raise UsageError(
+            f"inputs disagree on the batch, which is their first axis: {listed}; what has no batch axis belongs into "
+            "the parameters or into the function (functools.partial)"
+        )
     return samples
 
 
@@ -142,6 +166,7 @@ def _works(one: Flat, two: Flat, samples: int, held: Sequence[float]) -> Iterato
     left = list(held)
     seen: set[tuple] = set()
     pooled = _pooled(one)
+    fused = fused_equations([(n.equation, n.inputs, n.outputs) for n in one.nodes], [v for v in one.results if v])
     for position, (node, other) in enumerate(zip(one.nodes, two.nodes, strict=True)):
         mine: set[Piece] = set()
         if any(v in one.data for v in node.inputs) and not isinstance(node.equation, Alias):
@@ -155,7 +180,7 @@ def _works(one: Flat, two: Flat, samples: int, held: Sequence[float]) -> Iterato
             held_here += size
         if not any(v in one.data for v in node.outputs) or isinstance(node.equation, Alias):
             continue
-        made = equation_work(node.equation, other.equation, samples)
+        made = equation_work(node.equation, other.equation, samples, fused=position in fused)
         made.alive = max(alive_two[position] - alive_one[position], 0.0) / samples
         made.key = (node.name, *(v.aval.shape for v in node.inputs), *(v.aval.shape for v in node.outputs))
         if node.name == "gather" and node.inputs and node.inputs[0] not in one.data and mine:

@@ -75,7 +75,8 @@ def estimate(model: Model, cluster: Cluster, plans: Plans, work: Training) -> Es
     passes = _passes(body, plans, work.pruned)
     # Casts and sums of a stage's parameters in every micro-batch; under zero 3 of those that were gathered.
     speed = cluster.gpu.bandwidth * cluster.gpu.memory_efficiency
-    cast = (work.micro_traffic * held.parameters + _stacked(model, plans, held, work, micro_batches)) / speed
+    traffic = work.micro_traffic - (1 - model.casts) * work.cast_traffic
+    cast = (traffic * held.parameters + _stacked(model, plans, held, work, micro_batches)) / speed
     # Edge blocks sit in the first and the last stage; the heavier of the two sets the pace.
     heavier = np.where(p == 1, first["total"] + last["total"], np.maximum(first["total"], last["total"]))
     stage = {name: share * value for name, value in passes.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time as clock
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +31,11 @@ AXES = KIND.index("micro") + 1
 
 LOOKED_AT = 4096
 """Fastest plans of each chunk among which the kinds are told apart."""
+
+
+SAVED = 0.1
+"""Share of memory, on a GPU or over all tiers, that a slower plan of the same axes and micro-batch must save to be
+listed beside the faster one."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ def search(
     top: int = 10,
     explain: int = 12,
 ) -> Result:
-    """Costs every plan of ``space`` and ranks those that fit: by time, then total memory, then simplicity.
+    """Costs every plan of ``space`` and ranks those that fit (``Ranked.order``).
 
     Args: gpus: how many of the cluster's GPUs to use (default: all); top: plans to return; explain: rejected
     neighbours.
@@ -100,7 +105,7 @@ def search(
         good = plans.take(fits)
         found = estimate(model, cluster, good, work)
         total = found.time.total
-        quick = _fastest(good, total, total_memory(cluster, good, found.memory), limit)
+        quick = _fastest(good, total, found.memory.gpu, total_memory(cluster, good, found.memory), limit)
         edge = _front(total, found.memory.gpu)
         chosen = np.unique(np.concatenate([quick, edge]))
         costed = cost_arrays(model, cluster, good.take(chosen), work)
@@ -115,8 +120,8 @@ def search(
     return Result(tuple(kept[:top]), tuple(pareto(front)), rejected, considered, fitting, seconds, reasons)
 
 
-def _fastest(plans: Plans, total: NDArray, memory: NDArray, limit: int) -> NDArray[np.intp]:
-    """Positions of the ``limit`` fastest plans, one of each kind, ties by memory (arrays over plans).
+def _fastest(plans: Plans, total: NDArray, gpu: NDArray, memory: NDArray, limit: int) -> NDArray[np.intp]:
+    """Positions of the ``limit`` fastest plans, one of each kind, ties by memory (arrays over plans); see ``_apart``.
 
     Of more equally fast plans than are looked at, those that use the least memory.
     """
@@ -126,22 +131,35 @@ def _fastest(plans: Plans, total: NDArray, memory: NDArray, limit: int) -> NDArr
     time = np.round(np.log(np.maximum(total[near], LEAST)) * RESOLUTION)
     space = np.round(np.log(np.maximum(memory[near], LEAST)) * RESOLUTION)
     away = np.sum([plans[name][near] > 0 for name in CLASSES], axis=0)
-    near = near[np.lexsort((plans["chunks"][near], away, space, time))][: most + 1]
-    code = plans.kinds(near)
-    _, first = np.unique(code, return_index=True)
-    return near[np.sort(first)[:limit]]
+    near = near[np.lexsort((plans["chunks"][near], space, away, time))][: most + 1]
+    _, first = np.unique(plans.codes(near, KIND), return_index=True)
+    near = near[np.sort(first)]
+    chosen = _apart(plans.codes(near, KIND[:AXES]).tolist(), gpu[near].tolist(), memory[near].tolist())
+    return near[chosen[:limit]]
+
+
+def _apart(mesh: Sequence[Hashable], gpu: Sequence[float], total: Sequence[float]) -> list[int]:
+    """Positions, of plans fastest first, of those that take less memory than every faster one of their mesh: ``SAVED``
+    less on a GPU or over all tiers."""
+    made: list[int] = []
+    least: dict[Hashable, tuple[float, float]] = {}
+    for position, (key, mine, whole) in enumerate(zip(mesh, gpu, total, strict=True)):
+        before = least.get(key, (np.inf, np.inf))
+        if mine < (1 - SAVED) * before[0] or whole < (1 - SAVED) * before[1]:
+            made.append(position)
+            least[key] = (min(mine, before[0]), min(whole, before[1]))
+    return made
 
 
 def distinct(plans: Iterable[Ranked]) -> list[Ranked]:
     """The best plan of each kind (``Ranked.kind``), best first: variants of one plan are not listed beside it, nor are
-    plans of its axes and micro-batch that move more tensors in the same time."""
+    slower plans of its axes and micro-batch that hardly save memory (``_apart``)."""
     kinds: dict[tuple, Ranked] = {}
     for one in sorted(plans, key=lambda ranked: ranked.order):
         kinds.setdefault(one.kind, one)
-    made: dict[tuple, Ranked] = {}
-    for one in kinds.values():
-        made.setdefault((f"{one.seconds:.5g}", *one.kind[:AXES]), one)
-    return list(made.values())
+    made = list(kinds.values())
+    gpu, total = [r.memory["gpu"] for r in made], [r.total_memory for r in made]
+    return [made[i] for i in _apart([r.kind[:AXES] for r in made], gpu, total)]
 
 
 def _front(seconds: NDArray, memory: NDArray) -> NDArray[np.intp]:

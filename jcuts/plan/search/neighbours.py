@@ -9,7 +9,7 @@ import numpy as np
 from jcuts.plan.cost.training_step import PARTS, estimate
 from jcuts.plan.search.plan import RECOMPUTE, TIERS, Plan, Plans
 from jcuts.plan.search.plan_space import CLASSES, Space
-from jcuts.plan.search.ranked import Ranked, indivisible, rounded, shortage, total_memory
+from jcuts.plan.search.ranked import Ranked, indivisible, machinery, rounded, shortage, total_memory
 from jcuts.plan.spec.cluster import GIB, Cluster
 from jcuts.plan.spec.layers import Model
 from jcuts.plan.spec.workload import Training
@@ -33,8 +33,10 @@ class Rejected:
     gain: float | None = None
 
 
-def neighbours(plan: Plan, batch: int) -> list[tuple[str, Plan]]:
+def neighbours(plan: Plan, batch: int, *, tables: bool = False, experts: bool = False) -> list[tuple[str, Plan]]:
     """Plans one step away: a factor 2 moved between two axes, the micro-batch, or one setting changed.
+
+    ``tables``, ``experts``: the model has embedding tables, or experts, to lay over the data axis in another way.
 
     One thing changes at a time: the scheduling policy (all micro-batches share a visit to a layer, or one, or between)
     stays the same policy when the number of micro-batches changes.
@@ -45,6 +47,7 @@ def neighbours(plan: Plan, batch: int) -> list[tuple[str, Plan]]:
             if up != down and getattr(plan, down) % 2 == 0:
                 change = {up: getattr(plan, up) * 2, down: getattr(plan, down) // 2}
                 made.append((f"{up} x2, {down} /2", _regrouped(plan, batch, **change)))
+    made += _on_the_data_axis(plan, *(("table", "row") if tables else ()), *(("expert",) if experts else ()))
     made.append(("micro x2", _regrouped(plan, batch, micro=plan.micro * 2)))
     if plan.micro % 2 == 0:
         made.append(("micro /2", _regrouped(plan, batch, micro=plan.micro // 2)))
@@ -66,6 +69,31 @@ def neighbours(plan: Plan, batch: int) -> list[tuple[str, Plan]]:
         for name, group in (("activation-resident", 1), ("parameter-resident", count)):
             if group != plan.group:
                 made.append((f"policy {name}", replace(plan, group=group)))
+    return made
+
+
+def _on_the_data_axis(plan: Plan, *names: str) -> list[tuple[str, Plan]]:
+    """Twice and half the size of axes that lie on the data axis, and a factor 2 moved between tables and rows."""
+    changes = [{name: getattr(plan, name) * 2} for name in names]
+    changes += [{name: getattr(plan, name) // 2} for name in names if getattr(plan, name) % 2 == 0]
+    if "table" in names:
+        changes += [
+            {up: getattr(plan, up) * 2, down: getattr(plan, down) // 2}
+            for up, down in (("table", "row"), ("row", "table"))
+            if getattr(plan, down) % 2 == 0
+        ]
+        over = plan.table * plan.row
+        changes += [{"row": over, "table": 1}] * (plan.table > 2)
+    made = []
+    for change in changes:
+        sizes = {name: change.get(name, getattr(plan, name)) for name in ("table", "row", "expert")}
+        if plan.data % (sizes["table"] * sizes["row"]) or plan.data % sizes["expert"]:
+            continue
+        factors = {name: (size, getattr(plan, name)) for name, size in change.items()}
+        label = ", ".join(
+            f"{n} x{new // old}" if new > old else f"{n} /{old // new}" for n, (new, old) in factors.items()
+        )
+        made.append((label, replace(plan, **change)))
     return made
 
 
@@ -93,12 +121,14 @@ def explain_neighbours(
     model: Model, cluster: Cluster, work: Training, best: Ranked, space: Space, limit: int | None
 ) -> tuple[Rejected, ...]:
     """The neighbours of a plan, fastest first, with the reason that each lost: it does not divide, does not fit, or is
-    slower, and by which parts of the step.
+    slower, and by which parts of the step.  A setting without effect on time and memory (selective recomputation of a
+    model without an attention core) is no neighbour.
 
     Args: limit: neighbours to return (None: all).
     """
     made: list[tuple[float, Rejected]] = []
-    for changed, plan in neighbours(best.plan, work.batch):
+    near = neighbours(best.plan, work.batch, tables=bool(model.tables), experts=model.experts > 1)
+    for changed, plan in near:
         reason = indivisible(model, plan, work)
         if reason:
             made.append((np.inf, Rejected(plan, changed, reason)))
@@ -117,6 +147,9 @@ def explain_neighbours(
             made.append((LATE + float(short.sum()), Rejected(plan, changed, lacks)))
             continue
         parts = {part: float(getattr(found.time, part)[0]) for part in PARTS}
+        held = {tier: float(found.memory.tier(k)[0]) for k, tier in enumerate(TIERS)}
+        if parts == best.parts and held == best.memory:
+            continue
         memory = float(total_memory(cluster, plans, found.memory)[0])
         reason = compare(best, plan, seconds, parts, memory, space)
         made.append((seconds, Rejected(plan, changed, reason, 1 - seconds / best.seconds)))
@@ -135,21 +168,46 @@ def compare(best: Ranked, plan: Plan, seconds: float, parts: dict[str, float], m
         saved = _largest({part: -value for part, value in more.items()}, sign="-")
         return f"{change}: {saved}" + (f"; not searched: {bound}" if bound else "")
     if rounded(memory) > rounded(best.total_memory):
-        return f"equal time; {(memory - best.total_memory) / GIB:,.1f} GiB more memory over all tiers"
+        return f"equal time; {_size(memory - best.total_memory)} more memory over all tiers"
     if rounded(memory) < rounded(best.total_memory):
-        return f"equal time; {(best.total_memory - memory) / GIB:,.1f} GiB less memory over all tiers"
-    return "equal time and memory; one mechanism more"
+        return f"equal time; {_size(best.total_memory - memory)} less memory over all tiers"
+    return f"equal time and memory{_machinery(best.plan, plan)}"
+
+
+def _size(count: float) -> str:
+    return f"{count / GIB:,.1f} GiB" if 20 * count >= GIB else f"{count / 2**20:,.3g} MiB"
+
+
+def _machinery(best: Plan, plan: Plan) -> str:
+    """What a plan needs more of than one as fast and as small (empty: nothing)."""
+    names = ("more tensor classes off the GPU", "more recomputation", "sequence parallelism", "a higher ZeRO stage")
+    names += ("more chunks per stage",)
+    pairs = zip(names, machinery(best), machinery(plan), strict=True)
+    return next((f"; {name}" for name, mine, other in pairs if other > mine), "")
 
 
 def _percent(change: float) -> str:
+    if change >= TIMES:
+        return f"{1 + change:.3g} times as long"
     return f"{change:+.1%}" if abs(change) * 2000 >= 1 else f"{100 * change:+.2g}%"
 
 
 def _largest(parts: dict[str, float], sign: str = "+") -> str:
-    """The largest part of a difference, and the second where it is at least a fifth of it."""
-    first, second = sorted(parts, key=lambda part: -parts[part])[:2]
-    shown = [first] + ([second] if parts[second] > 0.2 * parts[first] else [])
-    return ", ".join(f"{part} {sign}{_time(parts[part])}" for part in shown)
+    """The largest part of a difference, and where they are at least a fifth of it the second and the largest part of
+    the opposite sign, which it is offset against."""
+    first, second, *_, last = sorted(parts, key=lambda part: -parts[part])
+    shown = [first] + ([second] if parts[second] > NOTABLE * parts[first] else [])
+    if -parts[last] > NOTABLE * parts[first]:
+        shown.append(last)
+    opposite = "-" if sign == "+" else "+"
+    return ", ".join(f"{part} {sign if parts[part] > 0 else opposite}{_time(abs(parts[part]))}" for part in shown)
+
+
+TIMES = 4.0
+"""Relative difference from which on a factor says more than a percentage."""
+
+NOTABLE = 0.2
+"""Share of the largest part of a difference from which on another part is named beside it."""
 
 
 def _time(seconds: float) -> str:

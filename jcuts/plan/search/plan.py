@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 
 import numpy as np
@@ -192,10 +192,10 @@ class Plans:
             columns[field.name] = np.array([known.index(v) for v in values] if known else values, dtype=np.int64)
         return cls(**columns)
 
-    def kinds(self, index: NDArray) -> NDArray[np.int64]:
-        """A number per plan at some positions, equal for variants of one plan (``ranked.Ranked.kind``)."""
+    def codes(self, index: NDArray, names: Sequence[str]) -> NDArray[np.int64]:
+        """A number per plan at some positions, equal where the named settings are (``KIND``: variants of one plan)."""
         code = np.zeros(len(index), dtype=np.int64)
-        for name in KIND:
+        for name in names:
             column = self.columns[name][index]
             _, position = np.unique(column, return_inverse=True)
             code = code * (int(position.max(initial=0)) + 1) + position

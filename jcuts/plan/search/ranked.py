@@ -51,17 +51,24 @@ class Ranked:
 
     @property
     def order(self) -> tuple:
-        """Sort key: time, then total memory, then simplicity (fewer mechanisms), then the settings themselves."""
+        """Sort key: time, then tensor classes off the GPU (what need not move stays), then total memory, then
+        simplicity (fewer mechanisms), then the settings themselves."""
         plan = self.plan
-        away = sum(getattr(plan, name) != "gpu" for name in CLASSES)
-        machinery = (away, RECOMPUTE.index(plan.recompute), plan.sequence_parallel, plan.zero, plan.chunks)
-        return (rounded(self.seconds), rounded(self.total_memory), *machinery, plan.group, astuple(plan))
+        away, *rest = machinery(plan)
+        return (rounded(self.seconds), away, rounded(self.total_memory), *rest, plan.group, astuple(plan))
 
     @property
     def kind(self) -> tuple:
         """What makes plans different to a reader: axes, micro-batch, schedule, recomputation, tiers.  Plans that differ
         in chunks per stage, group, ZeRO stage or sequence parallelism alone are variants of one kind."""
         return tuple(getattr(self.plan, name) for name in KIND)
+
+
+def machinery(plan: Plan) -> tuple[int, ...]:
+    """Mechanisms that a plan needs, for ties: tensor classes off the GPU, recomputation, sequence parallelism, ZeRO
+    stage, chunks per stage."""
+    away = sum(getattr(plan, name) != "gpu" for name in CLASSES)
+    return (away, RECOMPUTE.index(plan.recompute), int(plan.sequence_parallel), plan.zero, plan.chunks)
 
 
 def rounded(value: float) -> int:
@@ -121,6 +128,8 @@ def indivisible(model: Model, plan: Plan, work: Training) -> str:
             return f"tensor {plan.tensor}: {model.name} has no tensor axis that the planner could divide"
         return f"tensor {plan.tensor} does not divide {model.tensor_limit} heads"
     if model.experts % plan.expert:
+        if model.experts == 1:
+            return f"expert {plan.expert}: {model.name} has no expert axis that the planner could divide"
         return f"expert {plan.expert} does not divide {model.experts} experts"
     if plan.table * plan.row > 1 and not model.tables:
         return f"table {plan.table}, row {plan.row}: {model.name} has no embedding tables to divide"

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jcuts.base.errors import UsageError
-from jcuts.plan.cost.inference import Serving, ServingCost, ServingCosts, Servings, check, costs_at, serve_many
+from jcuts.plan.cost.inference import ServingCost, ServingCosts, check, costs_at, serve_many
+from jcuts.plan.cost.serving_plan import Serving, Servings
 from jcuts.plan.search.no_plan import NoPlanError
 from jcuts.plan.search.plan import TIERS
 from jcuts.plan.search.plan_space import divisors
@@ -135,10 +136,10 @@ def space(model: Model, cluster: Cluster, demand: Demand) -> Servings:
         if name is not None and name not in have:
             raise UsageError(f"cluster {cluster.name} has no [{name}]: it has {', '.join(have)}", tier=name)
     scans = cluster.host is not None and cluster.host.scan > 0
-    weights = _weights(have, demand)
     caches = have if demand.generate else ["gpu"]
     rows = []
     for data, tensor, pipeline in _meshes(model, cluster.gpus):
+        weights = _weights(have, demand, -(-model.layers // pipeline))
         counts = [-(-demand.batches // data)] if demand.batches else COUNTS
         for micro, count in itertools.product([demand.micro] if demand.micro else MICRO, counts):
             for group, (fraction, tier), cache in itertools.product(divisors(count), weights, caches):
@@ -159,14 +160,15 @@ def wait_alone(demand: Demand) -> str:
     return demand.activations or "gpu"
 
 
-def _weights(have: list[str], demand: Demand) -> list[tuple[float, str]]:
-    """(share on the GPU, tier of the rest)."""
+def _weights(have: list[str], demand: Demand, layers: int) -> list[tuple[float, str]]:
+    """(share on the GPU, tier of the rest): whole ones of a stage's layers, as many as each tenth has."""
     below = [name for name in have if name != "gpu"]
     if demand.weights == "gpu" or not below:
         return [(1.0, "host")]
     if demand.weights is not None:
         return [(0.0, demand.weights)]
-    return [(1.0, below[0]), *((tenth / TENTHS, tier) for tenth in range(TENTHS) for tier in below)]
+    kept = sorted({tenth * layers // TENTHS for tenth in range(TENTHS)})
+    return [(1.0, below[0]), *((count / layers, tier) for count in kept for tier in below)]
 
 
 def _meshes(model: Model, gpus: int) -> list[tuple[int, int, int]]:

@@ -25,6 +25,7 @@ class Gemm:
         expert: one of the ``experts`` of a mixture; rows then are those of all chosen experts.
         copies: number of such products in the block.
         gradient: products in the backward pass (2, or 1 when an operand needs none).
+        bytes: of an operand's value: 2, or 4 (float32, multiplied as TF32 at half the speed, XLA's default).
     """
 
     name: str
@@ -38,6 +39,7 @@ class Gemm:
     expert: bool = False
     copies: int = 1
     gradient: int = 2
+    bytes: int = BYTES
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ class Model:
     ``blocks`` follow each other; ``embed`` belongs to the first stage, ``head`` (logits and loss) to the last.
     ``tied``: head and embedding share parameters (their gradients are reduced between first and last stage).
     ``lookup_pooled``, ``lookup_rows``: bytes per sample that embedding tables give, after pooling and before it.
+    ``casts``: share of the parameters that software with casts (``Training.cast_traffic``) casts in every micro-batch.
     """
 
     name: str
@@ -136,6 +139,7 @@ class Model:
     cache_bytes: float = 0.0
     lookup_pooled: float = 0.0
     lookup_rows: float = 0.0
+    casts: float = 1.0
     details: dict[str, object] = field(default_factory=dict, compare=False)
 
     @cached_property

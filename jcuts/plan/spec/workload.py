@@ -23,6 +23,7 @@ class Training:
             parameters, gradients added up by the products themselves, as Megatron does.  34: 32-bit parameters of a JAX
             step, cast to 16 bits for the forward pass (6), again for recomputation and backward (6), gradients cast
             back (6) into a stack that zeros fill first (4), and added to 32-bit sums (12).
+        cast_traffic: what of it are casts (18 of the 34), not moved for parameters that a user's function leaves as is.
         autodiff: activations are kept as JAX differentiates equations and stacks results up in loops over layers and
             micro-batches: ``Block.autodiff_*`` instead of ``saved_*``, moved as ``cost`` says; with GPipe for every
             tick, idle ones too, and once more where a tick hands its layers' stack to the loop over ticks.
@@ -36,6 +37,7 @@ class Training:
     state_bytes: int = 12
     optimizer_traffic: float = 30.0
     micro_traffic: float = 0.0
+    cast_traffic: float = 0.0
     autodiff: bool = False
     pruned: bool = False
     overhead: float = 0.0
@@ -48,7 +50,7 @@ class Training:
 MEGATRON_TRAFFIC = 58.0
 
 SOFTWARE: dict[str, dict[str, float]] = {
-    "jax": {"micro_traffic": 34.0, "autodiff": True, "pruned": True},
+    "jax": {"micro_traffic": 34.0, "cast_traffic": 18.0, "autodiff": True, "pruned": True},
     "megatron": {"optimizer_traffic": MEGATRON_TRAFFIC},
     "lean": {},
 }

@@ -7,7 +7,8 @@ from jcuts.base.errors import UsageError
 from jcuts.plan.calibrate import memory_table, releases, validate
 from jcuts.plan.calibrate.tables import read_csv, shipped
 from jcuts.plan.cost import inference
-from jcuts.plan.cost.inference import Serving, serve
+from jcuts.plan.cost.inference import serve
+from jcuts.plan.cost.serving_plan import Serving
 from jcuts.plan.spec import cluster, model
 
 

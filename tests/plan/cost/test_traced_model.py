@@ -6,15 +6,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.planner import six_models
 from jcuts.base.errors import UsageError
-from jcuts.plan.cost import traced_model
+from jcuts.plan.cost import spmd_step, traced_model
+from jcuts.plan.cost.compute import gemm_time
+from jcuts.plan.cost.jaxpr import products_of
 from jcuts.plan.cost.repetition import Run, runs
+from jcuts.plan.cost.training_step import estimate
 from jcuts.plan.search.exhaustive import search
 from jcuts.plan.search.no_plan import NoPlanError
-from jcuts.plan.search.plan import Plan
+from jcuts.plan.search.plan import Plan, Plans
 from jcuts.plan.search.plan_space import Space
 from jcuts.plan.search.ranked import cost_plans
 from jcuts.plan.spec import cluster
+from jcuts.plan.spec.layers import Gemm, Stream
 from jcuts.plan.spec.workload import SOFTWARE, Training
 
 H100 = cluster.load("dgx-h100")
@@ -228,3 +233,58 @@ def test_depthwise_convolutions_are_bound_by_memory():
 
     made = traced_model.model(net, {"w": _struct(3, 3, 1, 64)}, _struct(8, 16, 16, 64))
     assert made.forward_flops == 0 and made.blocks[0].operations[0].forward == 2 * 2 * 16 * 16 * 64
+
+
+def _streams(made):
+    return {op.name: op for block in made.blocks for op in block.operations if isinstance(op, Stream)}
+
+
+def test_an_elementwise_chain_moves_its_end_only():
+    """tanh(x w) * 2 + 1, then a product: of three equations one result is written and read."""
+    made = traced_model.model(lambda w, x: (jnp.tanh(x @ w[0]) * 2 + 1) @ w[1], [_struct(32, 32)] * 2, _struct(8, 32))
+    assert {name: op.forward for name, op in _streams(made).items()} == {"add": 2 * 2 * 32}
+
+
+def test_a_ragged_product_is_as_many_products_as_it_has_experts():
+    """64 rows of 16 dealt to 4 experts: 2 x 64 x 16 x 32 FLOP, and every expert's weights once through memory."""
+
+    def net(w, x):
+        sizes = jnp.full((4,), x.shape[0] // 4, jnp.int32)
+        return jax.lax.ragged_dot(x, w, sizes)
+
+    made = traced_model.model(net, _struct(4, 16, 32), _struct(64, 16))
+    (op,) = [op for block in made.blocks for op in block.operations if isinstance(op, Gemm)]
+    assert made.forward_flops * 64 == 2 * 64 * 16 * 32 and op.batch == 4 and op.m * 64 == 16
+    gradients = jax.make_jaxpr(jax.grad(lambda w, x: net(w, x).sum(), (0, 1)))(_struct(4, 16, 32), _struct(64, 16))
+    found = [product for e in gradients.eqns if (product := products_of(e)) is not None]
+    assert all(2 * g.m * g.n * g.k * g.batch == 2 * 64 * 16 * 32 for g in found) and len(found) >= 2
+
+
+def test_products_of_32_bits_take_twice_as_long():
+    narrow, wide = (_struct(4096, 4096, dtype=kind) for kind in (jnp.bfloat16, jnp.float32))
+    nets = [traced_model.model(lambda w, x: x @ w, w, _struct(4096, 4096, dtype=w.dtype)) for w in (narrow, wide)]
+    one, two = (net.blocks[0].operations[0] for net in nets)
+    assert (one.bytes, two.bytes) == (2, 4)
+    assert gemm_time(H100.gpu, 4096, 4096, 4096, width=4) == 2 * gemm_time(H100.gpu, 4096, 4096, 4096)
+
+
+def test_only_parameters_that_are_cast_are_moved_by_casts():
+    """Half of the values are 32-bit ones that the function casts; 18 of 34 bytes per value are casts."""
+    w = {"a": _struct(64, 64, dtype=jnp.float32), "b": _struct(64, 64)}
+    made = traced_model.model(lambda w, x: x @ w["a"].astype(x.dtype) @ w["b"], w, _struct(8, 64))
+    assert made.casts == 0.5
+    plans, work = Plans.of([Plan()]), Training(1, **SOFTWARE["jax"])
+    time = [estimate(replace(made, casts=c), H100.resized(1), plans, work).time.compute[0] for c in (0.0, 0.5, 1.0)]
+    moved = 18 * 0.5 * 2 * 64 * 64 / (H100.gpu.bandwidth * H100.gpu.memory_efficiency)
+    assert time[1] - time[0] == pytest.approx(moved) and time[2] - time[1] == pytest.approx(moved)
+
+
+@pytest.mark.parametrize(("name", "most"), [("scan_over_layers", 0.1), ("u_net", 0.1)])
+def test_a_plan_on_one_gpu_costs_what_the_functions_own_program_does(name, most):
+    """Forward and backward of all samples at once, by layers and (``spmd_step``) by the derivative's program."""
+    function, parameters, *inputs = getattr(six_models, name)()
+    made, one = traced_model.model(function, parameters, *inputs), H100.resized(1)
+    work = Training(made.batch, **SOFTWARE["jax"])
+    planned = estimate(made, one, Plans.of([Plan(micro=made.batch)]), work).time.compute[0]
+    own = spmd_step.step_time(jax.value_and_grad(function), parameters, *inputs, cluster=one).seconds
+    assert planned == pytest.approx(own, rel=most)

@@ -16,6 +16,7 @@ from jcuts.plan.search.no_plan import NoPlanError
 from jcuts.plan.search.plan import Plan
 from jcuts.plan.search.plan_space import Space
 from jcuts.plan.search.ranked import cost_plans
+from jcuts.plan.search.stage_layout import of_training
 from jcuts.plan.spec import cluster, model
 from jcuts.plan.spec.workload import Training
 
@@ -182,6 +183,28 @@ def test_placement_is_never_worse_than_the_plans_whole_classes():
     waits = best.parts["tiers"] + best.parts["optimizer"] - resident.parts["optimizer"]
     assert found.exposed <= waits * 1.001
     assert found.memory["gpu"] <= where.gpu.memory * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_placement_is_of_whole_layers_and_has_each_once(chunks):
+    """Fractions that no program executes are no placement: every layer's tensors lie in one tier."""
+    made, where, work = model.load("gpt3-6.7b"), cluster.load("thesis-a").resized(4), Training(64)
+    plan = Plan(data=2, pipeline=2, micro=2, recompute="full", chunks=chunks, group=16)
+    plan = replace(plan, schedule="interleaved" if chunks > 1 else "1f1b", optimizer="host")
+    made = replace(made, blocks=tuple(replace(block, count=30) for block in made.blocks))
+    placed = tier_placement.refine(made, where, plan, work)
+    assert all(sum(counts.values()) == 15 for counts in placed.layers.values()) and len(placed.layers) == 4
+    for name, counts in placed.layers.items():
+        assert {t: n / 15 for t, n in counts.items()} == pytest.approx(placed.fractions[name], abs=1e-6)
+    layout = of_training(plan, placed, made.layers)
+    assert [stage.gpus for stage in layout.stages] == [(0, 1), (2, 3)]
+    assert len(layout.stages[0].layers) == chunks
+    brief, full = layout.rows(brief=True), layout.rows()
+    assert brief[-1][0] == "2-3" and brief[-1][2] == "as above" and len(full) == 2 * (len(brief) - 1)
+    for name in placed.layers:
+        held = [held for stage in layout.stages for held in stage.held if held.tensors == name]
+        layers = [layer for part in held for first, last in part.layers for layer in range(first, last + 1)]
+        assert sorted(layers) == list(range(30))
 
 
 def test_placement_that_cannot_be():

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from jcuts.plan.search import heterogeneous
-from jcuts.plan.search.exhaustive import gpu_counts, over_gpu_counts, search
-from jcuts.plan.search.neighbours import explain_neighbours, micro_batches, neighbours, outside
+from jcuts.plan.search.exhaustive import AXES, SAVED, gpu_counts, over_gpu_counts, search
+from jcuts.plan.search.neighbours import compare, explain_neighbours, micro_batches, neighbours, outside
 from jcuts.plan.search.no_plan import NoPlanError
 from jcuts.plan.search.plan import Plan
 from jcuts.plan.search.plan_space import Space
@@ -58,6 +58,18 @@ def test_micro_batches_have_no_bound_unless_one_is_set_and_then_the_reason_names
     assert larger.gain is not None and larger.gain > 0 and "not searched: micro is at most 16" in larger.reason
 
 
+def test_what_need_not_move_stays_on_the_gpu():
+    """A tensor class on the host in the same time, and less memory over all tiers: no reason to move it."""
+    made, work = model.load("gpt3-1.3b"), Training(8)
+    space = Space(recompute=("full",), tensor=1, context=1, micro=1, schedules=("1f1b",), zero=(0,))
+    best = search(made, A100, work, gpus=8, space=space, explain=0).best
+    assert best.plan.policy == "resident"
+    moved = replace(best.plan, activations="host")
+    resident, host = cost_plans(made, A100.resized(8), [best.plan, moved], work)
+    tie = replace(host, seconds=resident.seconds, total_memory=0.5 * resident.total_memory)
+    assert resident.order < tie.order
+
+
 OFFLOADED = Plan(data=4, micro=4, zero=1, parameters="host", activations="host", group=16)
 
 
@@ -107,6 +119,16 @@ def test_plans_that_differ_in_a_variant_only_are_listed_once():
     assert len({ranked.kind for ranked in found.ranked}) == len(found.ranked) == 5
 
 
+def test_slower_plans_of_the_same_axes_are_listed_only_where_they_save_memory():
+    """GPT-3 1.3B fits on 8 GPUs: the same mesh with one class on the host is no plan of its own."""
+    found = search(model.load("gpt3-1.3b"), A100, Training(64), gpus=8, top=8, explain=0)
+    assert len(found.ranked) == 8
+    for i, slow in enumerate(found.ranked):
+        for fast in found.ranked[:i]:
+            if slow.kind[:AXES] == fast.kind[:AXES]:
+                assert min(slow.memory["gpu"] / fast.memory["gpu"], slow.total_memory / fast.total_memory) < 1 - SAVED
+
+
 def test_pareto_over_gpu_counts():
     made, work = model.load("gpt3-1.3b"), Training(64)
     assert gpu_counts(A100.resized(16)) == [1, 2, 4, 8, 16]
@@ -153,3 +175,45 @@ def test_a_group_whose_memory_is_too_small_is_left_out():
     assert best.split == (8, 0) and best.memory["gpu"] > 1.05 * GIB
     with pytest.raises(NoPlanError, match="does not fit"):
         search(TINY, _uneven((1, _gpu("x", 1, 1.01)), (1, _gpu("y", 2, 1.01))), Training(8), space=Space(offload=()))
+
+
+def _reasons(made, best, work, where=A100):
+    return {
+        r.changed: r.reason for r in explain_neighbours(made, where.resized(best.plan.gpus), work, best, Space(), None)
+    }
+
+
+def test_a_setting_without_effect_is_no_neighbour():
+    """Selective recomputation repeats the attention core: of a convolutional network it is the same program."""
+    made, work = model.load("resnet50"), Training(256)
+    best = search(made, A100, work, gpus=8, space=Space(offload=()), explain=0).best
+    assert best.plan.recompute == "none" and "recompute selective" not in _reasons(made, best, work)
+    gpt = model.load("gpt3-1.3b")
+    (given,) = cost_plans(gpt, A100, [Plan(data=8, micro=1)], Training(64))
+    assert "recompute selective" in _reasons(gpt, given, Training(64))
+
+
+def test_a_reason_names_what_a_change_costs_and_what_it_saves():
+    """4 GPUs as a tensor axis: its reductions, against gradients that need none; the parts explain the sum."""
+    made, work = model.load("gpt3-1.3b"), Training(64)
+    (given,) = cost_plans(made, A100, [Plan(data=8, micro=8, recompute="full")], work)
+    reason = _reasons(made, given, work)["tensor x2, data /2"]
+    assert "+" in reason and "gradients -" in reason
+
+
+def test_equal_plans_are_told_apart_by_the_mechanism_that_one_needs_more_of():
+    made, work = model.load("gpt3-1.3b"), Training(64)
+    (given,) = cost_plans(made, A100, [Plan(data=8, micro=8, recompute="full")], work)
+    sentence = lambda plan: compare(given, plan, given.seconds, given.parts, given.total_memory, Space())  # noqa: E731
+    assert sentence(replace(given.plan, zero=1)) == "equal time and memory; a higher ZeRO stage"
+    assert sentence(replace(given.plan, recompute="none")) == "equal time and memory"
+
+
+def test_tables_rows_and_experts_have_neighbours_where_a_model_has_them():
+    plan = Plan(data=8, table=4, expert=2)
+    labels = dict(neighbours(plan, 64, tables=True, experts=True))
+    assert labels["table x2"].table == 8 and labels["row x2, table /2"].row == 2 and labels["expert /2"].expert == 1
+    whole = labels["row x4, table /4"]
+    assert (whole.table, whole.row) == (1, 4)
+    assert not {label for label, _ in neighbours(plan, 64) if label.startswith(("table", "row", "expert"))}
+    assert all(other.data % (other.table * other.row) == 0 for other in labels.values())

@@ -4,7 +4,7 @@
     python benchmarks/planner/gpu_memory.py --out dry --dry        # small steps on this CPU: finds typos
 
 Layouts differ in recomputation, micro-batches and format; the step is `gpt_step.py` with Adam, its state donated.
-`predicted` is `plan.cost.jaxpr_liveness`, which sees the jaxpr alone; `compiled` is XLA's own `memory_analysis`;
+`predicted` is `plan.cost.program_memory`, which sees the jaxpr alone; `compiled` is XLA's own `memory_analysis`;
 `in_use` the allocator's peak over three steps, weights and batch included.  Layouts that are there already are skipped.
 """
 

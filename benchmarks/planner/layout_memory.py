@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 
 from benchmarks.planner import gpt_step as gpt
-from jcuts.plan.cost import jaxpr_liveness
+from jcuts.plan.cost.program_memory import jaxpr_liveness
 
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"micro": 2, "count": 1},

@@ -5,7 +5,7 @@
 
 Twelve layouts of `gpt_step.py` over four GPUs.  `compiled` is `memory_analysis` of the program that XLA's GPU compiler
 makes for a mock topology (PJRT's compile-only devices: ``target_config`` describes one GPU, ``topology`` how many);
-`predicted` is `plan.cost.jaxpr_liveness`.  Autotuning is off, as there is no device to time on.
+`predicted` is `plan.cost.program_memory.jaxpr_liveness`.  Autotuning is off, as there is no device to time on.
 """
 
 from __future__ import annotations

@@ -191,7 +191,8 @@ def _model(arguments: argparse.Namespace, cluster: Cluster) -> Model | None:
     name = arguments.model
     if not plan_model.is_function(name):
         return plan_model.from_name(name, sequence=arguments.sequence, flash=arguments.flash)
-    from jcuts.plan.cost import jaxpr_liveness, spmd_step, traced_model
+    from jcuts.plan.cost import spmd_step, traced_model
+    from jcuts.plan.cost.program_memory import jaxpr_liveness
 
     if arguments.sequence:
         raise UsageError("--sequence is for presets and TOML files: a function's example inputs have their own")

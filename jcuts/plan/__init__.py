@@ -2,7 +2,7 @@
 time.
 
 `spec/` holds the inputs, `cost/` the cost models, `search/` the plan search, `calibrate/` measures clusters;
-`jax_mesh.py` turns a plan into a JAX mesh and shardings.  ``cost.jaxpr``, ``cost.jaxpr_liveness``, ``cost.spmd_step``,
-``jax_mesh`` and, when called, ``calibrate.measure`` import jax; everything else is NumPy (and cvxpy in
-``search.tier_placement``, SciPy in fits).
+`jax_mesh.py` turns a plan into a JAX mesh and shardings.  ``cost.jaxpr``, ``cost.program_memory``,
+``cost.spmd_step``, ``jax_mesh`` and, when called, ``calibrate.measure`` import jax; everything else is NumPy (and cvxpy
+in ``search.tier_placement``, SciPy in fits).
 """

@@ -16,13 +16,13 @@ import numpy as np
 
 from jcuts.base.errors import UsageError
 from jcuts.plan.cost import collectives
-from jcuts.plan.cost.buffer_ownership import owners
 from jcuts.plan.cost.compute import gemm_time
 from jcuts.plan.cost.expanded_jaxpr import Node, Value, inlined, is_kept_loop
 from jcuts.plan.cost.jaxpr import bytes_of, inner, products_of, trace
-from jcuts.plan.cost.jaxpr_liveness import shares
-from jcuts.plan.cost.loop_stacks import copied
 from jcuts.plan.cost.primitive_kinds import BUFFERS, COLLECTIVES, UPDATES, VIEWS
+from jcuts.plan.cost.program_memory.buffer_ownership import owners
+from jcuts.plan.cost.program_memory.jaxpr_liveness import shares
+from jcuts.plan.cost.program_memory.loop_stacks import copied
 from jcuts.plan.spec.cluster import Cluster, Gpu
 from jcuts.trace import jaxapi
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jcuts.plan.cost import jaxpr_liveness
+from jcuts.plan.cost.program_memory import jaxpr_liveness
 
 N = 2048
 BYTES = N * N * 4

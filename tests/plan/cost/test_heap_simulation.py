@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jcuts.plan.cost.heap_simulation import Buffer, Timeline
+from jcuts.plan.cost.program_memory.heap_simulation import Buffer, Timeline
 
 
 def _timeline(*lifetimes):

@@ -15,8 +15,6 @@ import jax
 import numpy as np
 
 from jcuts.base.csv_file import read_csv
-from jcuts.plan.cost import buffer_ownership, instruction_schedule, loop_stacks
-from jcuts.plan.cost.buffer_ownership import opaque_node
 from jcuts.plan.cost.expanded_jaxpr import (
     Node,
     Value,
@@ -26,9 +24,11 @@ from jcuts.plan.cost.expanded_jaxpr import (
     is_conditional,
     is_kept_loop,
 )
-from jcuts.plan.cost.heap_simulation import Buffer, Lifetime, Timeline
 from jcuts.plan.cost.jaxpr import bytes_of, inner, trace
 from jcuts.plan.cost.primitive_kinds import BUFFERS
+from jcuts.plan.cost.program_memory import buffer_ownership, instruction_schedule, loop_stacks
+from jcuts.plan.cost.program_memory.buffer_ownership import opaque_node
+from jcuts.plan.cost.program_memory.heap_simulation import Buffer, Lifetime, Timeline
 from jcuts.trace import jaxapi
 
 

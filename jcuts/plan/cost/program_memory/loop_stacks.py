@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jcuts.plan.cost.buffer_ownership import opaque_node
 from jcuts.plan.cost.expanded_jaxpr import Node, Value, body_of, is_conditional, is_kept_loop
 from jcuts.plan.cost.jaxpr import inner
 from jcuts.plan.cost.primitive_kinds import VIEWS
+from jcuts.plan.cost.program_memory.buffer_ownership import opaque_node
 from jcuts.trace import jaxapi
 
 

@@ -72,3 +72,14 @@ SM_90 = LIMITS["sm_90"]
 def limits_of(capability: tuple[int, int]) -> SmLimits | None:
     """Limits of a compute capability (major, minor); None where they are not known."""
     return LIMITS.get(f"sm_{capability[0]}{capability[1]}")
+
+
+def nearest_limits(capability: tuple[int, int]) -> SmLimits:
+    """Limits of a compute capability, or of the newest known one before it (of the oldest, if there is none before).
+
+    A GPU newer than the tables is taken for the newest of them that is older.
+    """
+    known = sorted(divmod(int(name.removeprefix("sm_")), 10) for name in LIMITS)
+    before = [one for one in known if one <= capability]
+    major, minor = before[-1] if before else known[0]
+    return LIMITS[f"sm_{major}{minor}"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from jcuts.arch.gpu import GpuArch
 from jcuts.arch.load import list_gpus, load_gpu
-from jcuts.arch.sm_limits import SM_90
+from jcuts.arch.sm_limits import SM_90, SmLimits, nearest_limits
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program
@@ -35,16 +35,17 @@ class GpuMachine:
 
     Attributes:
         sms: multiprocessors.
-        threads_per_sm: resident threads per multiprocessor.
+        threads_per_sm: resident threads per multiprocessor; by default those of the capability.
         capability: compute capability (major, minor).
-
-    What the driver says of a device is its multiprocessors and its capability; threads are then those of 9.0, the
-    capability that schedules are fitted on.
     """
 
     sms: int
-    threads_per_sm: int = SM_90.threads_per_sm
+    threads_per_sm: int = 0
     capability: tuple[int, int] = (9, 0)
+
+    def __post_init__(self) -> None:
+        if not self.threads_per_sm:
+            object.__setattr__(self, "threads_per_sm", self.limits.threads_per_sm)
 
     @classmethod
     def of(cls, arch: GpuArch) -> GpuMachine:
@@ -55,6 +56,22 @@ class GpuMachine:
     def named(cls, name: str) -> GpuMachine:
         """The machine of a GPU that ships with jcuts, such as "H200".  Raises: as `load_gpu`."""
         return cls.of(load_gpu(name))
+
+    @property
+    def limits(self) -> SmLimits:
+        """What a multiprocessor has, by capability."""
+        return nearest_limits(self.capability)
+
+    def resident_blocks(self, threads: int, registers: float, shared: int) -> int:
+        """Occupancy: blocks that a multiprocessor holds at once, 0 if it holds none.
+
+        Args: threads: of a block; registers: of a thread, allocated in eights; shared: bytes of shared memory of a
+            block, without what the system takes for each.
+        """
+        has = self.limits
+        by_shared = has.smem_per_sm_bytes // max(1, shared + has.smem_reserved_per_block_bytes)
+        by_registers = int(has.registers_per_sm // (8 * math.ceil(registers / 8) * threads))
+        return min(by_shared, by_registers, self.threads_per_sm // threads, has.blocks_per_sm)
 
     @property
     def threads(self) -> int:

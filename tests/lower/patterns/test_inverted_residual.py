@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jcuts.arch.sm_limits import limits_of
 from jcuts.base.errors import Refusal
 from jcuts.fusion import greedy
 from jcuts.fusion.match_inverted_residual import concatenate_programs, inverted_residual_groups
@@ -178,11 +179,7 @@ def test_schedules_are_legal_few_and_ranked(name, capability):
     for candidate, _ in found:
         verify(candidate)
         shape = shape_of(candidate)
-        assert (
-            shape is not None
-            and shape.fits
-            and shape.shared <= inverted_residual_schedules.ROOM.get(capability, 98 << 10)
-        )
+        assert shape is not None and shape.fits and shape.shared <= limits_of(capability).smem_per_block_bytes
         assert inverted_residual_schedules.cycles(shape, machine) >= inverted_residual_schedules.least(
             shape.block, machine
         )

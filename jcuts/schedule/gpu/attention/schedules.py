@@ -29,9 +29,9 @@ from jcuts.schedule.gpu.gemm.mma import (
     MEMORY,
     MOST,
     MOST_SHARED,
+    NOT_SHARED,
     OVERLAP,
     REGISTERS,
-    SHARED,
     UNIT,
 )
 from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine, scheduled
@@ -89,7 +89,8 @@ def apply_tile(program: Program, shape: FlashTile) -> Program:
 def shapes(attention: Attention, machine: GpuMachine) -> Iterator[FlashTile]:
     """All block tiles within registers and shared memory."""
     rounded = (False, True) if attention.kind == "tf32" else (False,)
-    most = FEW_SHARED if machine.capability >= (9, 0) else MOST_SHARED
+    room = machine.limits.smem_per_block_bytes
+    most = min(FEW_SHARED, room) if machine.capability >= (9, 0) else MOST_SHARED
     for high, wide, along, parts in itertools.product(HIGH, WIDE, WARPS, PARTS):
         rows, keys = high * along, wide * parts
         if not FEWEST_WARPS <= along * parts <= MOST_WARPS or (rows > SIXTEEN and rows >= 2 * attention.rows):
@@ -154,7 +155,8 @@ def cycles(shape: FlashTile, program: Program, machine: GpuMachine) -> float:
     own = shape.tiles * chain + _FIT.block_ends_cycles * (1 if parts == 1 else 2)
     taken = -(-registers(shape) // EIGHT) * EIGHT * WARP
     beside = QUARTERS * int(REGISTERS // QUARTERS // taken) // count
-    resident = max(1, min(SHARED // (shape.shared + 1024), beside, BLOCKS, machine.threads_per_sm // shape.threads))
+    room = machine.limits.smem_per_sm_bytes - NOT_SHARED
+    resident = max(1, min(room // (shape.shared + 1024), beside, BLOCKS, machine.threads_per_sm // shape.threads))
     full, rest = divmod(-(-math.prod(shape.blocks) // machine.sms), resident)
 
     def wave(blocks: int) -> float:

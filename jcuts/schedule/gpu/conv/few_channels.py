@@ -25,10 +25,10 @@ from jcuts.schedule.gpu.gemm.mma import (
     MEMORY,
     MOST,
     MOST_SHARED,
+    NOT_SHARED,
     OVERLAP,
     PORT,
     REGISTERS,
-    SHARED,
     UNIT,
 )
 from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine, scheduled
@@ -129,7 +129,8 @@ def cycles(program: Program, shape: FewChannelTile, machine: GpuMachine) -> floa
     high, long, broad = shape.warp
     outputs, warps = shape.rows * shape.pixels, math.prod(shape.warps)
     registers = 30 + high * long * broad // WARP + high * long * 6 // 5 + broad // 5
-    resident = min(SHARED // (shape.shared + 1024), REGISTERS // (shape.threads * registers), BLOCKS)
+    room = machine.limits.smem_per_sm_bytes - NOT_SHARED
+    resident = min(room // (shape.shared + 1024), REGISTERS // (shape.threads * registers), BLOCKS)
     resident = max(1, min(resident, machine.threads_per_sm // shape.threads))
     queue = -(-math.prod(shape.blocks) // machine.sms)
     beside, waves = min(resident, queue), queue / min(resident, queue)

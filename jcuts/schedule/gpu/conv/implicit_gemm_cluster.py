@@ -103,9 +103,8 @@ def cycles(counter: WgmmaProblem, found: ConvWindow, tiling: ImplicitGemmTile) -
     lines, size = found.channel_tiles // cluster, found.bytes
     steps, resident = lines * found.taps, tiling.stages == lines * found.taps
     tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
-    held = gemm_cost.blocks_per_sm(
-        counter.machine.threads_per_sm, tiling.threads, _registers(found, tiling), shared(found, tiling)
-    )
+    held = counter.machine.resident_blocks(tiling.threads, _registers(found, tiling), shared(found, tiling))
+    held = max(1, held)
     beside, waves = gemm_cost.occupancy(tiles * cluster, cluster, held, counter.machine.sms)
     once = gemm_cost.concurrent_clusters(cluster, counter.machine.sms)
     beside = max(beside, min(held, math.ceil(tiles / once)))  # some of them share multiprocessors

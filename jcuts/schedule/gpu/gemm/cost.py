@@ -35,10 +35,7 @@ AT_ONCE = {
     8: CLUSTERS.blocks_8,
 }
 """Clusters of so many blocks that 132 SMs run at once, one block each: they lie in groups (GPCs)."""
-SHARED = SM_90.smem_per_sm_bytes
 FILE = SM_90.registers_per_sm
-BLOCKS = SM_90.blocks_per_sm
-OWN = SM_90.smem_reserved_per_block_bytes
 LINE = SM_90.cache_line_bytes
 STEP = 32
 """Bytes along K per instruction."""
@@ -82,12 +79,6 @@ class CostCoefficients:
     cluster_reduce_cycles_per_block: float
     split_k_launch_cycles: float
     split_k_bytes_factor: float
-
-
-def blocks_per_sm(machine_threads: int, threads: int, registers: float, shared: int) -> int:
-    """Blocks that one multiprocessor holds at once."""
-    taken = 8 * math.ceil(registers / 8) * threads
-    return max(1, min(SHARED // (shared + OWN), int(FILE // taken), machine_threads // threads, BLOCKS))
 
 
 def concurrent_clusters(cluster: int, sms: int) -> float:
@@ -189,7 +180,7 @@ def warp_cycles(counter: GemmProblem, tiling: MmaTile) -> float:
     alone = bool(counter.fma) or counter.double  # nothing but the products of all warps decides
     registers = min(registers_of(counter, tiling), OWN_REGISTERS.maximum)
     tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
-    held = blocks_per_sm(counter.machine.threads_per_sm, tiling.threads, registers, block_smem(counter, tiling))
+    held = max(1, counter.machine.resident_blocks(tiling.threads, registers, block_smem(counter, tiling)))
     blocks, even = tiles * tiling.split * tiling.cluster, FMA_EVEN if alone else EVEN
     beside, waves = occupancy(blocks, tiling.cluster, held, counter.machine.sms, even)
     line = tiling.terms * counter.item
@@ -300,7 +291,7 @@ def group_cycles(counter: GemmProblem, tiling: WgmmaTile, shared: int, *, before
     rows, columns, line = tiling.rows, tiling.columns, tiling.terms * counter.item
     tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
     registers = group_registers(counter, tiling)
-    held = blocks_per_sm(counter.machine.threads_per_sm, tiling.threads, registers, shared)
+    held = max(1, counter.machine.resident_blocks(tiling.threads, registers, shared))
     beside, waves = occupancy(tiles * tiling.split * tiling.cluster, tiling.cluster, held, counter.machine.sms)
     share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
     ahead = tiling.stages - 1 if raw else tiling.stages if tiling.stages >= share else tiling.stages - 2

@@ -45,8 +45,8 @@ MOST_THREADS = 256
 """Threads of a block that multiplies float64: among more, there are too few registers for each."""
 MOST_SHARED = 96 << 10
 """Bytes of shared memory of a block: every GPU since 8.0 has them, most hold two such blocks."""
-SHARED = 220 << 10
-"""Bytes of shared memory of an SM that blocks are counted to share."""
+NOT_SHARED = 8 << 10
+"""Bytes of shared memory of an SM that blocks are not counted to share."""
 REGISTERS = SM_90.registers_per_sm
 BLOCKS = 16
 """Blocks of an SM, of small ones."""

@@ -74,9 +74,8 @@ SPARED = _CANDIDATES.register_excess_factor
 """What the assembler may have to do without, as a factor of the registers that there are."""
 MOST_UNROLLED = 400
 """Most ``mma`` instructions in one thread's code per channel chunk."""
-ROOM = {(9, 0): 226 << 10, (8, 0): 162 << 10, (8, 7): 162 << 10}
-LEAST_ROOM = 98 << 10
-"""Bytes of shared memory that a thread block may ask for, by compute capability: 1 KiB less than there are."""
+LEFT = 1 << 10
+"""Bytes of shared memory that a block does not ask for."""
 WAIT = _FIT.barrier_wait_cycles
 """Cycles of a channel chunk that a thread block waits for barriers and first reads."""
 ALONE = _FIT.single_warp_cycles
@@ -154,7 +153,7 @@ def of(program: Program, shape: InvertedResidualTile) -> Program:
 
 def shapes(found: InvertedResidual, machine: GpuMachine) -> Iterator[InvertedResidualTile]:
     """All schedules that fit; of the ways to divide work among warps, the one with least padding."""
-    room = ROOM.get(machine.capability, LEAST_ROOM)
+    room = machine.limits.smem_per_block_bytes - LEFT
     outputs, (count, *_) = found.window.outputs, found.window.image
     rows, columns = ([e for e in EDGES if e == EDGES[0] or e < 2 * extent] for extent in outputs)
     for high, wide in itertools.product(rows, columns):
@@ -192,7 +191,7 @@ def _one_more_block(shape: InvertedResidualTile, machine: GpuMachine) -> Iterato
 def _toggle_input_registers(shape: InvertedResidualTile, machine: GpuMachine) -> Iterator[InvertedResidualTile]:
     """The same with input pixels in registers instead of shared memory, or the reverse."""
     made = replace(shape, held=not shape.held, beside=1)
-    if made.fits and made.shared <= ROOM.get(machine.capability, LEAST_ROOM) and _small(made):
+    if made.fits and made.shared <= machine.limits.smem_per_block_bytes - LEFT and _small(made):
         yield replace(made, beside=max(1, min(_blocks_per_sm_by_registers(made), _blocks_per_sm_limit(made, machine))))
 
 
@@ -203,7 +202,8 @@ def _blocks_per_sm_by_registers(shape: InvertedResidualTile) -> int:
 
 def _blocks_per_sm_limit(shape: InvertedResidualTile, machine: GpuMachine) -> int:
     """Resident blocks per multiprocessor by threads and shared memory."""
-    return min(machine.threads_per_sm // shape.threads, BLOCKS, ROOM[9, 0] // (shape.shared + 1024))
+    room = machine.limits.smem_per_block_bytes - LEFT
+    return min(machine.threads_per_sm // shape.threads, BLOCKS, room // (shape.shared + 1024))
 
 
 def _split_over_warps(plain: InvertedResidualTile, chunk: int, warps: int, held: bool) -> InvertedResidualTile | None:

@@ -78,7 +78,7 @@ class WindowCost:
         total = (self.read + self.written) / fastest_memory() + _FIT.l1_lines_remainder * lines
         total = total + _FIT.issue_remainder * issue + _FIT.reread_remainder * again
         taken = 8 * math.ceil(self.registers / 8) * self.threads
-        held = max(1, min(machine.threads_per_sm // self.threads, WARP, int(SM_90.registers_per_sm // taken)))
+        held = max(1, min(machine.threads_per_sm // self.threads, WARP, int(machine.limits.registers_per_sm // taken)))
         blocks = -(-self.tiles // self.threads)
         slots = held * machine.sms
         there = min(blocks, slots) * self.threads

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jcuts.arch.sm_limits import SM_90
 from jcuts.kernel_ir.program import Phase, Program, Red
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.machine import (
@@ -102,7 +101,7 @@ def _shapes(program: Program, machine: GpuMachine, tile: _Tile, walk: tuple[str,
             registers = tile.registers + (ahead - 1) * tile.fresh * size / 4
             held = (
                 machine.sms
-                * min(SM_90.threads_per_sm, SM_90.registers_per_sm // (-(-int(registers) // 8) * 8))
+                * min(machine.threads_per_sm, machine.limits.registers_per_sm // (-(-int(registers) // 8) * 8))
                 // threads
             )
             if held < machine.sms or registers > MOST_REGISTERS:

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import hashlib
 import importlib.metadata
 import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,12 +27,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.networks.cpu_processes import OTHERS, Worker, await_quiet, calibrate, cores  # noqa: E402
+
 PEERS = ("plain", "best", "openvino_latency", "openvino_throughput", "onnxruntime", "jcuts")
 XLA = ("plain", "best")
 DEVIATION = 0.10
 """A turn beside which known work took this share longer than in the row's quietest moment is taken again."""
-OTHERS = 0.10
-"""As is a turn beside which other processes used this share of all cores."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Relative L2 error from JAX's float32 results above which a program is not a peer."""
 PACKAGES = ("jax", "jaxlib", "openvino", "onnxruntime", "onnx", "jax2onnx", "keras", "numpy")
@@ -72,87 +69,6 @@ def all_rows() -> list[Row]:
     from benchmarks.networks.workloads import WORKLOADS
 
     return [Row.parse(f"{s.name}:{s.batches[0]}:{d}") for d in ("float32", "bfloat16") for s in WORKLOADS.values()]
-
-
-# -- the machine ----------------------------------------------------------------------------------------------------
-def calibrate(blocks: int = 24) -> float:
-    """Seconds that a fixed amount of hashing takes on all cores at once."""
-    data = bytes(1 << 20)
-
-    def work() -> None:
-        for _ in range(blocks):
-            hashlib.sha256(data).digest()
-
-    threads = [threading.Thread(target=work) for _ in range(cores())]
-    start = time.perf_counter()
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    return time.perf_counter() - start
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-def busy() -> float:
-    """Seconds of processor time that all processes have used since the machine started."""
-    fields = Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:]
-    values = [int(f) for f in fields[:8]]  # user, nice, system, idle, iowait, irq, softirq, steal
-    return (sum(values) - values[3] - values[4]) / os.sysconf("SC_CLK_TCK")
-
-
-# -- worker processes -----------------------------------------------------------------------------------------------
-class Worker:
-    """A worker process and its pipe."""
-
-    def __init__(self, job: dict[str, Any], log: Path, cache: Path) -> None:
-        self.log = log
-        environment = {**os.environ, "JCUTS_CACHE_DIR": str(cache), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps(job)]
-        with log.open("a", encoding="utf-8") as errors:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
-            )
-
-    def answer(self, limit: float) -> dict[str, Any]:
-        """The next answer; a process that ends or says nothing for ``limit`` seconds is ended, and has failed."""
-        watch = threading.Timer(limit, self.process.kill)
-        watch.start()
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        late = not watch.is_alive()
-        watch.cancel()
-        if line:
-            return json.loads(line)
-        self.process.wait()
-        tail = self.log.read_text(encoding="utf-8").strip().splitlines()[-1:] or [""]
-        reason = f"no answer in {limit:.0f} s" if late else f"ended with {self.process.returncode}: {tail[0]}"
-        return {"failed": reason[:400]}
-
-    def turn(self, seconds: float, limit: float) -> dict[str, Any]:
-        """Asks for a turn and says how quiet the machine was around it."""
-        assert self.process.stdin is not None
-        before, start, used = calibrate(), time.perf_counter(), busy()
-        mine = time.process_time()
-        self.process.stdin.write(json.dumps({"do": "turn", "seconds": seconds}) + "\n")
-        self.process.stdin.flush()
-        found = self.answer(limit)
-        wall, total = time.perf_counter() - start, busy() - used
-        others = max(0.0, total - found.get("cpu", 0.0) - (time.process_time() - mine)) / (wall * cores())
-        return found | {"calibration": [before, calibrate()], "others": others}
-
-    def end(self) -> None:
-        """Ends the process."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
 
 
 # -- timing ---------------------------------------------------------------------------------------------------------
@@ -202,6 +118,7 @@ def interleave(
     turns: dict[str, list[dict[str, Any]]] = {}
     least = min(calibrate() for _ in range(5))
     alive = list(names)
+    deadline = time.monotonic() + (0.0 if options.beside_load else options.patience)
     for number in range(options.rounds * 3):
         for name in alive if number % 2 == 0 else reversed(alive):
             good = [t for t in turns.get(name, ()) if quiet(t, least)]
@@ -216,6 +133,7 @@ def interleave(
                     continue
             if together and len(workers) < sum(not f.keys() & {"skipped", "failed"} for f in facts.values()):
                 continue
+            await_quiet(deadline)
             taken = workers[name].turn(options.seconds, options.limit)
             if "failed" in taken:
                 facts[name] = {"failed": taken["failed"]}
@@ -251,18 +169,26 @@ def measure(row: Row, options: argparse.Namespace, folder: Path) -> dict[str, An
         worker.end()
         return found
 
-    conversion = job["conversion"] = once("convert")
+    def kept(name: str, make: Any) -> dict[str, Any]:
+        """What an earlier run of this row found, or ``make`` finds now."""
+        path = folder / f"{name}.json"
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else make()
+        path.write_text(json.dumps(found), encoding="utf-8")
+        return found
+
+    conversion = job["conversion"] = kept("conversion", lambda: once("convert"))
     conversion.setdefault("carried", 0)
     conversion |= {"skipped": conversion["failed"]} if "failed" in conversion else {}
     wanted = [p for p in PEERS if p in options.peers]
-    found = once("search", options.limit + options.flag_budget) if "best" in wanted else {}
+    limit = options.limit + options.flag_budget
+    found = kept("search", lambda: once("search", limit)) if "best" in wanted else {}
     job["options"] = {}
     best = found.get("options") or {}
     if not best and "best" in wanted:
         wanted.remove("best")
     cold: dict[str, Any] = {}
     if "jcuts" in wanted:
-        cold = once("jcuts", options.tuning_budget)
+        cold = kept("cold", lambda: once("jcuts", options.tuning_budget))
         job["tune"] = "cached" if "failed" in cold else job["tune"]
     size = sum(f.stat().st_size for f in folder.glob("*.npz")) + sum(f.stat().st_size for f in folder.glob("model*"))
     together = size < options.together * 2**30
@@ -321,11 +247,13 @@ def drive(rows: Sequence[Row], options: argparse.Namespace) -> int:
             print(f"{row}: already measured", flush=True)
             continue
         start = time.monotonic()
-        folder = Path(tempfile.mkdtemp(prefix="cpu-baseline-"))
+        folder = options.work / target.stem if options.work else Path(tempfile.mkdtemp(prefix="cpu-baseline-"))
+        folder.mkdir(parents=True, exist_ok=True)
         try:
             data = measure(row, options, folder)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            if not options.work:
+                shutil.rmtree(folder, ignore_errors=True)
         part = target.with_suffix(".part")
         part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         part.replace(target)
@@ -347,6 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW", help="NAME:BATCH[:DTYPE][:args]; without any, all")
     parser.add_argument("--out", type=Path, help="folder of the rows, one JSON file each")
+    parser.add_argument("--work", type=Path, help="folder that keeps models, options and jcuts' database per row")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--rounds", type=int, default=5, help="turns of each peer on a quiet machine")
     parser.add_argument("--seconds", type=float, default=0.6, help="of a turn back to back, and again waited for")
@@ -356,6 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one answer of a process")
     parser.add_argument("--together", type=float, default=1.5, help="GiB of model up to which all processes stay alive")
+    parser.add_argument("--patience", type=float, default=120.0, help="seconds of waiting for a quiet machine, per row")
     parser.add_argument("--beside-load", action="store_true", help="do not wait for a quiet machine")
     parser.add_argument("--dry", action="store_true", help="tiny sizes: finds typos, not times")
     parser.add_argument("--list", action="store_true", help="print the rows and end")
@@ -375,6 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.rounds, options.beside_load = 2, True
         options.seconds = min(options.seconds, 0.02)
     options.out = options.out.resolve()
+    options.work = options.work and options.work.resolve()
     return drive(rows, options)
 
 

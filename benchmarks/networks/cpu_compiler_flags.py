@@ -8,6 +8,8 @@ _YNN_ALL = (
 )
 
 CPU_FLAG_SETS: dict[str, dict[str, object]] = {
+    "ynn_convolution": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"},
+    "onednn_custom_call": {"xla_cpu_experimental_onednn_custom_call": True},
     "vector_width_512": {"xla_cpu_prefer_vector_width": 512},
     "fast_math": {"xla_cpu_enable_fast_math": True},
     "fast_min_max": {"xla_cpu_enable_fast_min_max": True},
@@ -15,10 +17,8 @@ CPU_FLAG_SETS: dict[str, dict[str, object]] = {
     "concurrency_scheduler_old": {"xla_cpu_enable_concurrency_optimized_scheduler": True},
     "memory_scheduler": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"},
     "onednn": {"xla_cpu_use_onednn": True},
-    "onednn_custom_call": {"xla_cpu_experimental_onednn_custom_call": True},
     "onednn_fusion": {"xla_cpu_experimental_onednn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"},
     "ynn_all": {"xla_cpu_experimental_ynn_fusion_type": _YNN_ALL},
-    "ynn_convolution": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"},
     "ynn_none": {"xla_cpu_experimental_ynn_fusion_type": ""},
     "xnnpack": {"xla_cpu_use_xnnpack": True},
     "xnn_dot": {"xla_cpu_experimental_xnn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"},

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.networks import cpu_baseline, cpu_runtimes, cpu_tables, cpu_workers
+from benchmarks.networks import cpu_baseline, cpu_processes, cpu_runtimes, cpu_tables, cpu_workers
 from benchmarks.networks.workloads import WORKLOADS
 
 COMMAND = Path(__file__).resolve().parents[2] / "benchmarks" / "networks" / "cpu_baseline.py"
@@ -70,6 +70,21 @@ def test_exported_models_compute_what_jax_does(tmp_path, name):
 
 
 @converters
+def test_models_have_the_operators_that_runtimes_optimise(tmp_path):
+    def operators(name):
+        found = cpu_workers.convert(job(tmp_path, name))
+        return found["nodes"], found["rewritten"]
+
+    nodes, rewritten = operators("MobileNetV2")
+    assert rewritten["clips"] == nodes["Clip"] == 35 and nodes["Transpose"] <= 2 and nodes["Conv"] == 52
+    nodes, rewritten = operators("Whisper_tiny_encoder")
+    assert rewritten["layer_norms"] == nodes["LayerNormalization"] == 3
+    assert nodes["MatMul"] == 6 and "Einsum" not in nodes
+    nodes, rewritten = operators("InceptionV3")
+    assert rewritten["pools_of_images"] == nodes["MaxPool"] + nodes["AveragePool"]
+
+
+@converters
 def test_decoding_steps_carry_their_caches(tmp_path):
     asked = job(tmp_path, "Llama_decode")
     conversion = cpu_workers.convert(asked)
@@ -97,7 +112,7 @@ def test_turns_beside_load_do_not_count():
     assert found["back_to_back"]["median"] == 1.5 and found["turns"] == 2 and found["turns_taken"] == 4
     assert found["quiet"]
     assert not cpu_baseline.summary([turn(9.0, others=0.5)], 0.1)["quiet"]
-    assert cpu_baseline.calibrate(1) > 0 and cpu_baseline.busy() > 0
+    assert cpu_processes.calibrate(1) > 0 and cpu_processes.busy() > 0
 
 
 def peer(seconds, **more):

@@ -20,13 +20,16 @@ PEERS = ("plain", "best", "openvino_latency", "openvino_throughput", "onnxruntim
 
 
 # -- programs of JAX ------------------------------------------------------------------------------------------------
-def form_of(job: dict[str, Any]) -> Any:
-    """The workload's calling form."""
+def program_of(job: dict[str, Any]) -> Any:
+    """The workload's program."""
     from benchmarks.networks.workloads import WORKLOADS
 
-    spec = WORKLOADS[job["name"]]
-    program = spec.build(job["batch"], dtype=job["dtype"], tiny=job["dry"])
-    return program.form(closed=job["form"] == "closed")
+    return WORKLOADS[job["name"]].build(job["batch"], dtype=job["dtype"], tiny=job["dry"])
+
+
+def form_of(job: dict[str, Any]) -> Any:
+    """The workload's calling form."""
+    return program_of(job).form(closed=job["form"] == "closed")
 
 
 def jax_side(form: Any, call: Callable[..., Any]) -> Side:
@@ -144,9 +147,10 @@ def convert(job: dict[str, Any]) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from benchmarks.networks import onnx_export
+    from benchmarks.networks import onnx_deepspeech, onnx_export
 
-    form = form_of({**job, "dtype": "float32", "form": "args" if job["training"] else "closed"})
+    program = program_of({**job, "dtype": "float32"})
+    form = program.form(closed=not job["training"])
     leaves, tree = jax.tree.flatten(form.arguments)
     carried = len(jax.tree.leaves(form.arguments[: form.carried]))
 
@@ -155,17 +159,27 @@ def convert(job: dict[str, Any]) -> dict[str, Any]:
 
     start = time.perf_counter()
     with jax.default_matmul_precision("highest"):
-        results = [np.asarray(x) for x in jax.jit(flat)(*leaves)]
+        open_form = program.form(closed=False)  # constants of some gigabytes would be copied by the compiler
+        results = jax.tree.leaves(jax.jit(open_form.function)(*open_form.arguments))
+        results = [np.asarray(x) for x in results]
     folder = Path(job["folder"])
     np.savez(folder / "inputs.npz", *[np.asarray(x) for x in leaves])
     np.savez(folder / "results.npz", *results)
+    if job["dtype"] != "float32":  # other weights: they are drawn or rounded in that type
+        own = program_of(job).form(closed=False)
+        results = jax.tree.leaves(jax.jit(own.function)(*own.arguments))
+        results = [np.asarray(x, np.float32 if x.dtype == jax.numpy.bfloat16 else None) for x in results]
+        np.savez(folder / "results_jax.npz", *results)
     found = {"carried": carried, "reference_seconds": time.perf_counter() - start}
     missing = lacking(onnx_export.NEEDS)
     if missing:
         return found | {"skipped": missing}
     start = time.perf_counter()
     try:
-        found |= onnx_export.export(flat, leaves, folder / "model.onnx")
+        if job["name"] == "DeepSpeech2":
+            found |= onnx_deepspeech.build(program.weights, leaves[0], folder / "model.onnx")
+        else:
+            found |= onnx_export.export(flat, leaves, folder / "model.onnx")
     except Exception as error:  # what the converter says is the result
         text = " ".join(str(error).split())
         return found | {"skipped": f"no converter: jax2onnx: {type(error).__name__}: {text}"[:400]}
@@ -213,10 +227,14 @@ def turn(side: Side, seconds: float) -> dict[str, Any]:
 
 
 def agreement(results: list[Any], job: dict[str, Any], left_out: list[int]) -> dict[str, Any]:
-    """How far first results are from JAX's in float32: relative L2 error of numbers, share of equal integers."""
+    """How far first results are from JAX's: relative L2 error of numbers, share of equal integers.
+
+    Programs of JAX are compared with plain `jax.jit` in the row's type, runtimes with JAX in float32.
+    """
     import numpy as np
 
-    with np.load(Path(job["folder"]) / "results.npz") as found:
+    name = "results" if job["dtype"] == "float32" or job["peer"] not in ("plain", "best", "jcuts") else "results_jax"
+    with np.load(Path(job["folder"]) / f"{name}.npz") as found:
         wanted = [found[f"arr_{k}"] for k in range(len(found.files)) if k not in left_out]
     squares, total, equal, integers = 0.0, 0.0, 0, 0
     for a, b in zip(wanted, results, strict=True):

@@ -65,7 +65,7 @@ def test_exported_models_compute_what_jax_does(tmp_path, name):
     assert "skipped" not in conversion
     for peer, runtime in BY_RUNTIME.items():
         side = runtime({**asked, "peer": peer, "conversion": conversion})
-        error = cpu_workers.agreement(side.call(), asked, side.facts.get("results_left_out", []))
+        error = cpu_workers.agreement(side.call(), asked | {"peer": peer}, side.facts.get("results_left_out", []))
         assert error["l2"] < 1e-4, peer
 
 

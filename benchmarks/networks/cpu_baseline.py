@@ -284,7 +284,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--tuning-budget", type=float, default=300.0, help="seconds of jcuts' first call, tuning included"
     )
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one answer of a process")
-    parser.add_argument("--together", type=float, default=1.5, help="GiB of model up to which all processes stay alive")
+    parser.add_argument(
+        "--together", type=float, default=0.75, help="GiB of model up to which all processes stay alive"
+    )
     parser.add_argument("--patience", type=float, default=120.0, help="seconds of waiting for a quiet machine, per row")
     parser.add_argument("--beside-load", action="store_true", help="do not wait for a quiet machine")
     parser.add_argument("--dry", action="store_true", help="tiny sizes: finds typos, not times")

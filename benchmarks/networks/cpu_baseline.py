@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.networks.cpu_processes import OTHERS, Worker, await_quiet, calibrate, cores  # noqa: E402
+from benchmarks.networks.interleaved_timing import quantiles, quartiles  # noqa: E402
+from benchmarks.networks.row_driver import write  # noqa: E402
 
 PEERS = ("plain", "best", "openvino_latency", "openvino_throughput", "onnxruntime", "jcuts")
 XLA = ("plain", "best")
@@ -72,19 +74,6 @@ def all_rows() -> list[Row]:
 
 
 # -- timing ---------------------------------------------------------------------------------------------------------
-def quantile(values: Sequence[float], share: float) -> float:
-    """A quantile, linear between the two nearest values.
-
-    >>> quantile([1.0, 2.0], 0.25)
-    1.25
-    """
-    ordered = sorted(values)
-    at = share * (len(ordered) - 1)
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
-
-
 def quiet(turn: dict[str, Any], least: float) -> bool:
     """Whether a turn was taken on a quiet machine. Args: least: the row's shortest calibration [s]."""
     return max(turn["calibration"]) <= least * (1 + DEVIATION) and turn["others"] <= OTHERS
@@ -96,8 +85,8 @@ def summary(turns: Sequence[dict[str, Any]], least: float) -> dict[str, Any]:
     kept = good or list(turns)
     stream, waited = [t["stream"] for t in kept], [w for t in kept for w in t["waited"]]
     return {
-        "back_to_back": {n: quantile(stream, q) for n, q in {"median": 0.5, "q1": 0.25, "q3": 0.75}.items()},
-        "waited": {n: quantile(waited, q) for n, q in {"p50": 0.5, "p90": 0.9, "p99": 0.99}.items()},
+        "back_to_back": dict(zip(("median", "q1", "q3"), quartiles(stream), strict=True)),
+        "waited": dict(zip(("p50", "p90", "p99"), quantiles(waited, 0.5, 0.9, 0.99), strict=True)),
         "turns": len(kept),
         "turns_taken": len(turns),
         "quiet": bool(good),
@@ -254,9 +243,7 @@ def drive(rows: Sequence[Row], options: argparse.Namespace) -> int:
         finally:
             if not options.work:
                 shutil.rmtree(folder, ignore_errors=True)
-        part = target.with_suffix(".part")
-        part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        part.replace(target)
+        write(target, data)
         print(f"{row}: measured, {time.monotonic() - start:.0f} s; {short(data)}", flush=True)
     return 0
 

@@ -148,6 +148,7 @@ class _Run:
     def __init__(self, program: _Program, backend: str, timeline: Timeline) -> None:
         self.program, self.gpu, self.backend, self.timeline = program, backend == "gpu", backend, timeline
         outs, loop = program.outs, program.loop
+        self.given = set(program.given)
         self.nodes = _scheduled(program, backend)
         self.owner = buffer_ownership.owners(self.nodes, outs)
         self.kept = {self.owner.get(v, v) for v in outs if v is not None}
@@ -201,7 +202,7 @@ class _Run:
 
     def _is_made(self, v: Value) -> bool:
         """Whether a node writes a new buffer for its result."""
-        caller = v in self.kept or v in self.program.given
+        caller = v in self.kept or v in self.given
         return self.owner[v] is v and not caller and v not in self.alive
 
     def _prefetch(self, position: int, node: Node) -> None:

@@ -46,6 +46,7 @@ HEAD = (
     "first call s (autotuned)",
     "jcuts ms",
     "best / jcuts",
+    "jax.jit beside / alone",
     "program",
 )
 NOTES = """\
@@ -60,9 +61,12 @@ units that may do them or compulsory bytes through memory, whichever is longer; 
 *Waited*: every call of the best XLA waited for. *Peak*: arguments, results and temporaries of plain `jax.jit`. *First
 call*: tracing, compiling, first run; in brackets the fusions that were autotuned anew (XLA's autotuning is shared
 between the rows). *jcuts*: its time in a process of its own on the same kind of device, and the best of XLA and torch
-over it; *program*: what it runs, plain XLA included. FlashAttention-3 was not measured: its JAX wheel is not part of
-the environment.
+over it; *beside / alone*: plain `jax.jit` in that process over plain `jax.jit` in its own, on another host of the same
+kind; *program*: what it runs, plain XLA included. FlashAttention-3 was not measured: its JAX wheel is not part of the
+environment.
 """
+AGREEMENT = 0.02
+"""Largest relative difference at which two measurements of a baseline agree."""
 MS = 1e3
 
 
@@ -94,6 +98,12 @@ class Joined:
     def fastest_other(self) -> float:
         """Seconds of the faster of XLA and torch."""
         return min([median(self.best), *([median(self.torch)] if self.torch else [])])
+
+    @property
+    def beside_over_alone(self) -> float | None:
+        """Plain `jax.jit` in the process of jcuts over plain `jax.jit` alone; None where either is missing."""
+        beside = self.jcuts["programs"].get("plain") if self.jcuts else None
+        return median(beside) / self.plain if beside else None
 
 
 def median(program: dict[str, Any]) -> float:
@@ -190,8 +200,19 @@ def cells(j: Joined) -> list[str]:
         f"{plain['first_call_seconds']['total']:.1f}" + (f" ({autotuned['new']})" if autotuned else ""),
         ms(ours),
         f"{j.fastest_other / ours:.2f}" if ours else "",
+        f"{j.beside_over_alone:.3f}" if j.beside_over_alone else "",
         ((j.jcuts or {}).get("decision") or {}).get("chosen", ""),
     ]
+
+
+def agreement(rows: Sequence[Joined]) -> str:
+    """How many baselines agree with those that jcuts raced against; nothing where none was raced."""
+    ratios = {j.row: j.beside_over_alone for j in rows if j.beside_over_alone}
+    if not ratios:
+        return ""
+    apart = {row: ratio for row, ratio in ratios.items() if abs(ratio - 1) > AGREEMENT}
+    text = f"{len(ratios) - len(apart)} of {len(ratios)} rows agree within {AGREEMENT:.0%}"
+    return text + (": not " + ", ".join(f"{row} ({ratio:.3f})" for row, ratio in apart.items()) if apart else "") + "."
 
 
 def effect(gave: float | str | None) -> str:
@@ -347,6 +368,7 @@ def page(rows: Sequence[Joined], folder: Path) -> str:
         table(HEAD, [cells(j) for j in rows]),
         "## Geometric means",
         geomeans(rows),
+        *(["## Plain `jax.jit` in two processes", agreement(rows)] if agreement(rows) else []),
         "## What each flag set gives\nPlain `jax.jit` over the set alone, at the row where its group is searched.",
         flags(rows),
         refusals(rows),

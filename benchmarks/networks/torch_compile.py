@@ -239,7 +239,8 @@ def drive(rows: Sequence[Row], options: argparse.Namespace) -> int:
                 continue
             words = ["--dry"] if options.dry else []
             words += ["--child", "--modes", mode, "--seconds", options.seconds, "--out", options.out, row]
-            outcome = driver.run_row(target, script("torch_compile.py", *words), 1.0 if options.dry else NEED[mode])
+            need = 1.0 if options.dry else options.need or NEED[mode]
+            outcome = driver.run_row(target, script("torch_compile.py", *words), need)
             if outcome.failure:  # of this mode: others may do
                 record = read(target)
                 record.setdefault("modes", {})[mode] = {"failed": record.pop("failed", "")}
@@ -256,6 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing per row and mode")
     parser.add_argument("--seconds-total", type=float, default=1e9, help="of the sitting")
     parser.add_argument("--budget", type=float, default=400.0, help="seconds per process, then it is ended")
+    parser.add_argument("--need", type=float, help="seconds that a row is taken to need (less with a warm cache)")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU, not compiled: finds typos")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

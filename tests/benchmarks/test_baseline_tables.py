@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -59,3 +60,14 @@ def test_geometric_means_of_recorded_results(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "| all | 2 | 1 | 2.83 | 2.00 | 2.00 |" in printed
     assert "| float32, args | 1 | 1 | 1.00 | 1.00 | 1.00 |" in printed
+
+
+def test_agreement_of_baselines(rows):
+    beside = copy.deepcopy(rows[0].baseline) | {"record": "jcuts"}
+    near, far = ([tables.Joined(r.baseline, None, beside)] for r in (rows[0], rows[-1]))
+    assert tables.agreement(near) == "1 of 1 rows agree within 2%."
+    assert (
+        f"not {rows[-1].row} ({tables.median(beside['programs']['plain']) / rows[-1].plain:.3f})"
+        in tables.agreement(far)
+    )
+    assert tables.agreement([tables.Joined(rows[0].baseline, None, None)]) == ""

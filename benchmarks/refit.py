@@ -82,6 +82,13 @@ def attention_samples(paths: Sequence[Path]) -> list[Sample]:
     return found
 
 
+def clock_hertz() -> float:
+    """Clock of the GPU while schedules were measured [Hz]."""
+    from jcuts.schedule import fit
+
+    return fit.coefficients("gpu/window", "cost").clock_hertz
+
+
 def gemv_samples(paths: Sequence[Path]) -> list[Sample]:
     """Split-K GEMV (`benchmarks/gpu_kernels/gemv.py`): every recorded schedule, its time alone."""
     from benchmarks.gpu_kernels.gemv import layers
@@ -89,8 +96,8 @@ def gemv_samples(paths: Sequence[Path]) -> list[Sample]:
     from jcuts.lower.patterns.gemm import as_gemm
     from jcuts.schedule.gpu.gemv.schedules import GemvProblem, GemvSchedule, estimated_seconds
     from jcuts.schedule.gpu.machine import GpuMachine
-    from jcuts.schedule.gpu.window.cost import CLOCK
 
+    clock = clock_hertz()
     machine, programs = GpuMachine.named("H200"), {case.name: program_of(case)[0] for case in layers()}
     found = []
     for path in paths:
@@ -109,7 +116,7 @@ def gemv_samples(paths: Sequence[Path]) -> list[Sample]:
                     Sample(
                         row["case"],
                         measured["alone"],
-                        lambda p=problem, s=schedule: CLOCK * estimated_seconds(p, s, machine),
+                        lambda p=problem, s=schedule: clock * estimated_seconds(p, s, machine),
                     )
                 )
     return found
@@ -207,22 +214,21 @@ def rewritten(text: str, table: str, values: dict[str, float], header: dict[str,
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     from jcuts.schedule import fit
-    from jcuts.schedule.gpu.window.cost import CLOCK
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family")
     parser.add_argument("--write", action="store_true", help="fit, and write the family's data file")
     options = parser.parse_args(arguments)
     family, paths = recorded(options.family)
-    samples = family.samples(paths)
+    samples, clock = family.samples(paths), clock_hertz()
     table = fit.coefficients(f"gpu/{options.family}", family.table)
-    present = error_of(residuals(samples, CLOCK), samples)
+    present = error_of(residuals(samples, clock), samples)
     print(json.dumps({"family": options.family, "samples": len(samples), "present": present}))
     if not options.write:
         return 0
-    values = fitted(table, samples, CLOCK)
+    values = fitted(table, samples, clock)
     with trial(table, values):
-        error = error_of(residuals(samples, CLOCK), samples)
+        error = error_of(residuals(samples, clock), samples)
     print(json.dumps({"fitted": error, "coefficients": values}))
     header = {
         "source": "benchmarks/results/" + ", ".join(family.files),

@@ -12,6 +12,8 @@ from jcuts.base.errors import ModelError
 
 COMPUTE_UNITS = ("ffma", "fp64", "tf32_mma", "bf16_mma", "fp16_mma")
 """The compute units a candidate can use; a GPU has a subset of them."""
+RATES = ("clock", "bw_global", "bw_l2", "shared", *COMPUTE_UNITS)
+"""What `GpuArch.rate` knows."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,14 @@ class GpuArch:
                 arch=self.name,
             )
         return self.num_sm * self.flop_per_clock_sm[unit] * self.clock
+
+    def rate(self, name: str) -> float:
+        """A rate of the whole GPU by its name in `RATES`: Hz, byte/s, or FLOP/s of a unit; 0 of one that it lacks."""
+        if name in ("clock", "bw_global", "bw_l2"):
+            return getattr(self, name)
+        if name == "shared":
+            return self.num_sm * self.shared_bytes_per_clock * self.clock
+        return self.peak(name) if name in self.flop_per_clock_sm else 0.0
 
     def trans_global(self, element_bytes: int = 4) -> int:
         """TRANS_global: input elements in one global-memory transaction (32 for single precision)."""

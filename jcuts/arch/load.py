@@ -11,7 +11,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -19,6 +19,8 @@ from pathlib import Path
 from jcuts.arch.gpu import COMPUTE_UNITS, GpuArch
 from jcuts.base.errors import ModelError
 
+SAME_MEMORY = 0.05
+"""Relative difference up to which a device's bandwidth is taken for that of its file."""
 _INTEGERS = {f.name for f in fields(GpuArch) if f.type == "int"}
 _NUMBERS = [f.name for f in fields(GpuArch) if f.type in ("int", "float")]
 
@@ -51,6 +53,44 @@ def load_gpu(name: str | Path) -> GpuArch:
     raise ModelError(
         f"no GPU named {text!r}: did you mean {suggestion!r}? known: {list_gpus()}", name=text, suggestion=suggestion
     )
+
+
+def nearest_gpu(capability: tuple[int, int]) -> GpuArch:
+    """The shipped GPU of a compute capability (major, minor), or of the newest one before it (of the oldest, if there
+    is none before); among several that with the fastest memory."""
+    found = sorted(_shipped().values(), key=lambda gpu: (gpu.compute_capability, gpu.bw_global))
+    before = [gpu for gpu in found if gpu.compute_capability <= 10 * capability[0] + capability[1]]
+    oldest = found[0].compute_capability
+    return (
+        before[-1]
+        if before
+        else max((gpu for gpu in found if gpu.compute_capability == oldest), key=lambda gpu: gpu.bw_global)
+    )
+
+
+def gpu_of_device(name: str, capability: tuple[int, int], sms: int, bandwidth: float = 0.0) -> tuple[GpuArch, bool]:
+    """The architecture of a device: the shipped GPU that its name contains, else the nearest one, scaled.
+
+    Args: name: as the driver says it, such as "NVIDIA H100 80GB HBM3"; sms: its multiprocessors; bandwidth: of its
+        memory as its attributes say [byte/s], 0 where unknown.
+    Returns: (architecture, whether a file has its name).  Multiprocessors are the device's, rates of all
+        multiprocessors scale with their number.  So is the bandwidth where a file has another one (boards of one name
+        with other memory); where they differ by little, the file's is taken, so that rankings do not depend on digits.
+    """
+    key = _key(name)
+    named = [
+        gpu for known, gpu in _shipped().items() if known in key and divmod(gpu.compute_capability, 10) == capability
+    ]
+    arch = max(named, key=lambda gpu: len(gpu.name)) if named else nearest_gpu(capability)
+    ratio = sms / arch.num_sm
+    arch = replace(
+        arch,
+        num_sm=sms,
+        perf_peak=arch.perf_peak * ratio,
+        bw_l2=arch.bw_l2 * ratio,
+        bw_global=bandwidth if abs(bandwidth / arch.bw_global - 1) > SAME_MEMORY and bandwidth else arch.bw_global,
+    )
+    return arch, bool(named)
 
 
 def parse_gpu(text: str, file: str) -> GpuArch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from jcuts.base import fingerprint
 
@@ -29,9 +30,19 @@ def examine() -> Iterator[Line]:
         return
     kinds = sorted({f"{d.device_kind}, compute capability {getattr(d, 'compute_capability', '?')}" for d in devices})
     yield "GPU", True, f"{len(devices)} x {'; '.join(kinds)}", ""
+    yield _rates(devices[0])
     yield _compilers()
     yield _launcher()
     yield _verdict(version)
+
+
+def _rates(device: Any) -> Line:
+    """Which architecture file ranks schedules."""
+    from jcuts.xla import devices as xla_devices
+
+    arch, named = xla_devices.architecture_of(xla_devices.describe(device))
+    found = f"those of {arch.name}" + ("" if named else f", scaled to {arch.num_sm} SMs: there is no file of this GPU")
+    return "GPU rates", True, f"{found}; memory {arch.bw_global / 1e12:.2f} TB/s", ""
 
 
 def _compilers() -> Line:

@@ -101,8 +101,10 @@ def _divide(state: State) -> State:
 
 
 def _group(state: State) -> State:
-    wait = state.platform != "cpu"
-    return replace(state, computation=group(state.closed, state.settings, Fuel(), state.platform, wait=wait))
+    on_gpu = state.platform != "cpu"
+    computation = group(state.closed, state.settings, Fuel(), state.platform, wait=on_gpu)
+    rates = xla_devices.rates_of_another() if on_gpu and not state.unusable else ""
+    return replace(state, computation=computation).noted(rates or None)
 
 
 def _partition(state: State) -> State:

@@ -10,9 +10,13 @@
 
         [memory_bound.coefficients]
         launch_latency_cycles = { value = 485.0, unit = "cycle", meaning = "..." }
+        memory_bytes_per_cycle = { value = 2580.0, unit = "byte/cycle", scales_with = "bw_global" }
 
 A table with ``inherits = "other"`` starts from the other table's coefficients.  A file that lacks a value, a unit or a
-source, or carries an unknown key is refused with the file, the table and the key.  All GPUs read the H200's files.
+source, or carries an unknown key is refused with the file, the table and the key.
+
+All GPUs read the H200's files: a coefficient with ``scales_with`` is that share of a rate of the H200 (``h200.toml``),
+and on another GPU the same share of its own (`for_gpu`); one without is taken as it is.
 """
 
 from __future__ import annotations
@@ -25,13 +29,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from jcuts.arch.gpu import RATES, GpuArch
+from jcuts.arch.load import load_gpu
 from jcuts.base.errors import ModelError
 
 ROOT = Path(__file__).resolve().parent
 HEADER = frozenset({"source", "samples", "error", "date"})
 """What every table says about where its coefficients come from."""
-ENTRY = frozenset({"value", "unit", "meaning"})
+ENTRY = frozenset({"value", "unit", "meaning", "scales_with"})
 UNKNOWN = "unknown"
+FITTED_GPU = "H200"
+"""The GPU of the data files: its rates are what ``scales_with`` names."""
 
 Record = TypeVar("Record")
 
@@ -51,13 +59,37 @@ class Provenance:
     date: str
 
 
+@dataclass(frozen=True)
+class Scaling:
+    """How a coefficient follows the hardware. Args: rate: one of `jcuts.arch.gpu.RATES`; unit: of the coefficient."""
+
+    rate: str
+    unit: str
+
+    def factor(self, arch: GpuArch, fitted: GpuArch) -> float:
+        """A GPU's rate over that of the GPU of the fit, per cycle or per SM where the unit says so; 1 for compute units
+        that either lacks."""
+        pair = (arch.rate(self.rate), fitted.rate(self.rate))
+        if not all(pair):
+            return 1.0
+        here, there = pair
+        if "/cycle" in self.unit:
+            here, there = here / arch.clock, there / fitted.clock
+        if "/SM" in self.unit:
+            here, there = here / arch.num_sm, there / fitted.num_sm
+        return here / there
+
+
 class Coefficients:
     """One table's coefficients as attributes, read-only; ``provenance`` says what they were fitted to."""
 
     provenance: Provenance
+    scaling: Mapping[str, Scaling]
 
-    def __init__(self, values: Mapping[str, float], provenance: Provenance) -> None:
-        self.__dict__.update(values, provenance=provenance)
+    def __init__(
+        self, values: Mapping[str, float], provenance: Provenance, scaling: Mapping[str, Scaling] | None = None
+    ) -> None:
+        self.__dict__.update(values, provenance=provenance, scaling=MappingProxyType(dict(scaling or {})))
 
     if TYPE_CHECKING:
 
@@ -68,7 +100,16 @@ class Coefficients:
 
     def as_dict(self) -> dict[str, float]:
         """The coefficients by name."""
-        return {name: value for name, value in vars(self).items() if name != "provenance"}
+        return {name: value for name, value in vars(self).items() if name not in ("provenance", "scaling")}
+
+    def for_gpu(self, arch: GpuArch) -> Coefficients:
+        """The table for a GPU: what scales with a rate of the GPU of the fit is the same share of this GPU's."""
+        fitted = load_gpu(FITTED_GPU)
+        values = self.as_dict()
+        factors = {name: scaling.factor(arch, fitted) for name, scaling in self.scaling.items()}
+        if all(factor == 1.0 for factor in factors.values()):
+            return self
+        return Coefficients(values | {n: values[n] * f for n, f in factors.items()}, self.provenance, self.scaling)
 
 
 def coefficients(family: str, table: str) -> Coefficients:
@@ -83,12 +124,13 @@ def coefficients(family: str, table: str) -> Coefficients:
     return tables[table]
 
 
-def record(family: str, table: str, kind: type[Record]) -> Record:
-    """A table as a dataclass whose fields are exactly its coefficients.
+def record(family: str, table: str, kind: type[Record], arch: GpuArch | None = None) -> Record:
+    """A table as a dataclass whose fields are exactly its coefficients. Args: arch: the GPU to scale them for.
 
     Raises: ModelError where fields and coefficients differ.
     """
-    values = coefficients(family, table).as_dict()
+    found = coefficients(family, table)
+    values = (found.for_gpu(arch) if arch is not None else found).as_dict()
     known = set(kind.__dataclass_fields__)  # type: ignore[attr-defined]
     if known != set(values):
         differ = sorted(known ^ set(values))
@@ -98,7 +140,7 @@ def record(family: str, table: str, kind: type[Record]) -> Record:
 
 def file_of(family: str) -> Path:
     """The data file of a family for a GPU or an instruction set."""
-    return ROOT / family / ("fit_h200.toml" if family.startswith("gpu") else "fit_x86.toml")
+    return ROOT / family / (f"fit_{FITTED_GPU.lower()}.toml" if family.startswith("gpu") else "fit_x86.toml")
 
 
 @functools.cache
@@ -141,10 +183,12 @@ def _parse_table(name: str, table: Any, found: Mapping[str, Coefficients], file:
     if samples != UNKNOWN and (not isinstance(samples, int) or isinstance(samples, bool) or samples < 1):
         raise bad("samples", f"{samples!r} must be a positive number of measured schedules, or 'unknown'")
     values: dict[str, float] = {}
+    scaling: dict[str, Scaling] = {}
     if "inherits" in table:
         if table["inherits"] not in found:
             raise bad("inherits", f"no table {table['inherits']!r} before this one")
         values.update(found[table["inherits"]].as_dict())
+        scaling.update(found[table["inherits"]].scaling)
     entries = table.get("coefficients")
     if not isinstance(entries, dict) or not entries:
         raise bad("coefficients", "must be a table with at least one coefficient")
@@ -156,6 +200,10 @@ def _parse_table(name: str, table: Any, found: Mapping[str, Coefficients], file:
             raise bad(key, f"value {value!r} must be a finite number")
         if not isinstance(entry.get("unit"), str):
             raise bad(key, "has no unit")
+        if (rate := entry.get("scales_with")) is not None:
+            if rate not in RATES:
+                raise bad(key, f"scales with {rate!r}: choose from {list(RATES)}")
+            scaling[key] = Scaling(rate, entry["unit"])
         values[key] = value
     counted = None if samples == UNKNOWN else samples
-    return Coefficients(values, Provenance(table["source"], counted, table["error"], table["date"]))
+    return Coefficients(values, Provenance(table["source"], counted, table["error"], table["date"]), scaling)

@@ -38,6 +38,8 @@ MARK = "jcuts_mark"
 HOOK = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)
 """Is told the number of a mark and the CUDA stream that it is executed on."""
 _TEXT = 2048
+_MEMORY_CLOCK_KHZ, _MEMORY_BUS_BITS = 36, 37
+"""CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE and ..._GLOBAL_MEMORY_BUS_WIDTH."""
 
 Place = tuple[int | None, int]
 """Of a kernel that updates an operand in place (`lower.sliced_output`): the operand's number, bytes before what it
@@ -110,6 +112,19 @@ def driver_version(library: str = DRIVER) -> tuple[int, int] | None:
     except (OSError, AttributeError):
         return None
     return number.value // 1000, number.value % 1000 // 10
+
+
+def memory_bandwidth(library: str = DRIVER) -> float:
+    """Of the first device's memory by its attributes (bus width, memory clock) [byte/s]; 0 where they are not said."""
+    clock, width = ctypes.c_int(), ctypes.c_int()
+    try:
+        driver = ctypes.CDLL(library)
+        for number, into in ((_MEMORY_CLOCK_KHZ, clock), (_MEMORY_BUS_BITS, width)):
+            if driver.cuDeviceGetAttribute(ctypes.byref(into), number, 0):
+                return 0.0
+    except (OSError, AttributeError):
+        return 0.0
+    return 2e3 * clock.value * width.value / 8  # twice per clock
 
 
 def too_old(driver: tuple[int, int] | None, toolkit: tuple[int, int] | None) -> str:

@@ -9,11 +9,13 @@ from typing import Any
 
 import jax
 
-from jcuts.arch.load import load_gpu
+from jcuts.arch.gpu import GpuArch
+from jcuts.arch.load import gpu_of_device, load_gpu
 from jcuts.arch.sm_limits import NEWEST_CAPABILITY
 from jcuts.base.errors import UsageError
 from jcuts.codegen.cuda.toolchain.target import AMPERE, CudaTarget
 from jcuts.schedule.gpu.candidates import GpuMachine
+from jcuts.xla import cuda_launcher
 
 NAMES = ("cuda", "gpu")
 """What JAX calls the platform, in lowering rules and on devices."""
@@ -64,9 +66,25 @@ def target() -> CudaTarget:
     return CudaTarget(this().capability)
 
 
+@functools.cache
+def architecture_of(gpu: Gpu) -> tuple[GpuArch, bool]:
+    """The rates of a GPU of this process (`arch.load.gpu_of_device`), and whether a file has its name."""
+    return gpu_of_device(gpu.name, gpu.capability, gpu.sms, cuda_launcher.memory_bandwidth())
+
+
+def rates_of_another() -> str:
+    """'' where the rates that rank schedules are those of a file of the GPU's name, else whose they are."""
+    gpu = this()
+    arch, named = architecture_of(gpu)
+    if named:
+        return ""
+    return f"no architecture file for {gpu.name}: schedules are ranked by rates of {arch.name}, scaled to {gpu.sms} SMs"
+
+
 def machine() -> GpuMachine:
     """The GPU's machine description for schedule enumeration."""
-    return GpuMachine(this().sms, capability=this().capability)
+    gpu = this()
+    return GpuMachine(gpu.sms, capability=gpu.capability, arch=architecture_of(gpu)[0])
 
 
 def unusable() -> str:

@@ -8,7 +8,7 @@ from importlib import resources
 import pytest
 
 from jcuts.arch.gpu import GpuArch
-from jcuts.arch.load import list_gpus, load_gpu, parse_gpu
+from jcuts.arch.load import gpu_of_device, list_gpus, load_gpu, nearest_gpu, parse_gpu
 from jcuts.base.errors import ModelError
 
 SHIPPED = (resources.files("jcuts.arch") / "data" / "v100.toml").read_text()
@@ -140,3 +140,40 @@ def test_user_file(tmp_path):
     assert load_gpu(path).name == "Mine"
     with pytest.raises(ModelError, match="cannot read"):
         load_gpu(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "sms", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", (9, 0), 132, "H100"),
+        ("NVIDIA H200", (9, 0), 132, "H200"),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), 108, "A100"),
+        ("NVIDIA GeForce RTX 2080", (7, 5), 46, "RTX 2080"),
+    ],
+)
+def test_devices_take_the_file_of_their_name(device, capability, sms, name):
+    assert gpu_of_device(device, capability, sms, load_gpu(name).bw_global) == (load_gpu(name), True)
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [((10, 0), "H200"), ((9, 0), "H200"), ((8, 9), "A100"), ((8, 0), "A100"), ((7, 0), "V100"), ((6, 1), "V100")],
+)
+def test_other_devices_take_the_nearest_file_scaled(capability, name):
+    arch, named = gpu_of_device("NVIDIA Something", capability, 64, 5e11)
+    near = load_gpu(name)
+    assert nearest_gpu(capability) == near and not named and (arch.num_sm, arch.bw_global) == (64, 5e11)
+    assert arch.bw_l2 == pytest.approx(near.bw_l2 * 64 / near.num_sm)
+    assert arch.rate("shared") / near.rate("shared") == pytest.approx(64 / near.num_sm)
+
+
+def test_a_board_with_other_memory_has_its_own_bandwidth():
+    pcie, named = gpu_of_device("NVIDIA H100 PCIe", (9, 0), 114, 2.04e12)
+    assert named and (pcie.num_sm, pcie.bw_global) == (114, 2.04e12)
+    assert gpu_of_device("NVIDIA H100 PCIe", (9, 0), 114)[0].bw_global == load_gpu("H100").bw_global
+    near = gpu_of_device("NVIDIA H200", (9, 0), 132, 0.999 * load_gpu("H200").bw_global)
+    assert near == (load_gpu("H200"), True)
+
+
+def test_a_name_of_another_capability_is_another_gpu():
+    assert gpu_of_device("Not an A100", (9, 0), 132)[1] is False

@@ -126,6 +126,7 @@ def test_doctor_says_what_a_gpu_lacks(monkeypatch):
     lines = {name: (good, found) for name, good, found, _ in doctor_gpu.examine()}
     assert lines["GPU driver"] == (True, "supports CUDA 12.4")
     assert lines["GPU"] == (True, "2 x NVIDIA H200, compute capability 9.0")
+    assert lines["GPU rates"] == (True, "those of H200; memory 4.82 TB/s")
     assert lines["GPU compilers"] == (False, "there is neither ptxas nor nvJitLink")
     assert lines["GPU launcher"] == (False, "the library is missing")
     assert lines["GPU kernels"] == (False, "functions on the GPU are left to XLA: the driver supports CUDA 12.4 only")

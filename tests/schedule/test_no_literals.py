@@ -45,7 +45,7 @@ def _tables_of(tree: ast.Module) -> dict[str, tuple[str, str]]:
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call):
             called = node.value.func
-            if isinstance(called, ast.Attribute) and called.attr == "coefficients":
+            if ast.unparse(called) == "fit.coefficients":
                 family, table = (ast.literal_eval(a) for a in node.value.args)
                 found[node.targets[0].id] = (family, table)
     return found
@@ -57,9 +57,12 @@ def _uses() -> tuple[set[tuple[str, str]], set[tuple[str, str, str]], set[str]]:
     for path in SOURCES:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names = _tables_of(tree)
+        texts = {
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        # a table is read from a file or from a machine, by a name that may be chosen from several
+        tables |= {(f, t) for f in texts & set(FAMILIES) for t in texts & set(fit.read_tables(f))}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("fit.coefficients", "fit.record"):
-                tables.add(tuple(ast.literal_eval(a) for a in node.args[:2]))
             if isinstance(node, ast.Attribute):
                 attributes.add(node.attr)
                 if isinstance(node.value, ast.Name) and node.value.id in names:

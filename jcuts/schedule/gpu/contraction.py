@@ -18,11 +18,10 @@ from jcuts.schedule.gpu.conv import implicit_gemm, implicit_gemm_cluster
 from jcuts.schedule.gpu.gemm import mma as gemm_mma
 from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
-from jcuts.schedule.gpu.machine import Candidate, GpuMachine, fastest_memory
+from jcuts.schedule.gpu.machine import Candidate, GpuMachine
 from jcuts.schedule.gpu.reduction import column as reduction_column
 from jcuts.schedule.gpu.reduction.row import row_reduction
 from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
-from jcuts.schedule.gpu.window.cost import CLOCK
 from jcuts.schedule.gpu.window.schedules import windows
 
 _CANDIDATES = fit.coefficients("gpu/reduction", "candidates")
@@ -91,7 +90,8 @@ def simt_reductions(program: Program, machine: GpuMachine, best: float) -> list[
     phase = program.phases[0]
     products = math.prod(x.extent for x in (*phase.axes, *phase.reds))
     moved = sum(b.bytes for b in (*program.inputs, *program.outputs))
-    if PLAIN * products / (machine.sms * MULTIPLIERS * CLOCK) > FEW * moved / fastest_memory():
+    clock = machine.coefficients("gpu/window", "cost").clock_hertz
+    if PLAIN * products / (machine.sms * MULTIPLIERS * clock) > FEW * moved / machine.bandwidth:
         return []
     found = sorted(windows(collapse_program(program), machine), key=lambda item: (-item[1], item[0].digest))[:2]
     return [(p, score / found[0][1] * best * gemm_mma.AGAIN) for p, score in found]

@@ -7,14 +7,16 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from jcuts.arch.gpu import GpuArch
-from jcuts.arch.load import list_gpus, load_gpu
+from jcuts.arch.load import list_gpus, load_gpu, nearest_gpu
 from jcuts.arch.sm_limits import SM_90, SmLimits, nearest_limits
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program
+from jcuts.schedule import fit
 
 ACCESS = 16  # bytes of the widest access
 TAPS = 64  # terms of a window that are unrolled in a thread; longer reductions are shared by a team
@@ -27,6 +29,7 @@ WARP = SM_90.warp_threads
 SHARED = 40 << 10  # bytes of shared memory that partial results of a block may take
 
 Candidate = tuple[Program, float]
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
@@ -37,25 +40,53 @@ class GpuMachine:
         sms: multiprocessors.
         threads_per_sm: resident threads per multiprocessor; by default those of the capability.
         capability: compute capability (major, minor).
+        arch: its rates; by default the shipped GPU of the capability with the fastest memory.
     """
 
     sms: int
     threads_per_sm: int = 0
     capability: tuple[int, int] = (9, 0)
+    arch: GpuArch = field(default=None, repr=False)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if not self.threads_per_sm:
             object.__setattr__(self, "threads_per_sm", self.limits.threads_per_sm)
+        if self.arch is None:
+            object.__setattr__(self, "arch", nearest_gpu(self.capability))
 
     @classmethod
     def of(cls, arch: GpuArch) -> GpuMachine:
         """The machine of an architecture (`arch.load.load_gpu`)."""
-        return cls(arch.num_sm, arch.max_threads_per_sm, divmod(arch.compute_capability, 10))
+        return cls(arch.num_sm, arch.max_threads_per_sm, divmod(arch.compute_capability, 10), arch)
 
     @classmethod
     def named(cls, name: str) -> GpuMachine:
         """The machine of a GPU that ships with jcuts, such as "H200".  Raises: as `load_gpu`."""
         return cls.of(load_gpu(name))
+
+    @functools.cached_property
+    def _scaled(self) -> dict[tuple[str, str], object]:
+        """Tables of fitted coefficients that were scaled for this GPU."""
+        return {}
+
+    def coefficients(self, family: str, table: str) -> fit.Coefficients:
+        """A table of fitted coefficients, scaled by this GPU's rates (`fit.Coefficients.for_gpu`)."""
+        found = self._scaled.get((family, table))
+        if found is None:
+            found = self._scaled[family, table] = fit.coefficients(family, table).for_gpu(self.arch)
+        return found  # type: ignore[return-value]
+
+    def record(self, family: str, table: str, kind: type[Record]) -> Record:
+        """The same as a dataclass of the coefficients (`fit.record`)."""
+        found = self._scaled.get((family, table))
+        if not isinstance(found, kind):
+            found = self._scaled[family, table] = fit.record(family, table, kind, self.arch)
+        return found
+
+    @property
+    def bandwidth(self) -> float:
+        """Of its memory [byte/s]."""
+        return self.arch.bw_global
 
     @property
     def limits(self) -> SmLimits:
@@ -82,6 +113,11 @@ class GpuMachine:
     def multiplies(self) -> bool:
         """Whether GEMMs have tensor-core schedules: `cp.async` exists, and float32 may be rounded to TF32."""
         return self.capability >= (8, 0)
+
+
+def unit_rate(table: fit.Coefficients, item: int) -> float:
+    """Products per cycle and SM of a table's tensor cores. Args: item: bytes of an operand: 4 TF32, 2 of 16 bits."""
+    return table.half_products_per_cycle if item == 2 else table.tf32_products_per_cycle
 
 
 @functools.cache

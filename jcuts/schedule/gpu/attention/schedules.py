@@ -26,15 +26,14 @@ from jcuts.schedule.gpu.gemm.mma import (
     AGAIN,
     BLOCKS,
     LATENCY,
-    MEMORY,
     MOST,
     MOST_SHARED,
     NOT_SHARED,
     OVERLAP,
     REGISTERS,
-    UNIT,
+    bound_rates,
 )
-from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine, scheduled
+from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine, scheduled, unit_rate
 
 _FIT = fit.coefficients("gpu/attention", "cycles")
 _REGISTERS = fit.coefficients("gpu/attention", "registers")
@@ -127,12 +126,14 @@ def bound(attention: Attention, program: Program, machine: GpuMachine) -> float:
     """Lower bound on any schedule's cycles: tensor cores, memory."""
     work = attention.batches * attention.rows * attention.keys * (attention.key.length + attention.value.length)
     moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
-    return max(work / (machine.sms * 2 * UNIT[attention.key.item]), moved / MEMORY, LATENCY)
+    rates = bound_rates(machine)
+    unit = 2 * unit_rate(rates, attention.key.item)
+    return max(work / (machine.sms * unit), moved / rates.memory_bytes_per_cycle, LATENCY)
 
 
 def cycles(shape: FlashTile, program: Program, machine: GpuMachine) -> float:
     """Estimated cycles of a launch."""
-    attention = shape.attention
+    attention, rates = shape.attention, machine.coefficients("gpu/attention", "cycles")
     item, (high, wide), (along, parts) = attention.key.item, shape.warp, shape.warps
     depth, features = shape.steps * STEP // item, shape.padded_head_dim
     count, bands = along * parts, high // SIXTEEN
@@ -146,10 +147,10 @@ def cycles(shape: FlashTile, program: Program, machine: GpuMachine) -> float:
     copies = shape.keys * line / 16 / WARP
     early = 2 * copies + 4 * copies if shape.rounded else 0
     limits = [
-        shape.rows * shape.keys * (depth + features) / (2 * UNIT[item]),
-        (along + 1 + (2 if shape.rounded else 0)) * shape.keys * line / _FIT.smem_bytes_per_cycle,
+        shape.rows * shape.keys * (depth + features) / (2 * unit_rate(bound_rates(machine), item)),
+        (along + 1 + (2 if shape.rounded else 0)) * shape.keys * line / rates.smem_bytes_per_cycle,
         (count * (products + reads + turned + each) + 2 * copies + early) * _FIT.instruction_issue_cycles / QUARTERS,
-        shape.keys * line / _FIT.l2_bytes_per_cycle,
+        shape.keys * line / rates.l2_bytes_per_cycle,
     ]
     chain = _FIT.k_tile_chain_cycles + _FIT.product_chain_cycles * products + _FIT.instruction_chain_cycles * each
     own = shape.tiles * chain + _FIT.block_ends_cycles * (1 if parts == 1 else 2)
@@ -166,4 +167,4 @@ def cycles(shape: FlashTile, program: Program, machine: GpuMachine) -> float:
 
     total = full * wave(resident) + (wave(rest) if rest else 0.0)
     moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
-    return max(total, moved / MEMORY + LATENCY)
+    return max(total, moved / bound_rates(machine).memory_bytes_per_cycle + LATENCY)

@@ -20,18 +20,15 @@ from jcuts.schedule.gpu.gemm.mma import (
     BLOCKS,
     CHAIN,
     EXIT,
-    L2,
     LATENCY,
-    MEMORY,
     MOST,
     MOST_SHARED,
     NOT_SHARED,
     OVERLAP,
-    PORT,
     REGISTERS,
-    UNIT,
+    bound_rates,
 )
-from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine, scheduled
+from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine, scheduled, unit_rate
 
 TILES = ((2, 32), (4, 16), (4, 32), (8, 16), (2, 64), (8, 32), (16, 16), (4, 64), (1, 32), (1, 64), (1, 128))
 """Rows and neighbours of a block's tile."""
@@ -117,7 +114,9 @@ def cycle_bound(program: Program, machine: GpuMachine) -> float:
     found = conv_geometry(program)
     outputs = found.images * found.rows * found.outputs
     multiplied = float(outputs * found.columns * len(found.terms))
-    return max(_moved(program) / MEMORY, multiplied / (machine.sms * UNIT[found.item]), LATENCY)
+    rates = bound_rates(machine)
+    unit = unit_rate(rates, found.item)
+    return max(_moved(program) / rates.memory_bytes_per_cycle, multiplied / (machine.sms * unit), LATENCY)
 
 
 def _moved(program: Program) -> float:
@@ -127,6 +126,7 @@ def _moved(program: Program) -> float:
 def cycles(program: Program, shape: FewChannelTile, machine: GpuMachine) -> float:
     """Estimated cycles of a launch."""
     high, long, broad = shape.warp
+    rates = bound_rates(machine)
     outputs, warps = shape.rows * shape.pixels, math.prod(shape.warps)
     registers = 30 + high * long * broad // WARP + high * long * 6 // 5 + broad // 5
     room = machine.limits.smem_per_sm_bytes - NOT_SHARED
@@ -143,16 +143,16 @@ def cycles(program: Program, shape: FewChannelTile, machine: GpuMachine) -> floa
     issued += RESULT * outputs * shape.columns / WARP
     copied = item * (shape.lines * shape.length + outputs * shape.columns)
     limits = [
-        beside * shape.steps * (DEPTH // item) * outputs * shape.columns / UNIT[item],
-        beside * read / PORT,
+        beside * shape.steps * (DEPTH // item) * outputs * shape.columns / unit_rate(rates, item),
+        beside * read / rates.smem_bytes_per_cycle,
         beside * issued / 4,
-        beside * copied / L2,
+        beside * copied / rates.l2_bytes_per_cycle,
         shape.steps * (CHAIN[1] + CHAIN[2] * tiles),
     ]
     inner = max(limits) + OVERLAP * (sum(limits) - max(limits))
     alone = LATENCY / beside if shape.stages == 1 else EXIT / beside  # what blocks beside it do not hide
-    filters = beside * shape.filters / L2
+    filters = beside * shape.filters / rates.l2_bytes_per_cycle
     share = min(shape.share, shape.tiles)
     total = max(1.0, waves) * (LATENCY + filters + share * (inner + alone) + EXIT)
-    memory = _moved(program) / MEMORY + LATENCY
+    memory = _moved(program) / rates.memory_bytes_per_cycle + LATENCY
     return max(total, memory) + OVERLAP * min(total, memory)

@@ -19,10 +19,10 @@ from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.conv_window import ConvWindow, match_conv_window, weights_need_no_transform
 from jcuts.lower.patterns.gemm import gemm_operands
 from jcuts.schedule import fit
-from jcuts.schedule.gpu.gemm.mma import MEMORY
+from jcuts.schedule.gpu.gemm.mma import bound_rates
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import GROUP, HIGH, LINE, can_swap_lanes
-from jcuts.schedule.gpu.machine import Candidate, scheduled
+from jcuts.schedule.gpu.machine import Candidate, GpuMachine, scheduled, unit_rate
 
 GROUPED = (9, 0)
 """The compute capability that has wgmma."""
@@ -66,12 +66,6 @@ MOST_REGISTERS = 248
 """Registers of a thread."""
 ADDRESSES = 120
 """Registers that all taps' addresses take where weights are copied for each of them."""
-UNIT = {4: _FIT.tf32_products_per_cycle, 2: _FIT.half_products_per_cycle}
-"""Products per cycle and SM, by bytes of an operand."""
-PORT = _FIT.smem_bytes_per_cycle
-"""Bytes per cycle of an SM's shared memory."""
-CACHE = _FIT.l2_bytes_per_cycle
-"""Bytes per cycle of the L2 cache, for an SM."""
 CHAIN = _FIT.fragment_cycles
 """Cycles of a k-step in which warps fetch and round fragments before the units have work."""
 GROUPS = _FIT.fragment_cycles_per_warpgroup
@@ -301,6 +295,11 @@ def _tiles(counter: WgmmaProblem, tiling: ImplicitGemmTile) -> int:
     return -(-counter.rows // tiling.rows) * -(-counter.columns // tiling.columns)
 
 
+def conv_rates(machine: GpuMachine) -> fit.Coefficients:
+    """Of a GPU: tensor cores, shared memory, L2 cache."""
+    return machine.coefficients("gpu/conv", "implicit_gemm")
+
+
 def cycles(counter: WgmmaProblem, found: ConvWindow, tiling: ImplicitGemmTile) -> float:
     """Estimated cycles of a launch."""
     rows, columns, sms = tiling.rows, tiling.columns, counter.machine.sms
@@ -313,16 +312,20 @@ def cycles(counter: WgmmaProblem, found: ConvWindow, tiling: ImplicitGemmTile) -
     copied = found.halo_rows(rows) * found.bytes / found.taps + (0.0 if stays else columns * found.bytes)
     part = _full_line_fraction(found, tiling.short)
     read = part * (rows // HIGH * (HIGH + columns) * found.bytes)
+    rates = conv_rates(counter.machine)
     work = max(
-        part * rows * columns * found.channels_per_tile / UNIT[found.side.item], (read + copied) / PORT, copied / CACHE
+        part * rows * columns * found.channels_per_tile / unit_rate(rates, found.side.item),
+        (read + copied) / rates.smem_bytes_per_cycle,
+        copied / rates.l2_bytes_per_cycle,
     )
     high = rows // tiling.groups // HIGH
     chain = CHAIN + GROUPS * tiling.groups * beside + TALL * (high - 1)
     chain *= 1.0 if tiling.steps == found.whole else HALF[high > 1]
     chain *= (OWN_CODE if tiling.unrolled else 1.0) * (FETCHED if tiling.fetched else 1.0)
     inner = max(work + chain, beside * work + HIDDEN * chain) if beside > 1 else work + chain
-    leave = LEAVE + beside * 4 * rows * columns * counter.results / max(1.0, counter.partial) / CACHE
-    begin = BEGIN + (tiling.stages * columns * found.bytes / CACHE if stays else 0.0)
+    leave = LEAVE + beside * 4 * rows * columns * counter.results / max(1.0, counter.partial) / rates.l2_bytes_per_cycle
+    begin = BEGIN + (tiling.stages * columns * found.bytes / rates.l2_bytes_per_cycle if stays else 0.0)
     begin *= 1.0 + (waves - 1) * (AGAIN_BEGUN if beside > 1 else 1.0)
-    total, moved = begin + waves * tiling.rounds * (found.k_tiles * inner + leave), counter.moved / MEMORY
+    total = begin + waves * tiling.rounds * (found.k_tiles * inner + leave)
+    moved = counter.moved / bound_rates(counter.machine).memory_bytes_per_cycle
     return max(total, moved + BEGIN) + LEFT * min(total, moved)

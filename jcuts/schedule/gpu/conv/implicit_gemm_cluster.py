@@ -26,7 +26,7 @@ from jcuts.schedule.gpu.conv.implicit_gemm import ImplicitGemmTile
 from jcuts.schedule.gpu.gemm import cost as gemm_cost
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, GROUP, HIGH, dsmem_tile_bytes
-from jcuts.schedule.gpu.machine import WARP
+from jcuts.schedule.gpu.machine import WARP, unit_rate
 
 LEAST_PRODUCTS = 1 << 22
 """From which on there are schedules."""
@@ -44,7 +44,6 @@ RING = (8, 6, 4)
 """Tiles of weights in shared memory where not all of them stay there."""
 STAY = 9
 """Tiles of weights up to which all stay there."""
-RATES = gemm_cost.GROUPS["rounded"]
 PUSH = gemm_cost.PUSH["rounded"]
 
 
@@ -100,6 +99,7 @@ def shared(found: ConvWindow, tiling: ImplicitGemmTile) -> int:
 def cycles(counter: WgmmaProblem, found: ConvWindow, tiling: ImplicitGemmTile) -> float:
     """Estimated cycles of a launch."""
     rows, columns, cluster = tiling.rows, tiling.columns, tiling.cluster
+    rates, own = gemm_cost.group_rates(counter.machine, "rounded"), kept.conv_rates(counter.machine)
     lines, size = found.channel_tiles // cluster, found.bytes
     steps, resident = lines * found.taps, tiling.stages == lines * found.taps
     tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
@@ -108,22 +108,24 @@ def cycles(counter: WgmmaProblem, found: ConvWindow, tiling: ImplicitGemmTile) -
     beside, waves = gemm_cost.occupancy(tiles * cluster, cluster, held, counter.machine.sms)
     once = gemm_cost.concurrent_clusters(cluster, counter.machine.sms)
     beside = max(beside, min(held, math.ceil(tiles / once)))  # some of them share multiprocessors
-    copied = beside * (found.halo_rows(rows) * lines + columns * steps) * size / RATES.l2_bytes_per_cycle
+    copied = beside * (found.halo_rows(rows) * lines + columns * steps) * size / rates.l2_bytes_per_cycle
     read = rows // HIGH * (HIGH + columns) * size
-    work = max(rows * columns * found.channels_per_tile / kept.UNIT[found.side.item], read / kept.PORT)
+    work = max(
+        rows * columns * found.channels_per_tile / unit_rate(own, found.side.item), read / own.smem_bytes_per_cycle
+    )
     chain = kept.CHAIN + kept.GROUPS * tiling.groups * beside
     chain *= 1.0 if tiling.steps == found.whole else kept.HALF[0]
     chain *= kept.OWN_CODE if tiling.unrolled else 1.0
     inner = max(work + chain, beside * work + kept.HIDDEN * chain) if beside > 1 else work + chain
     terms = copied + steps * inner if resident else max(copied, steps * inner)
     leave = (
-        RATES.epilogue_cycles + PUSH[0] + PUSH[1] * cluster + beside * 4 * rows * columns / RATES.dsmem_bytes_per_cycle
+        rates.epilogue_cycles + PUSH[0] + PUSH[1] * cluster + beside * 4 * rows * columns / rates.dsmem_bytes_per_cycle
     )
     begin = (
-        RATES.block_start_cycles + RATES.warp_start_cycles * beside * tiling.threads / WARP + RATES.load_latency_cycles
+        rates.block_start_cycles + rates.warp_start_cycles * beside * tiling.threads / WARP + rates.load_latency_cycles
     )
-    total, moved = waves * (begin + terms + leave), counter.moved / RATES.memory_bytes_per_cycle
-    return max(total, moved + begin) + RATES.memory_overlap_remainder * min(total, moved)
+    total, moved = waves * (begin + terms + leave), counter.moved / rates.memory_bytes_per_cycle
+    return max(total, moved + begin) + rates.memory_overlap_remainder * min(total, moved)
 
 
 def _repeats(found: ConvWindow, tiling: ImplicitGemmTile) -> bool:

@@ -21,7 +21,7 @@ from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm import smem_layout_f64
 from jcuts.schedule.gpu.gemm.problem import GemmProblem, MmaTile
 from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
-from jcuts.schedule.gpu.machine import WARP
+from jcuts.schedule.gpu.machine import WARP, GpuMachine
 
 CLUSTERS = fit.coefficients("gpu/gemm", "concurrent_clusters")
 AT_ONCE = {
@@ -128,9 +128,9 @@ def _whole(counter: GemmProblem, rates: CostCoefficients, total: float, split: i
     moved = counter.moved / rates.memory_bytes_per_cycle
     total = max(total, moved + rates.block_start_cycles) + rates.memory_overlap_remainder * min(total, moved)
     if split > 1:
+        partial_rate = counter.machine.coefficients("gpu/gemm", "occupancy").partial_sum_bytes_per_cycle
         total += (
-            rates.split_k_launch_cycles
-            + rates.split_k_bytes_factor * (2 * split + 1) * counter.partial / OCCUPANCY.partial_sum_bytes_per_cycle
+            rates.split_k_launch_cycles + rates.split_k_bytes_factor * (2 * split + 1) * counter.partial / partial_rate
         )
     return total
 
@@ -140,16 +140,13 @@ def _overlapped_max(limits: list[float], overlap: float) -> float:
 
 
 # -- by warps ---------------------------------------------------------------------------------------------------------
-WARPS = {
-    4: fit.record("gpu/gemm", "mma_tf32", CostCoefficients),
-    2: fit.record("gpu/gemm", "mma_16bit", CostCoefficients),
-}
-"""mma.sync, by bytes of an operand."""
-FMA = fit.record("gpu/gemm", "ffma", CostCoefficients)
-"""Fused multiply-adds.  What shared memory gives counts for every lane that gets it (`LANES`), as it passes the same
-port for each."""
-DOUBLE = fit.record("gpu/gemm", "mma_float64", CostCoefficients)
-"""float64 on matrix units."""
+WARPS = {4: "mma_tf32", 2: "mma_16bit"}
+"""Tables of mma.sync, by bytes of an operand."""
+FMA = "ffma"
+"""The table of fused multiply-adds.  What shared memory gives counts for every lane that gets it (`LANES`), as it
+passes the same port for each."""
+DOUBLE = "mma_float64"
+"""The table of float64 on matrix units."""
 LANES = (4, 8)
 """Lanes of a warp that each take a row, and a column."""
 OWN_REGISTERS = fit.coefficients("gpu/gemm", "mma_registers")
@@ -162,7 +159,8 @@ WARP_COST = fit.coefficients("gpu/gemm", "mma_warp")
 
 def rates_of(counter: GemmProblem) -> CostCoefficients:
     """Of products by warps."""
-    return FMA if counter.fma else DOUBLE if counter.double else WARPS[counter.item]
+    table = FMA if counter.fma else DOUBLE if counter.double else WARPS[counter.item]
+    return counter.machine.record("gpu/gemm", table, CostCoefficients)
 
 
 def registers_of(counter: GemmProblem, tiling: MmaTile) -> float:
@@ -193,7 +191,10 @@ def warp_cycles(counter: GemmProblem, tiling: MmaTile) -> float:
         * columns
         * tiling.terms
         / rates.products_per_cycle,
-        beside * (count * (LANES[0] * high + LANES[1] * wide) / deep + rows + columns) * line / FMA.smem_bytes_per_cycle
+        beside
+        * (count * (LANES[0] * high + LANES[1] * wide) / deep + rows + columns)
+        * line
+        / rates.smem_bytes_per_cycle
         if counter.fma
         else beside * (count * (high + wide) / deep + rows + columns) * line / rates.smem_bytes_per_cycle,
         0.0
@@ -228,12 +229,9 @@ def warp_cycles(counter: GemmProblem, tiling: MmaTile) -> float:
 
 
 # -- by warp groups ---------------------------------------------------------------------------------------------------
-GROUPS = {
-    "float32": fit.record("gpu/gemm", "wgmma_float32", CostCoefficients),
-    "copied": fit.record("gpu/gemm", "wgmma_16bit", CostCoefficients),
-    "rounded": fit.record("gpu/gemm", "wgmma_tf32_weights", CostCoefficients),
-}
-"""Float32 that threads round and store, 16-bit types that are copied, float32 with pre-rounded weights (few blocks)."""
+GROUPS = {"float32": "wgmma_float32", "copied": "wgmma_16bit", "rounded": "wgmma_tf32_weights"}
+"""Tables of float32 that threads round and store, 16-bit types that are copied, float32 with pre-rounded weights (few
+blocks)."""
 GROUP_COST = fit.coefficients("gpu/gemm", "wgmma_warpgroup")
 GAP = {
     "float32": GROUP_COST.float32_group_gap_cycles,
@@ -249,6 +247,11 @@ PUSH = {
 """Cycles of blocks that store into each other's shared memory: of all, of each."""
 PROLOGUE_COST = fit.coefficients("gpu/gemm", "wgmma_prologue")
 GROUP_REGISTERS = fit.coefficients("gpu/gemm", "wgmma_registers")
+
+
+def group_rates(machine: GpuMachine, kind: str) -> CostCoefficients:
+    """Of products by warp groups. Args: kind: a key of `GROUPS`."""
+    return machine.record("gpu/gemm", GROUPS[kind], CostCoefficients)
 
 
 def coefficient_set(counter: GemmProblem, tiling: WgmmaTile) -> str:
@@ -287,7 +290,7 @@ def group_cycles(counter: GemmProblem, tiling: WgmmaTile, shared: int, *, before
     Args: shared: bytes of a block; before: whether something is computed before the product.
     """
     kind = coefficient_set(counter, tiling)
-    rates, raw = GROUPS[kind], kind == "float32"
+    rates, raw = group_rates(counter.machine, kind), kind == "float32"
     rows, columns, line = tiling.rows, tiling.columns, tiling.terms * counter.item
     tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
     registers = group_registers(counter, tiling)

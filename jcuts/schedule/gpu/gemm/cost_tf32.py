@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jcuts.lower.patterns.gemm import k_tiles_per_split
-from jcuts.schedule import fit
-from jcuts.schedule.gpu.gemm.mma import EXIT, MEMORY, PORT, SECOND
+from jcuts.schedule.gpu.gemm.mma import EXIT, SECOND, bound_rates
 from jcuts.schedule.gpu.gemm.problem import STEP, GemmProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import HIGH, WgmmaTile
+from jcuts.schedule.gpu.machine import GpuMachine
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class Tf32CostCoefficients:
     memory_overlap_remainder: float
 
 
-RATES = fit.record("gpu/gemm", "tf32_weights", Tf32CostCoefficients)
+def rates_of(machine: GpuMachine) -> Tf32CostCoefficients:
+    """Of a GPU."""
+    return machine.record("gpu/gemm", "tf32_weights", Tf32CostCoefficients)
 
 
 def cycles(counter: GemmProblem, tiling: WgmmaTile, beside: int, waves: int, rates: Tf32CostCoefficients) -> float:
@@ -51,7 +53,7 @@ def cycles(counter: GemmProblem, tiling: WgmmaTile, beside: int, waves: int, rat
     """
     rows, columns = tiling.rows, tiling.columns
     share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
-    inner = k_tile_cycles(counter, tiling, beside, rates)
+    inner, bound = k_tile_cycles(counter, tiling, beside, rates), bound_rates(counter.machine)
     written = 4 * rows * columns * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
     leave = (
         EXIT
@@ -60,11 +62,13 @@ def cycles(counter: GemmProblem, tiling: WgmmaTile, beside: int, waves: int, rat
     )
     if tiling.cluster > 1:
         leave += rates.cluster_push_cycles if tiling.push else rates.cluster_reduce_cycles
-        leave += beside * 4 * rows * columns * (2 / PORT + 1 / rates.l2_bytes_per_cycle)
-    moved = counter.moved / MEMORY
+        leave += beside * 4 * rows * columns * (2 / bound.smem_bytes_per_cycle + 1 / rates.l2_bytes_per_cycle)
+    moved = counter.moved / bound.memory_bytes_per_cycle
     total = waves * (rates.block_start_cycles + share * inner + leave)
     total = max(total, moved + rates.block_start_cycles) + rates.memory_overlap_remainder * min(total, moved)
-    return total + (SECOND + (2 * tiling.split + 1) * counter.partial / MEMORY if tiling.split > 1 else 0.0)
+    if tiling.split > 1:
+        total += SECOND + (2 * tiling.split + 1) * counter.partial / bound.memory_bytes_per_cycle
+    return total
 
 
 def k_tile_cycles(counter: GemmProblem, tiling: WgmmaTile, beside: int, rates: Tf32CostCoefficients) -> float:
@@ -75,7 +79,7 @@ def k_tile_cycles(counter: GemmProblem, tiling: WgmmaTile, beside: int, rates: T
     ahead = share if tiling.stages >= share else tiling.stages - 2
     limits = [
         beside * rows * columns * tiling.terms / rates.products_per_cycle,
-        beside * (read + copied) / PORT,
+        beside * (read + copied) / bound_rates(counter.machine).smem_bytes_per_cycle,
         beside * copied / rates.l2_bytes_per_cycle,
         rates.load_latency_cycles / ahead + rates.k_tile_overhead_cycles,
     ]

@@ -22,7 +22,7 @@ from jcuts.arch.sm_limits import SM_90
 from jcuts.lower.patterns.gemm import k_tiles_per_split
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm.epilogue_smem import LOADED, SENT, STORED, staged_epilogue
-from jcuts.schedule.gpu.gemm.mma import MEMORY, PORT
+from jcuts.schedule.gpu.gemm.mma import bound_rates
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, HIGH, WgmmaTile
 
@@ -61,8 +61,6 @@ GAP = _FIT.group_gap_cycles
 """Cycles of an instruction group where an SM has one block."""
 SPARE = _FIT.overlap_remainder
 """What is left of work that overlaps."""
-STREAM = _FIT.memory_bytes_per_cycle
-"""Bytes of memory per cycle."""
 ASKED = _FIT.early_residual_log
 """Logarithm of the time of prefetching the residual, in short sums."""
 KEPT = _FIT.staged_residual_log
@@ -81,7 +79,8 @@ MOST_REGISTERS = 240
 def memory_bound_tiles(counter: WgmmaProblem) -> Iterator[tuple[float, WgmmaTile]]:
     """(cycles, schedule) of all that fit a product that is bound by memory."""
     units = counter.batch * counter.rows * counter.columns * counter.terms / (counter.machine.sms * counter.unit)
-    if counter.short or counter.moved / MEMORY < BOUND * units or counter.beside > 2:
+    memory = counter.moved / bound_rates(counter.machine).memory_bytes_per_cycle
+    if counter.short or memory < BOUND * units or counter.beside > 2:
         return
     if not counter.beside and any(side.run != counter.terms for side in counter.sides):  # taps: the L2 cache decides
         return
@@ -163,10 +162,12 @@ def cycles(counter: WgmmaProblem, tiling: WgmmaTile) -> float:
     tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
     share, _ = k_tiles_per_split(counter.terms, tiling.terms, 1)
     read, copied = rows // HIGH * (HIGH + columns) * line * share, (rows + columns) * line * share
+    machine = counter.machine
+    memory = machine.coefficients("gpu/gemm", "memory_bound").memory_bytes_per_cycle
     limits = [
         rows * columns * tiling.terms * share / counter.unit,
-        (read + copied) / PORT,
-        counter.moved / tiles * counter.machine.sms / STREAM,
+        (read + copied) / bound_rates(machine).smem_bytes_per_cycle,
+        counter.moved / tiles * machine.sms / memory,
     ]
     work = max(limits) + SPARE * (sum(limits) - max(limits))
     queue = tiles / counter.machine.sms

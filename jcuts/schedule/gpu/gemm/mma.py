@@ -51,24 +51,21 @@ REGISTERS = SM_90.registers_per_sm
 BLOCKS = 16
 """Blocks of an SM, of small ones."""
 _BOUND = fit.coefficients("gpu/gemm", "mma_bound")
-UNIT = {4: _BOUND.tf32_products_per_cycle, 2: _BOUND.half_products_per_cycle}
-"""Products per cycle and SM, by bytes of an operand."""
 CHAIN = (_BOUND.k_tile_chain_cycles, _BOUND.k_step_chain_cycles, _BOUND.product_chain_cycles)
 """Cycles of one warp, which waits for itself: per k-tile, per instruction step along K, per mma of a k-step."""
 OVERLAP = _BOUND.overlap_remainder
 """What of a limit is left beside a larger one: they work at the same time, but not perfectly."""
-PORT = _BOUND.smem_bytes_per_cycle
-"""Bytes per cycle of an SM's shared memory."""
-L2 = _BOUND.l2_bytes_per_cycle
-"""Bytes per cycle of the L2 cache, for an SM."""
-MEMORY = _BOUND.memory_bytes_per_cycle
-"""Bytes per cycle of the whole GPU's memory."""
 LATENCY = _BOUND.launch_latency_cycles
 """Cycles to the first products."""
 EXIT = _BOUND.epilogue_cycles
 """Cycles of an epilogue without its bytes."""
 SECOND = _BOUND.split_k_launch_cycles
 """Cycles of a second launch."""
+
+
+def bound_rates(machine: GpuMachine) -> fit.Coefficients:
+    """Rates of a GPU that lower bounds, and families without rates of their own, count with."""
+    return machine.coefficients("gpu/gemm", "mma_bound")
 
 
 def mma_schedules(
@@ -158,7 +155,8 @@ def least_cycles(counter: GemmProblem) -> float:
     """A lower bound on the cycles of any schedule: what must move, what must be multiplied, the latency."""
     products = float(counter.batch * counter.rows * counter.columns * counter.terms)
     unit = gemm_cost.rates_of(counter).products_per_cycle
-    return max(counter.moved / MEMORY, products / (counter.machine.sms * unit), LATENCY)
+    memory = bound_rates(counter.machine).memory_bytes_per_cycle
+    return max(counter.moved / memory, products / (counter.machine.sms * unit), LATENCY)
 
 
 def fits_registers(counter: GemmProblem, tiling: MmaTile) -> bool:

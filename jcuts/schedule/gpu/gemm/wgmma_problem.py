@@ -17,10 +17,10 @@ from jcuts.lower.patterns.gemm import GemmOperand, k_tiles_per_split, k_vectors,
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm import cost as gemm_cost
 from jcuts.schedule.gpu.gemm import cost_tf32
-from jcuts.schedule.gpu.gemm.mma import LATENCY, MEMORY
+from jcuts.schedule.gpu.gemm.mma import LATENCY, bound_rates
 from jcuts.schedule.gpu.gemm.problem import GemmProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import HIGH, SHARED, WgmmaTile, smem_with_dsmem
-from jcuts.schedule.gpu.machine import GpuMachine
+from jcuts.schedule.gpu.machine import GpuMachine, unit_rate
 
 _CANDIDATES = fit.coefficients("gpu/gemm", "wgmma_candidates")
 RESIDUAL_REGISTERS_PER_ACC = _CANDIDATES.residual_registers_per_accumulator
@@ -38,8 +38,6 @@ MOST_REGISTERS = 248
 MOST_WAITING = 80
 """Registers of a thread for tiles in flight."""
 FILE = SM_90.registers_per_sm
-UNIT = {4: _CANDIDATES.tf32_products_per_cycle, 2: _CANDIDATES.half_products_per_cycle}
-"""Products per cycle and multiprocessor that long sums reach, by bytes of an operand."""
 
 
 class WgmmaProblem(GemmProblem):
@@ -60,9 +58,12 @@ class WgmmaProblem(GemmProblem):
         products = float(self.batch * self.rows * self.columns * self.terms)
         few = self.batch * self.rows * self.columns <= machine.sms * FEW_POINTS
         self.short, self.few = bool(self.rounded) and few, self.item == 2 and few
-        self.rates = replace(cost_tf32.RATES, products_per_cycle=UNIT[2]) if self.item == 2 else cost_tf32.RATES
-        self.unit = self.rates.products_per_cycle if self.rounded else UNIT[self.item]
-        self.least = max(self.moved / MEMORY, products / (machine.sms * self.unit), LATENCY)
+        reached = unit_rate(machine.coefficients("gpu/gemm", "wgmma_candidates"), self.item)  # by long sums
+        rates = cost_tf32.rates_of(machine)
+        self.rates = replace(rates, products_per_cycle=reached) if self.item == 2 else rates
+        self.unit = self.rates.products_per_cycle if self.rounded else reached
+        memory = bound_rates(machine).memory_bytes_per_cycle
+        self.least = max(self.moved / memory, products / (machine.sms * self.unit), LATENCY)
 
     @property
     def small_grid(self) -> WgmmaProblem:

@@ -24,7 +24,6 @@ from jcuts.schedule.gpu.machine import (
     WARP,
     Candidate,
     GpuMachine,
-    fastest_memory,
     scheduled,
     tiled,
 )
@@ -124,7 +123,7 @@ def schedule_space(program: Program, machine: GpuMachine) -> Iterator[Candidate]
         for made in _shared_k(problem, tile, machine):
             yield (
                 made.apply(program, problem),
-                problem.moved / fastest_memory() / estimated_seconds(problem, made, machine),
+                problem.moved / machine.bandwidth / estimated_seconds(problem, made, machine),
             )
 
 
@@ -198,7 +197,7 @@ def estimated_seconds(problem: GemvProblem, made: GemvSchedule, machine: GpuMach
     blocks = made.blocks(problem)
     in_warp = made.deep * made.terms if problem.is_k_major else made.across * made.columns
     line = min(1.0, in_warp * problem.item / LINE)
-    rate = fastest_memory() * _COST.bandwidth_share * (1.0 - min(1.0, _COST.line_share) * (1.0 - line))
+    rate = machine.bandwidth * _COST.bandwidth_share * (1.0 - min(1.0, _COST.line_share) * (1.0 - line))
     asked = made.columns * made.terms * made.flight * problem.item
     in_flight = asked * made.threads * min(blocks, _resident_blocks(made, machine))
     memory = problem.moved / rate / min(1.0, blocks / machine.sms)

@@ -20,9 +20,9 @@ from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.program import Phase, Program
 from jcuts.lower.patterns.inverted_residual import InvertedResidual, match_inverted_residual
 from jcuts.schedule import fit
-from jcuts.schedule.gpu.gemm.mma import AGAIN, BLOCKS, EXIT, L2, LATENCY, MEMORY, OVERLAP, PORT, REGISTERS, UNIT
+from jcuts.schedule.gpu.gemm.mma import AGAIN, BLOCKS, EXIT, LATENCY, OVERLAP, REGISTERS, bound_rates
 from jcuts.schedule.gpu.inverted_residual.tile import COLUMN_TILE, ROW_TILE, WORD, InvertedResidualTile
-from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine, scheduled
+from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine, scheduled, unit_rate
 
 LISTED = 80
 """Schedules that are ranked: by default a tenth of them is measured."""
@@ -280,7 +280,9 @@ def least(found: InvertedResidual, machine: GpuMachine) -> float:
     images, rows, columns, channels = found.window.image
     outputs = images * math.prod(found.window.outputs)
     multiplied = float(channels) * (images * rows * columns * found.in_channels + outputs * found.out_channels)
-    return max(_moved(found) / MEMORY, multiplied / (machine.sms * UNIT[found.item]), LATENCY)
+    rates = bound_rates(machine)
+    unit = unit_rate(rates, found.item)
+    return max(_moved(found) / rates.memory_bytes_per_cycle, multiplied / (machine.sms * unit), LATENCY)
 
 
 def _moved(found: InvertedResidual) -> float:
@@ -289,23 +291,24 @@ def _moved(found: InvertedResidual) -> float:
 
 def cycles(shape: InvertedResidualTile, machine: GpuMachine) -> float:
     """Estimated cycles of a launch."""
-    found, warps = shape.block, math.prod(shape.expand)
+    found, warps, rates = shape.block, math.prod(shape.expand), bound_rates(machine)
     queue = -(-shape.tiles // machine.sms)
     beside = min(shape.beside, queue)
     waves = queue / beside
     waves = math.ceil(waves) if waves < MANY else waves
-    phases = _products(shape), _windows(shape)
+    phases = _products(shape, rates), _windows(shape, rates)
     limits = [float(sum(limit)) for limit in zip(*(p[:3] for p in phases), strict=True)]
     copied = found.in_channels + found.out_channels + (shape.pixels if found.expand is None else 0)
-    limits.append(shape.item * shape.chunk * copied / L2)
+    limits.append(shape.item * shape.chunk * copied / rates.l2_bytes_per_cycle)
     busy = max(limits) + OVERLAP * (sum(limits) - max(limits))
     # Barriers keep a block's phases apart, and a warp waits for itself: only blocks beside each other fill the gaps.
     uneven = -(-warps // QUARTERS) * QUARTERS / warps
     alone = sum(max(uneven * p[0], p[1], uneven * p[2], p[3] * ALONE / warps) for p in phases) + WAIT
-    moved = shape.item * (shape.pixels * found.in_channels + 2 * shape.outputs * found.out_channels) / L2
+    moved = shape.item * (shape.pixels * found.in_channels + 2 * shape.outputs * found.out_channels)
+    moved /= rates.l2_bytes_per_cycle
     busy, alone = shape.channel_chunks * busy + moved, LATENCY + shape.channel_chunks * alone + moved + EXIT
     total = waves * (max(beside * busy, alone) + OVERLAP * min(beside * busy, alone))
-    memory = _moved(found) / MEMORY + LATENCY
+    memory = _moved(found) / rates.memory_bytes_per_cycle + LATENCY
     return max(total, memory) + OVERLAP * min(total, memory)
 
 
@@ -313,7 +316,7 @@ Counted = tuple[float, float, float, float]
 """Cycles of a multiprocessor's tensor cores, shared memory and issue; instructions."""
 
 
-def _products(shape: InvertedResidualTile) -> Counted:
+def _products(shape: InvertedResidualTile, rates: fit.Coefficients) -> Counted:
     """Cycles of both GEMMs of a channel chunk."""
     found, chunk, warps = shape.block, shape.chunk, math.prod(shape.expand)
     pixels, outputs = (
@@ -339,10 +342,11 @@ def _products(shape: InvertedResidualTile) -> Counted:
     if not shape.held and shape.padded_in_channels:
         words += shape.expand[1] * pixels * shape.padded_in_channels
         issued += warps * shape.m_fragments_in * shape.padded_in_channels / shape.step
-    return multiplied / UNIT[shape.item], shape.item * words / PORT, issued / 4, issued
+    unit, port = unit_rate(rates, shape.item), rates.smem_bytes_per_cycle
+    return multiplied / unit, shape.item * words / port, issued / 4, issued
 
 
-def _windows(shape: InvertedResidualTile) -> Counted:
+def _windows(shape: InvertedResidualTile, rates: fit.Coefficients) -> Counted:
     """Cycles of the depthwise stage of a channel chunk."""
     found, groups = shape.block, shape.threads // shape.words
     strips = -(-shape.strips // groups) * groups
@@ -351,7 +355,7 @@ def _windows(shape: InvertedResidualTile) -> Counted:
     each += lanes * made * (len(found.window.taps) + _steps(found.window.phase))
     words = shape.words * strips * (covered + made)
     issued = shape.words * (strips * each + groups * AROUND) / WARP
-    return 0.0, WORD * words / PORT, issued / 4, issued
+    return 0.0, WORD * words / rates.smem_bytes_per_cycle, issued / 4, issued
 
 
 def _steps(phase: Phase) -> float:

@@ -24,7 +24,6 @@ from jcuts.schedule.gpu.machine import (
     block_threads,
     distinct_loads,
     diverse_best,
-    fastest_memory,
     lane_counts,
     narrowest,
     rescale_to,
@@ -114,14 +113,14 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                     waste = even / blocks if rounds < 4 else 1.0
                     lines = min(1.0, _COLUMN.line_share_base + _COLUMN.line_share_slope * across * vector * size / 128)
                     idle = lanes * across / wide * threads / (across * deep)
-                    whole = moved / fastest_memory()
+                    whole = moved / machine.bandwidth
                     spent = whole * max(1.0, IN_FLIGHT / under_way) * max(1.0, idle * _COLUMN.idle_factor) / lines
                     again = loads / (inside * vector) - 1.0  # what the caches deliver again
                     spent *= 1.0 + _COLUMN.cached_read_weight * again
                     spent *= _COLUMN.whole_wave_base + _COLUMN.wave_waste_weight * waste
                     spent += _COLUMN.launch_seconds
                     spent += _COLUMN.split_launch_seconds if split > 1 else 0.0
-                    spent += 4 * results * split * (split > 1) / fastest_memory()
+                    spent += 4 * results * split * (split > 1) / machine.bandwidth
                     spent *= COLUMN_FLIGHTS[flight]
                     if threads > 768:
                         spent *= _COLUMN.large_block_split_factor if split > 1 else _COLUMN.large_block_factor

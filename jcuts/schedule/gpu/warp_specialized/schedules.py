@@ -17,7 +17,7 @@ from jcuts.lower.patterns.conv_window import ConvWindow, match_conv_window, weig
 from jcuts.lower.patterns.gemm import gemm_operands, k_tiles_per_split
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm.epilogue_smem import LOADED, StagedMatrix, staged_epilogue
-from jcuts.schedule.gpu.gemm.mma import MEMORY
+from jcuts.schedule.gpu.gemm.mma import bound_rates
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, GROUP, HIGH, LINE
 from jcuts.schedule.gpu.machine import WARP, Candidate, scheduled
@@ -61,18 +61,6 @@ MOST_SHARED = 226 << 10
 """Bytes of shared memory of a block."""
 SHARE = _CANDIDATES.halo_share_limit
 """Pixels copied per tap, of those that a tile per tap would copy, up to which keeping them pays."""
-UNIT = _FIT.products_per_cycle
-"""Products per cycle and SM."""
-PORT = _FIT.smem_bytes_per_cycle
-"""Bytes per cycle of an SM's shared memory."""
-CACHE = _FIT.l2_bytes_per_cycle
-"""Bytes per cycle of the L2 cache, for an SM."""
-EXIT = _FIT.result_bytes_per_cycle
-"""Bytes per cycle of results."""
-STAGED = _STAGED.operand_bytes_per_cycle
-"""Bytes per cycle of operands where the residual comes through the pipeline stages."""
-BESIDE = _STAGED.result_bytes_per_cycle
-"""Bytes per cycle of results and residual there."""
 CHAIN = _FIT.k_tile_cycles
 """Cycles of a k-tile that are left of what warpgroups wait for."""
 GROUPS = _FIT.k_tile_cycles_per_warpgroup
@@ -223,14 +211,19 @@ def cycles(counter: WgmmaProblem, way: ConvWindow | None, tiling: WarpSpecialize
     rows, columns = tiling.rows, tiling.columns
     terms = LINE // counter.item
     share = k_tiles_per_split(counter.terms, terms, 1)[0] if way is None else way.k_tiles
-    units, moved = rows * columns * terms / UNIT, counter.moved / MEMORY
+    rates = counter.machine.coefficients("gpu/warp_specialized", "cycles")
+    units = rows * columns * terms / rates.products_per_cycle
+    moved = counter.moved / bound_rates(counter.machine).memory_bytes_per_cycle
     copied = (rows + columns) * LINE if way is None else way.halo_rows(rows) * LINE / way.taps + columns * LINE
     if tiling.beside:
-        leave = LEAVE + 8 * rows * columns / BESIDE
-        return max(BEGIN + tiling.rounds * (share * max(units, copied / STAGED) + leave), moved + BEGIN)
+        staged = counter.machine.coefficients("gpu/warp_specialized", "staged_residual")
+        leave = LEAVE + 8 * rows * columns / staged.result_bytes_per_cycle
+        work = max(units, copied / staged.operand_bytes_per_cycle)
+        return max(BEGIN + tiling.rounds * (share * work + leave), moved + BEGIN)
     read = rows // HIGH * (HIGH + columns) * LINE
     chain = CHAIN + GROUPS * tiling.groups
-    work = max(units, (read + copied) / PORT, copied / CACHE, chain)
-    leave = LEAVE + 4 * rows * columns * counter.results / max(1.0, counter.partial) / EXIT
+    work = max(units, (read + copied) / rates.smem_bytes_per_cycle, copied / rates.l2_bytes_per_cycle, chain)
+    written = 4 * rows * columns * counter.results / max(1.0, counter.partial)
+    leave = LEAVE + written / rates.result_bytes_per_cycle
     total = BEGIN + tiling.rounds * (share * work + leave)
     return max(total, moved + BEGIN) + LEFT * min(total, moved)

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 
 from jcuts.arch.sm_limits import SM_90
 from jcuts.schedule import fit
-from jcuts.schedule.gpu.machine import WARP, GpuMachine, fastest_memory
+from jcuts.schedule.gpu.machine import WARP, GpuMachine
 
 _FIT = fit.coefficients("gpu/window", "cost")
 _REGISTERS = fit.coefficients("gpu/window", "registers")
-CLOCK = _FIT.clock_hertz
 """Cycles per second of the GPU that the coefficients are fitted to."""
 LINE = SM_90.cache_line_bytes
 
@@ -68,14 +67,15 @@ class WindowCost:
 
     def seconds(self, machine: GpuMachine) -> float:
         """Estimated time of a launch."""
+        rates = machine.coefficients("gpu/window", "cost")
         loaded = self.values + (self.steps - 1) * self.fresh
         stored = self.tile * self.steps
-        lines = self.tiles * (loaded + stored) * self.size / LINE / (machine.sms * CLOCK)
+        lines = self.tiles * (loaded + stored) * self.size / LINE / (machine.sms * rates.clock_hertz)
         accesses = (loaded + stored) / min(self.lane, max(1, 16 // self.size))
         issued = _FIT.access_instructions * accesses + stored * self.taps + _FIT.tile_instructions
-        issue = self.tiles / WARP * issued / (machine.sms * 4 * CLOCK)
-        again = max(0.0, loaded / stored - self.read / self.written) * self.written / _FIT.l2_bytes_per_second
-        total = (self.read + self.written) / fastest_memory() + _FIT.l1_lines_remainder * lines
+        issue = self.tiles / WARP * issued / (machine.sms * 4 * rates.clock_hertz)
+        again = max(0.0, loaded / stored - self.read / self.written) * self.written / rates.l2_bytes_per_second
+        total = (self.read + self.written) / machine.bandwidth + _FIT.l1_lines_remainder * lines
         total = total + _FIT.issue_remainder * issue + _FIT.reread_remainder * again
         taken = 8 * math.ceil(self.registers / 8) * self.threads
         held = max(1, min(machine.threads_per_sm // self.threads, WARP, int(machine.limits.registers_per_sm // taken)))
@@ -86,7 +86,7 @@ class WindowCost:
         ahead = max(0.5, self.ahead * _FIT.prefetch_loads_factor) * self.fresh if self.steps > 1 else self.values
         ahead = max(1.0, ahead)  # windows of a number read nothing
         latency = _FIT.latency_weight * _FIT.latency_seconds
-        total *= 1.0 + latency * fastest_memory() / (there * ahead * self.size)
+        total *= 1.0 + latency * machine.bandwidth / (there * ahead * self.size)
         total *= (there / machine.threads) ** -_FIT.occupancy_exponent
         partial = math.ceil(waves) / waves - 1 if waves < 4 else 0.0
         total *= 1.0 + _FIT.last_wave_weight * min(1.0, 1 / waves) + _FIT.partial_wave_weight * partial

@@ -22,7 +22,6 @@ from jcuts.schedule.gpu.machine import (
     GpuMachine,
     block_threads,
     distinct_loads,
-    fastest_memory,
     lane_counts,
     loads_of,
     narrowest,
@@ -85,7 +84,7 @@ def _shapes(program: Program, machine: GpuMachine, tile: _Tile, walk: tuple[str,
     phase = program.phases[0]
     taps, lane, size = taps_of(phase), phase.axes[-1], narrowest(program)
     results = math.prod(taps.values()) * lane.extent
-    whole = sum(b.bytes for b in (*program.inputs, *program.outputs)) / fastest_memory()
+    whole = sum(b.bytes for b in (*program.inputs, *program.outputs)) / machine.bandwidth
     inside = math.prod(tile.terms.values())
     terms = math.prod(r.extent for r in phase.reds) // inside
     steps = tile.terms[walk[0]] // walk[1]
@@ -124,7 +123,7 @@ def _shapes(program: Program, machine: GpuMachine, tile: _Tile, walk: tuple[str,
             spent *= (1.0 + _FIT.idle_weight * (1.0 / used - 1.0)) / lines
             spent *= max(1.0, machine.sms / blocks) ** 0.5
             spent /= (there / machine.threads) ** _FIT.resident_threads_exponent
-            seconds = whole * spent + _FIT.launch_seconds + 8 * results * split / fastest_memory()
+            seconds = whole * spent + _FIT.launch_seconds + 8 * results * split / machine.bandwidth
             made = tiled(program, {**taps, lane.name: tile.vector}, tile.terms)
             params = (("across", across), ("flight", 1), ("split", split), ("walk", walk), ("ahead", ahead))
             yield scheduled(made, "columns", threads, *params), whole / seconds

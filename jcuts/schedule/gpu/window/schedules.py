@@ -19,7 +19,6 @@ from jcuts.schedule.gpu.machine import (
     REGISTERS,
     Candidate,
     GpuMachine,
-    fastest_memory,
     loads_of,
     narrowest,
     scheduled,
@@ -112,7 +111,7 @@ def _tiles(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                 continue
             for threads in THREADS:
                 spent = _time(program, unroll, values, threads).seconds(machine)
-                yield scheduled(unrolled(program, unroll), "point", threads), _least(program) / spent
+                yield scheduled(unrolled(program, unroll), "point", threads), _least(program, machine) / spent
 
 
 def _widths(extent: int, size: int) -> list[int]:
@@ -156,9 +155,9 @@ def _time(
     )
 
 
-def _least(program: Program) -> float:
+def _least(program: Program, machine: GpuMachine) -> float:
     """Seconds of the compulsory traffic."""
-    return sum(b.bytes for b in (*program.inputs, *program.outputs)) / fastest_memory()
+    return sum(b.bytes for b in (*program.inputs, *program.outputs)) / machine.bandwidth
 
 
 def _reuse_axes(phase: Phase, lane: str) -> list[Axis]:
@@ -224,4 +223,4 @@ def _walks(program: Program, machine: GpuMachine, along: Axis, unroll: dict[str,
         for threads in WALKERS:
             counted = _time(program, unroll, values, threads, fresh, tiles, pieces, along.name, ahead)
             params = (("walk", (along.name, tiles)), ("ahead", ahead))
-            yield scheduled(made, "point", threads, *params), _least(program) / counted.seconds(machine)
+            yield scheduled(made, "point", threads, *params), _least(program, machine) / counted.seconds(machine)

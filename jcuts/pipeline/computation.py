@@ -13,6 +13,7 @@ from typing import Any
 from jcuts.base import keys, knobs, warn_once
 from jcuts.base.errors import JcutsError, Refusal
 from jcuts.base.settings import Settings
+from jcuts.codegen.artifact import CompiledKernel
 from jcuts.fusion import greedy
 from jcuts.fusion.dag import NodeSet as Members
 from jcuts.fusion.match_attention import fuse_attention
@@ -62,6 +63,7 @@ class Region:
         origin: 'measured', 'estimated' or 'library'; choice: the tuner's answer with every time.
         source: where the choice comes from (`tune.row_signature`), '' where nothing was measured.
         rounded: numbers of the inputs that hold TF32 numbers only (they are part of the identity).
+        kernel: the compiled winner, once it is compiled.
     """
 
     members: Members
@@ -77,6 +79,7 @@ class Region:
     choice: Any = None
     source: str = ""
     rounded: tuple[int, ...] = ()
+    kernel: CompiledKernel | None = None
 
     @property
     def ranked(self) -> Ranked:

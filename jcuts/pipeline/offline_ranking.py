@@ -8,7 +8,6 @@ says so.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -19,10 +18,10 @@ from jcuts.arch.gpu import GpuArch
 from jcuts.base.errors import CompileRejected, JcutsError, Refusal, UsageError
 from jcuts.base.settings import Settings
 from jcuts.codegen.cuda import compile as compiler
-from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.codegen.cuda.toolchain.target import OLDEST, CudaTarget
 from jcuts.kernel_ir.program import Program
 from jcuts.pipeline.computation import Computation, Fuel, Region, group
+from jcuts.pipeline.predictions import taken_by
 from jcuts.rewrite.simplify import simplify
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu import launch_stats
@@ -176,10 +175,7 @@ def _assembled(candidate: Scored, arch: GpuArch, target: CudaTarget) -> Scored:
         kernel = compiler.compile_program(candidate.program, target)
     except CompileRejected as error:
         return replace(candidate, rejected=error.message)
-    taken = [
-        (math.prod(x.grid), math.prod(x.block), x.resources.registers, x.resources.shared + x.shared)
-        for x in Image.unpack(kernel.object_code).launches
-    ]
+    taken = taken_by(kernel.object_code)
     made = launch_stats.score_of(candidate.program, taken, arch)
     registers, shared = max(t[2] for t in taken), max(t[3] for t in taken)
     rejected = "" if made.pul > 0 else f"a block does not fit on a multiprocessor of the {arch.name}"

@@ -65,12 +65,14 @@ def _region_calls(level: Computation) -> list[KernelCall]:
         update = inplace_update.find_inplace_update(level, subset)
         kernel = None if update is None else _compiled(update.placed.program, "update")
         if update is not None and kernel is not None:
+            subset.kernel = kernel
             found.append(_updating_call(level, subset, update, kernel))
             continue
         kernel = _compiled(subset.chosen, "subset")
         if kernel is None:
             subset.chosen, subset.origin = None, "library"
             continue
+        subset.kernel = kernel
         like, members = level.closed.jaxpr.eqns[max(subset.members)], sorted(subset.members)
         found.append(KernelCall(members[0], members, kernel, subset.inputs, subset.outputs, like))
     return found

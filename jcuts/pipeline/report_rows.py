@@ -10,6 +10,7 @@ from jcuts.base.errors import UnsupportedError
 from jcuts.pipeline import microbatch_convs, rebuild
 from jcuts.pipeline.computation import CHOICES, Computation, Region
 from jcuts.pipeline.outcome import Outcome
+from jcuts.pipeline.predictions import predict
 from jcuts.pipeline.state import State
 from jcuts.report.function_report import NOT_CHECKED, NOT_MEASURED, FunctionReport, RefusalReport, SubsetReport
 from jcuts.schedule.bound import roofline_bound as lower_bound
@@ -108,22 +109,22 @@ def subset_report(level: Computation, subset: Region) -> SubsetReport:
     seconds = xla = None
     why = ""
     rejected: list[str] = []
-    pul = bound = 0.0
+    score = bound = 0.0
     derived = False
     if subset.choice is not None:
         times = {m.label: m for m in subset.choice.measurements}
         xla = times[LIBRARY].seconds if LIBRARY in times else None
         derived = LIBRARY in times and times[LIBRARY].method == FAMILY
         if chosen is not None and (m := times.get(subset.choice.winner)) is not None:
-            seconds, pul, bound = m.seconds, m.pul, m.bound_seconds
+            seconds, score, bound = m.seconds, m.pul, m.bound_seconds
             xla = xla if m.is_contest else None  # another clock's time
         if chosen is None:
             seconds, why = why_lost(subset)
         rejected = [f"{r.label}: {r.message}" for r in subset.choice.rejections if r.error != UNVERIFIED]
     if chosen is not None and seconds is None:  # nothing was measured: the estimates that chose it
-        pul = next((score for program, score in subset.ranked if program.digest == chosen.digest), 0.0)
+        score = next((made for program, made in subset.ranked if program.digest == chosen.digest), 0.0)
         bound = lower_bound(chosen).seconds
-    flop, moved = _flop(subset.program), _moved(subset.program)
+    flop, moved, predicted = _flop(subset.program), _moved(subset.program), predict(subset)
     where = list(dict.fromkeys(n.where for n in nodes if n.where))
     return SubsetReport(
         nodes[-1].prim,
@@ -134,7 +135,7 @@ def subset_report(level: Computation, subset: Region) -> SubsetReport:
         label,
         subset.origin,
         dict(chosen.params) if chosen is not None else {},
-        pul,
+        score,
         bound,
         seconds,
         xla,
@@ -145,6 +146,8 @@ def subset_report(level: Computation, subset: Region) -> SubsetReport:
         why,
         derived,
         subset.source if chosen is not None else "",
+        predicted.seconds,
+        predicted.pul,
     )
 
 

@@ -28,13 +28,15 @@ class SubsetReport:
         kind: 'complex', 'complex (fusion)', 'simple' or 'simple (fusion)' (thesis Figure 5.2).
         chosen: label of the winner, 'xla' where the subset is left to XLA.
         origin: 'measured', 'estimated' or 'library'.
-        params: chosen kernel parameters; pul, bound_seconds: of the chosen kernel.
+        params: chosen kernel parameters; score: its ranking score in [0, 1]; bound_seconds: its roofline bound.
         seconds, xla_seconds: measured times [s] of the chosen kernel (where XLA won: of the best kernel) and of XLA,
             None where nothing was measured.
         count: how many equal subsets share this choice; flop, bytes: of one of them.
         rejected: rejected candidates, with the reason.
         why: why XLA runs the subset, '' where a kernel does.
         source: where a kernel's choice comes from: 'tuned here', 'imported, checked here', or '' where none was stored.
+        predicted_seconds, pul: of the chosen kernel, by the performance model (`pipeline.predictions`); None where it
+            has none.
         derived: whether XLA's time follows from those of other programs (`tune.parent.measure_order`).
     """
 
@@ -46,7 +48,7 @@ class SubsetReport:
     chosen: str
     origin: str
     params: dict[str, Any]
-    pul: float
+    score: float
     bound_seconds: float
     seconds: float | None
     xla_seconds: float | None
@@ -57,6 +59,8 @@ class SubsetReport:
     why: str = ""
     derived: bool = False
     source: str = ""
+    predicted_seconds: float | None = None
+    pul: float | None = None
 
 
 @dataclass(frozen=True)
@@ -156,8 +160,10 @@ def rows(report: FunctionReport) -> list[list[str]]:
                 microseconds(s.seconds),
                 microseconds(s.xla_seconds),
                 ratio,
+                microseconds(s.predicted_seconds),
                 microseconds(s.bound_seconds or None),
-                f"{s.pul:.2f}",
+                "-" if s.pul is None else f"{s.pul:.2f}",
+                f"{s.score:.2f}",
                 "; ".join(s.where[:2]),
             ]
         )
@@ -248,7 +254,11 @@ NOT_MEASURED = "not measured yet"
 """Why XLA keeps a subset of which nothing is in the database."""
 
 
-HEADINGS = ["n", "operations", "kind", "fusion", "chosen", "us", "XLA us", "gain", "bound us", "PUL", "where"]
+HEADINGS = [
+    *("n", "operations", "kind", "fusion", "chosen", "us", "XLA us", "gain"),
+    *("predicted us", "bound us", "PUL", "score", "where"),
+]
+"""Times measured, predicted by the performance model, and bounded below by the roofline; PUL and the ranking score."""
 
 
 def _text(report: FunctionReport) -> list[str]:

@@ -24,7 +24,7 @@ from jcuts.report.function_report import (
     thrown_out,
 )
 
-NUMBERS = frozenset({"n", "us", "XLA us", "gain", "bound us", "PUL"})
+NUMBERS = frozenset({"n", "us", "XLA us", "gain", "predicted us", "bound us", "PUL", "score"})
 
 
 def report_tables(report: FunctionReport) -> RenderableType:
@@ -65,7 +65,7 @@ def headline(report: FunctionReport) -> Text:
 COLUMNS = (
     (0, ("n", "operations", "us", "XLA us", "gain")),
     (100, ("n", "operations", "chosen", "us", "XLA us", "gain", "bound us")),
-    (140, ("n", "operations", "kind", "chosen", "us", "XLA us", "gain", "bound us", "PUL", "where")),
+    (140, ("n", "operations", "kind", "chosen", "us", "XLA us", "gain", "predicted us", "bound us", "PUL", "where")),
     (190, tuple(HEADINGS)),
 )
 

@@ -42,11 +42,14 @@ class Family:
 
     table: str
     files: tuple[str, ...]
-    samples: Callable[[Sequence[Path]], list[Sample]]
+    samples: Callable[..., list[Sample]]
 
 
-def attention_samples(paths: Sequence[Path]) -> list[Sample]:
-    """Flash attention (`benchmarks/gpu_kernels/attention.py`): every recorded schedule whose tile is still one."""
+def attention_samples(paths: Sequence[Path], gpu: str = "H200") -> list[Sample]:
+    """Flash attention (`benchmarks/gpu_kernels/attention.py`): every recorded schedule whose tile is still one.
+
+    Args: gpu: whose rates cycles are counted with.
+    """
     from benchmarks.gpu_kernels.attention import cases
     from benchmarks.gpu_kernels.run import program_of
     from jcuts.base.errors import Refusal
@@ -55,7 +58,7 @@ def attention_samples(paths: Sequence[Path]) -> list[Sample]:
     from jcuts.schedule.gpu.attention.tile import FlashTile
     from jcuts.schedule.gpu.machine import GpuMachine
 
-    programs = {case.name: program_of(case)[0] for case in cases()}
+    machine, programs = GpuMachine.named(gpu), {case.name: program_of(case)[0] for case in cases()}
     found = []
     for path in paths:
         for row in json.loads(path.read_text()):
@@ -76,7 +79,7 @@ def attention_samples(paths: Sequence[Path]) -> list[Sample]:
                     Sample(
                         row["case"],
                         measured["median"],
-                        lambda tile=tile, program=program: schedules.cycles(tile, program, GpuMachine.named("H200")),
+                        lambda tile=tile, program=program: schedules.cycles(tile, program, machine),
                     )
                 )
     return found
@@ -89,8 +92,8 @@ def clock_hertz() -> float:
     return fit.coefficients("gpu/window", "cost").clock_hertz
 
 
-def gemv_samples(paths: Sequence[Path]) -> list[Sample]:
-    """Split-K GEMV (`benchmarks/gpu_kernels/gemv.py`): every recorded schedule, its time alone."""
+def gemv_samples(paths: Sequence[Path], gpu: str = "H200") -> list[Sample]:
+    """Split-K GEMV (`benchmarks/gpu_kernels/gemv.py`): every recorded schedule, its time alone. Args: gpu: as above."""
     from benchmarks.gpu_kernels.gemv import layers
     from benchmarks.gpu_kernels.run import program_of
     from jcuts.lower.patterns.gemm import as_gemm
@@ -98,7 +101,7 @@ def gemv_samples(paths: Sequence[Path]) -> list[Sample]:
     from jcuts.schedule.gpu.machine import GpuMachine
 
     clock = clock_hertz()
-    machine, programs = GpuMachine.named("H200"), {case.name: program_of(case)[0] for case in layers()}
+    machine, programs = GpuMachine.named(gpu), {case.name: program_of(case)[0] for case in layers()}
     found = []
     for path in paths:
         for row in json.loads(path.read_text()):

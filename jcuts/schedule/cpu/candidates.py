@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from jcuts.kernel_ir import loop_transforms
 from jcuts.kernel_ir.program import Program
+from jcuts.lower.excess_precision import drop_bf16_round_trips
 from jcuts.schedule import fit
 from jcuts.schedule.cpu import loop_candidates, loop_schedule, row_reduction, scan, winograd_candidates
 from jcuts.schedule.cpu import packing as cpu_packing
@@ -40,6 +41,7 @@ def candidates(program: Program, machine: Machine, limit: int, percent: float = 
 
     Pruned twice: by share, but never below `LEAST`, and to at most ``limit``. Best first, at least one.
     """
+    program = drop_bf16_round_trips(program)
     if len(program.phases) > 1:
         return multi_phase_schedules(program, machine, limit)
     plain = loop_transforms.collapse_program(program)

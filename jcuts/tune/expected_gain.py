@@ -4,10 +4,10 @@
     gain  = max(saved, GUESS * time of the region in one kernel)
 
 The traffic is compulsory: every operand read once, every result written once, at the bandwidth of the level of memory
-that holds them (`FREE` moves nothing).  So ``saved`` is what fusion can save if XLA fuses nothing, which is too much where XLA does; and
-nothing here knows how good XLA's code for a product or a convolution is, so that of these a constant share is assumed.
-It is an order, not a forecast: it needs no candidate and no schedule, only what planning has.  What is the same in
-several places counts as often.
+that holds them (`FREE` moves nothing).  So ``saved`` is what fusion can save if XLA fuses nothing, which is too much
+where XLA does; and nothing here knows how good XLA's code for a product or a convolution is, so that of these a
+constant share is assumed.  It is an order, not a forecast: it needs no candidate and no schedule, only what planning
+has.  What is the same in several places counts as often.
 """
 
 from __future__ import annotations

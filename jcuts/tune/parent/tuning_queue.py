@@ -61,6 +61,7 @@ class TuningQueue:
         self.seed = effort.seed if effort.seed is not None else current.seed
         self.checks_last = pool.platform != "cpu" if effort.checks_last is None else effort.checks_last
         self.time = effort.time
+        self.until = effort.time.seconds  # of the budget's time, when measuring ends
         self.backlog = CompileBacklog(pool, COMPILE, self.time.is_limited, self.is_late)
         self.waiting: list[TuningJob] = []
         self.settled: Callable[[TuningJob], object] = lambda job: None
@@ -94,8 +95,12 @@ class TuningQueue:
 
     def is_late(self) -> bool:
         """Whether all time that is left is needed to measure what is under way: nothing else begins."""
+        return self.time.left() <= self._reserve()
+
+    def _reserve(self) -> float:
+        """Time that it takes to measure what is under way, as far as can be foreseen [s]."""
         under_way = sum(not job.skipped and not job.failed for job in self.jobs)
-        return self.time.left() <= under_way * (self.time.measuring_seconds() + self._check_seconds())
+        return under_way * (self.time.measuring_seconds() + self._check_seconds())
 
     def _check_seconds(self) -> float:
         """What is kept back per measured problem for the checks behind it [s]."""
@@ -115,6 +120,8 @@ class TuningQueue:
         while self.ahead and self.pool.wait(0.1):
             self._send_early()
         self.backlog.drain()
+        # A candidate that took long to compile must not cost the times of all others.
+        self.until = max(self.time.seconds, self.time.spent() + self._reserve())
         self.pool.stop(DEVICE)  # they hold the GPU's memory
         _log.info("waited %.2f s for candidates to compile, or to be checked", time.perf_counter() - start)
 
@@ -327,7 +334,7 @@ class TuningQueue:
         Args: expected: XLA's time [s], which then is not measured.
         """
         measured = sum(job.answer is not None for job in self.jobs)
-        if job.skipped or self.time.left() <= measured * self._check_seconds():
+        if job.skipped or self.time.spent() + measured * self._check_seconds() >= self.until:
             job.skipped = True
             return
         begun = self.time.clock()

@@ -116,7 +116,7 @@ class Knobs:
     tune_seconds: float = _knob(
         _number(0.0, math.inf, with_low=True),
         "wall time that tuning may take at a first call, beyond jax.jit's own first call; inf: no limit",
-        default=60.0,
+        default=60,
     )
     lock_patience_s: float = _knob(
         _number(0.0, 86400.0, with_low=True),

@@ -20,7 +20,7 @@ from jcuts.schedule.gpu.machine import fastest_memory
 
 FREE = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
 """What XLA does not write out."""
-GUESS = 0.2
+GUESS = 0.5
 """Share of its time that a kernel is assumed to save by a better schedule alone."""
 GPU_BALANCE = 64.0
 """Operations that a GPU does while it moves a byte: between what its plain and its matrix units do."""

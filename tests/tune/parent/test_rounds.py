@@ -48,10 +48,9 @@ class Session:
         self.clock.now += 10.0
         return problem
 
-    def tune(self, mode="mixed"):
-        effort = TuningBudget(
-            seconds=0.02, finalists=2, timeout=20.0, workers=2, seed=1, patience=20.0, time=self.budget
-        )
+    def tune(self, mode="mixed", **more):
+        limits = TuningBudget(seconds=0.02, finalists=2, timeout=20.0, workers=2, seed=1, patience=20.0)
+        effort = replace(limits, time=self.budget, **more)
         problems = [objects.problem(*KINDS, name=name) for name in GAINS]
         found = tune(
             problems,
@@ -68,9 +67,14 @@ class Session:
 
 
 @pytest.fixture(autouse=True)
-def private_places(tmp_path):
+def private_places(tmp_path, monkeypatch):
+    """A cache, a lock and temporary files of this test's own: nobody waits for other processes."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
     with knobs.scope(cache_dir=tmp_path / "cache"):
         yield
+    monkeypatch.setattr("tempfile.tempdir", None)
 
 
 def labels(choice: Choice) -> tuple[set[str], dict[str, str]]:
@@ -126,6 +130,20 @@ def test_rounds_end_with_what_one_session_finds(monkeypatch):
     assert session.prepared == ["large", "middle", "small"] * 2
     assert {name: labels(choice) for name, choice in found.items()} == dict.fromkeys(GAINS, COMPLETE)
     assert {choice.winner for choice in found.values()} == {c.winner for c in Session().tune().values()}
+
+
+def test_what_is_timed_before_it_is_checked_is_checked_when_the_time_is_up(monkeypatch):
+    """As on a GPU."""
+    monkeypatch.setattr(TimeBudget, "covers", lambda *_: False)
+    session = Session(seconds=12.0)
+    found = session.tune(checks_last=True)
+    assert session.prepared == ["large", "middle"]
+    assert found["large"].origin == "measured" and found["large"].unmeasured == 1
+    assert all(m.method != "unchecked" for m in found["large"].measurements if m.label == found["large"].winner)
+    assert found["middle"].is_cut and found["small"].is_cut
+    found = Session(session.store).tune(checks_last=True)
+    assert not any(choice.is_cut for choice in found.values())
+    assert {choice.origin for choice in found.values()} == {"measured"}
 
 
 def test_a_spent_budget_begins_nothing_and_keeps_what_is_known(monkeypatch):

@@ -85,8 +85,8 @@ class VariantSelector:
         unmeasured = max((o.report.unmeasured for o in planned.outcomes), default=0) if measure else 0
         if unmeasured and knobs.current().progress:
             log.warning(
-                "%d kernels of %s were not measured within %g s: a later process goes on where this ended; "
-                "tune_seconds or JCUTS_TUNE_SECONDS allows more, .tune() measures all",
+                "%d kernels of %s were not measured within %g s: a later process, or .tune(), goes on where this "
+                "ended; tune_seconds (JCUTS_TUNE_SECONDS) allows more time",
                 unmeasured,
                 function_name(self._fn),
                 budget.seconds,

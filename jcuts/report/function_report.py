@@ -225,8 +225,8 @@ def budget_line(report: FunctionReport) -> str:
     if not report.unmeasured:
         return ""
     return (
-        f"{report.unmeasured} kernels were not measured: the time was up.  A later process goes on; .tune(), or more "
-        "tune_seconds (JCUTS_TUNE_SECONDS), measures them"
+        f"{report.unmeasured} kernels were not measured: the time was up.  A later process, or .tune(), goes on; "
+        "tune_seconds (JCUTS_TUNE_SECONDS) allows more time"
     )
 
 

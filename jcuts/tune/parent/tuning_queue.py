@@ -102,6 +102,11 @@ class TuningQueue:
         under_way = sum(not job.skipped and not job.failed for job in self.jobs)
         return under_way * (self.time.measuring_seconds() + self._check_seconds())
 
+    def _allow_measuring(self) -> None:
+        """What is ready is measured: one program that took long to compile must not cost the times of all others."""
+        if not any(job.answer for job in self.jobs):
+            self.until = max(self.time.seconds, self.time.spent() + self._reserve())
+
     def _check_seconds(self) -> float:
         """What is kept back per measured problem for the checks behind it [s]."""
         return CHECK_SECONDS if self.checks_last else 0.0
@@ -117,11 +122,10 @@ class TuningQueue:
         start = time.perf_counter()
         if self.checks_last and self.quiet is not None and self.jobs and not self.answered:
             self.pool.warm(REFERENCE, "jax", self.timeout)  # imports, while XLA's side keeps the host idle
-        while self.ahead and self.pool.wait(0.1):
+        while self.ahead and not self.is_late() and self.pool.wait(0.1):
             self._send_early()
         self.backlog.drain()
-        # A candidate that took long to compile must not cost the times of all others.
-        self.until = max(self.time.seconds, self.time.spent() + self._reserve())
+        self._allow_measuring()
         self.pool.stop(DEVICE)  # they hold the GPU's memory
         _log.info("waited %.2f s for candidates to compile, or to be checked", time.perf_counter() - start)
 
@@ -289,6 +293,7 @@ class TuningQueue:
         self.pool.warm(DEVICE, "tools", self.timeout)
         self.pool.warm(REFERENCE, "jax", self.timeout)
         self.pool.drain()
+        self._allow_measuring()
         spent = time.perf_counter() - start
         _log.info("%d programs compiled ahead, %d of them early; waited %.2f s", len(self.sent), early, spent)
 

@@ -94,8 +94,12 @@ def is_postponed(top: Computation) -> bool:
 
 
 def unmeasured(top: Computation) -> int:
-    """Kernels that the tuning budget left unmeasured; those of equal regions once."""
-    choices = {s.choice.problem: s.choice for level in top.walk() for s in level.subsets if s.choice is not None}
+    """Kernels that the tuning budget left unmeasured; those of equal regions once.
+
+    Regions that the partition search looked at count, too: with their times the partition may be another one.
+    """
+    seen = [s for level in top.walk() for s in (*level.subsets, *level.subset_cache.values())]
+    choices = {s.choice.problem: s.choice for s in seen if s.choice is not None}
     return sum(choice.unmeasured for choice in choices.values())
 
 

@@ -110,7 +110,7 @@ class VariantSelector:
             again = None  # who lost then may have better kernels now
         decision = benchmark(traced, planned, again)
         spent["whole programs"] = budget.spent() - spent["tuning"]
-        decision = dataclasses.replace(decision, partial=bool(unmeasured), spent=spent)
+        decision = dataclasses.replace(decision, partial=decision.partial or bool(unmeasured), spent=spent)
         if not any(o.failed for o in planned.outcomes):  # else another process may do better
             self.decisions.keep(key, decision)
         return decision

@@ -46,6 +46,7 @@ def optimize(
     total_workspace: int | None = None,
     convolution_accuracy: str = "exact",
     tune: str = "auto",
+    tune_seconds: float | None = None,
     tolerance: float = 2.0,
     strict: bool = False,
 ) -> Any:
@@ -62,6 +63,9 @@ def optimize(
             one, ``vendor`` whatever cuDNN computes in float32, Winograd's with 5x5 windows (off by 1e-3) included.
         tune: ``auto`` measures at the first concrete top-level call of each signature, ``cached`` uses earlier
             choices only, ``off`` the estimator alone.
+        tune_seconds: wall time that tuning may take at a first call, beyond ``jax.jit``'s own first call [s]; None:
+            what ``JCUTS_TUNE_SECONDS`` says (60).  It goes where the most is expected; a later process, or ``.tune()``,
+            goes on where it ended.  ``math.inf``: no limit; 0: nothing is measured.
         tolerance: allowed error as a multiple of XLA's own error against float64.
         strict: raise ``UnsupportedError`` instead of leaving an equation to XLA that no kernel covers (one with too
             little work for a kernel of its own is left to XLA all the same).
@@ -77,6 +81,7 @@ def optimize(
     settings = Settings(
         mode=mode,
         tune=tune,
+        tune_seconds=tune_seconds,
         tolerance=tolerance,
         workspace_limit=workspace_limit,
         total_workspace=total_workspace,

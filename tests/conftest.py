@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JCUTS_CACHE_DIR"] = folder
     os.environ["JCUTS_RAISE_ERRORS"] = "1"  # nothing that fails in jcuts itself may pass as XLA's
     os.environ["JCUTS_VERIFY"] = "1"
+    os.environ["JCUTS_TUNE_SECONDS"] = "inf"  # how busy the machine is must not decide what is measured
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 

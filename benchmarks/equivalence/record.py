@@ -52,6 +52,7 @@ def _environment(scratch: Path) -> None:
         XLA_FLAGS=XLA,
         KERAS_BACKEND="jax",
         JCUTS_CACHE_DIR=str(scratch / "cache"),
+        JCUTS_TUNE_SECONDS="inf",
         TF_CPP_MIN_LOG_LEVEL="3",
         PYTHONPATH=str(ROOT),
     )

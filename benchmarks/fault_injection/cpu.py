@@ -146,6 +146,7 @@ class Bench:
         temporary = self.folder / "tmp"
         temporary.mkdir(exist_ok=True)
         env = {
+            "JCUTS_TUNE_SECONDS": "inf",
             **os.environ,
             "JCUTS_CACHE_DIR": str(cache),
             "JCUTS_TUNE_TIMEOUT_S": "5",

@@ -199,6 +199,7 @@ class Bench:
     ) -> subprocess.Popen[str]:
         """A workload process with cache, lock and temporary files in a place of its own."""
         full = {
+            "JCUTS_TUNE_SECONDS": "inf",
             **os.environ,
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "JCUTS_CACHE_DIR": str(place / "cache"),

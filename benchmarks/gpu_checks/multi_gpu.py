@@ -260,6 +260,7 @@ def main() -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("JCUTS_CACHE_DIR", str((options.out / "cache").resolve()))
     os.environ.setdefault("JCUTS_MAX_CANDIDATES", "4")
+    os.environ.setdefault("JCUTS_TUNE_SECONDS", "inf")
     if options.platform == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"

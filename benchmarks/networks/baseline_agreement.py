@@ -152,7 +152,9 @@ def _child(spec: str, process: str, options: argparse.Namespace) -> dict[str, An
     """A process' side, measured there."""
     command = [sys.executable, __file__, spec, "--out", str(options.out), "--child", process]
     command += ["--seconds", str(options.seconds)] + (["--dry"] if options.dry else [])
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"} | ({"JAX_PLATFORMS": "cpu"} if options.dry else {})
+    environment = {"JCUTS_TUNE_SECONDS": "inf", **os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"} | (
+        {"JAX_PLATFORMS": "cpu"} if options.dry else {}
+    )
     done = subprocess.run(command, capture_output=True, text=True, timeout=options.limit, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"{spec}, {process}: exit status {done.returncode}\n{done.stderr[-2000:]}")

@@ -66,7 +66,8 @@ class Worker:
 
     def __init__(self, job: dict[str, Any], log: Path, cache: Path) -> None:
         self.log = log
-        environment = {**os.environ, "JCUTS_CACHE_DIR": str(cache), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+        environment = {"JCUTS_TUNE_SECONDS": "inf", **os.environ, "JCUTS_CACHE_DIR": str(cache), "JAX_PLATFORMS": "cpu"}
+        environment["PYTHONPATH"] = str(ROOT)
         command = [sys.executable, str(COMMAND), "--worker", json.dumps(job)]
         with log.open("a", encoding="utf-8") as errors:
             self.process = subprocess.Popen(

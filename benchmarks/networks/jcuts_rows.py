@@ -75,6 +75,7 @@ def drive(rows: Sequence[Row], options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     environment = {
         "JCUTS_CACHE_DIR": str(options.out / "tuning"),
+        "JCUTS_TUNE_SECONDS": os.environ.get("JCUTS_TUNE_SECONDS", "inf"),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # kernels are measured in a process beside
         **({"JCUTS_MAX_CANDIDATES": str(options.max_candidates)} if options.max_candidates else {}),
     }

@@ -127,7 +127,7 @@ def one(spec: str) -> dict[str, Any]:
 
 def child(spec: str, cache: str) -> dict[str, Any]:
     """Runs one workload in a fresh process."""
-    environment = {**os.environ, "JCUTS_CACHE_DIR": cache}
+    environment = {"JCUTS_TUNE_SECONDS": "inf", **os.environ, "JCUTS_CACHE_DIR": cache}
     command = [sys.executable, __file__, "--one", spec]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

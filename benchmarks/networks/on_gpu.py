@@ -317,6 +317,7 @@ def child(
     """One network in a fresh process. Args: cache: folder of its tuning database in the output folder."""
     more, prefix = lane_of(lane, options)
     environment = {
+        "JCUTS_TUNE_SECONDS": "inf",
         **os.environ,
         "JCUTS_CACHE_DIR": str(options.out / cache),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",

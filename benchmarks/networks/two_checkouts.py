@@ -123,6 +123,7 @@ def run(spec: str, checkout: Path, cache: Path, options: argparse.Namespace) -> 
     command = [*options.prefix.split(), sys.executable, str(Path(__file__).resolve()), "--one", spec]
     more = os.environ.get("PYTHONPATH", "")
     environment = {
+        "JCUTS_TUNE_SECONDS": "inf",
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(checkout), more))),
         "JCUTS_CACHE_DIR": str(cache),

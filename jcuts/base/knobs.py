@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -111,6 +112,11 @@ class Knobs:
     )
     tune_timeout_s: float = _knob(
         _number(0.0, 86400.0), "seconds that one candidate may take in the measuring process", default=30.0
+    )
+    tune_seconds: float = _knob(
+        _number(0.0, math.inf, with_low=True),
+        "wall time that tuning may take at a first call, beyond jax.jit's own first call; inf: no limit",
+        default=60,
     )
     lock_patience_s: float = _knob(
         _number(0.0, 86400.0, with_low=True),

@@ -5,7 +5,7 @@ A variant is one version of a function: which rewrites it has, which regions bec
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from jcuts.base.errors import UsageError
 
@@ -77,6 +77,8 @@ class Settings:
             ``mixed`` (jcuts kernels and XLA compete by measurement; the default).
         tune: ``auto`` measures at a concrete top-level call, ``cached`` only reads earlier choices, ``off``
             uses the estimator alone.
+        tune_seconds: wall time that tuning may take at a first call [s], ``inf`` for no limit; None:
+            ``JCUTS_TUNE_SECONDS``.  No part of ``repr``, and so of no key: it changes no program.
         tolerance: allowed error as a multiple of XLA's own error against float64 (2.0 by default).
         workspace_limit: bytes per convolution (WR), or None.
         total_workspace: bytes per network (WD), or None.
@@ -94,12 +96,18 @@ class Settings:
     convolution_accuracy: str = "exact"
     strict: bool = False
     form: Variant | None = None
+    tune_seconds: float | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UsageError(f"mode={self.mode!r} is unknown: choose one of {MODES}", mode=self.mode)
         if self.tune not in TUNE:
             raise UsageError(f"tune={self.tune!r} is unknown: choose one of {TUNE}", tune=self.tune)
+        if self.tune_seconds is not None and not _is_duration(self.tune_seconds):
+            raise UsageError(
+                f"tune_seconds={self.tune_seconds!r} must be a number of seconds >= 0, or None (JCUTS_TUNE_SECONDS)",
+                tune_seconds=self.tune_seconds,
+            )
         if isinstance(self.tolerance, bool) or not (isinstance(self.tolerance, (int, float)) and self.tolerance > 0):
             raise UsageError(f"tolerance={self.tolerance!r} must be a positive number", tolerance=self.tolerance)
         if self.convolution_accuracy not in ACCURACIES:
@@ -113,3 +121,7 @@ class Settings:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
                 raise UsageError(f"{name}={value!r} must be a number of bytes >= 0, or None", **{name: value})
+
+
+def _is_duration(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0  # not NaN

@@ -65,6 +65,9 @@ class Decision:
         noisy: the runs scattered too much to decide for good: a later process measures again.
         tries: how many processes have measured.
         deferred: tuning waits for another process; a later call decides.
+        partial: kernels were not measured for want of time (``tune_seconds``): a later process decides again, among
+            all programs.
+        spent: wall time of this first call [s], by what it went into; not stored.
     """
 
     chosen: str
@@ -77,11 +80,13 @@ class Decision:
     noisy: bool = False
     tries: int = 1
     deferred: bool = False
+    partial: bool = False
+    spent: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def is_final(self) -> bool:
         """Whether no later process should measure again."""
-        return not self.noisy or self.tries >= MOST_TRIES
+        return not self.partial and (not self.noisy or self.tries >= MOST_TRIES)
 
     def still_contending(self, names: Sequence[str]) -> list[str]:
         """Of these candidates plain XLA and those that a second look may still prefer (all where nothing was timed).
@@ -104,6 +109,7 @@ class Decision:
             "noisy": self.noisy,
             "tries": self.tries,
             "is_final": self.is_final,
+            **({"partial": True} if self.partial else {}),
         }
 
     @classmethod
@@ -121,6 +127,7 @@ class Decision:
                 "noisy",
                 "tries",
                 "is_final",
+                "partial",
             }:
                 return None
             speed = {
@@ -136,6 +143,7 @@ class Decision:
                 {k: (v[0], v[1], v[2]) for k, v in speed.items()},
                 json_fields.flag(data.get("noisy", False)),
                 int(json_fields.non_negative(data.get("tries", 1))),
+                partial=json_fields.flag(data.get("partial", False)),
             )
         except (AttributeError, KeyError, TypeError, ValueError, IndexError):
             return None

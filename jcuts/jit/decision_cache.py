@@ -77,7 +77,9 @@ class DecisionCache:
     def settled(self, key: str, platform: str, uses_jcuts: bool) -> Decision | None:
         """The decision under a key that this process need not measure again."""
         stored = self.lookup(key, platform, uses_jcuts)
-        return stored if stored is not None and (stored.is_final or key in _decided_here) else None
+        if stored is None or stored.partial:  # there may be more kernels now
+            return None
+        return stored if stored.is_final or key in _decided_here else None
 
     def keep(self, key: str, decision: Decision) -> None:
         """Stores what this process decided."""

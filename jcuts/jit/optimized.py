@@ -155,7 +155,7 @@ class Optimized:
         decision = known or self._deciding.decisions.of_earlier_process(original, signature, uses_jcuts)
         if (form := self._shown_form(decision)) is not None:
             outcome = plan(closed, self._carriers.settings_for(form), platform, may_measure=False)
-        return outcome.report.with_guard(decision.to_dict())
+        return outcome.report.with_guard(decision.to_dict()).with_seconds(decision.spent)
 
     @staticmethod
     def _shown_form(decision: end_to_end_benchmark.Decision) -> Variant | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jcuts.base import knobs
-from jcuts.tune import session
+from jcuts.tune import session, time_budget
 
 log = logging.getLogger("jcuts")
 
@@ -55,10 +55,11 @@ class Watch:
         elif waited >= LINE_AFTER and not self.told and stage != "wait":
             self.told = True
             log.warning(
-                "tuning %d kernels for %s, first call only; cached in %s.  JCUTS_MAX_CANDIDATES=2, "
+                "tuning %d kernels for %s, first call only%s; cached in %s.  JCUTS_MAX_CANDIDATES=2, "
                 'JCUTS_TOP_PERCENT=2 or tune="cached" make it shorter (JCUTS_PROGRESS=0: no such line)',
                 self.kernels,
                 self.name,
+                _limit(),
                 knobs.current().cache_dir,
             )
 
@@ -80,6 +81,11 @@ class Watch:
             if stage not in self.tasks:
                 self.tasks[stage] = self.bars.add_task(STAGES.get(stage, stage), total=total)
             self.bars.update(self.tasks[stage], completed=done, total=total)
+
+
+def _limit() -> str:
+    budget = time_budget.current()
+    return f", for {budget.seconds:g} s at most (tune_seconds, JCUTS_TUNE_SECONDS)" if budget.is_limited else ""
 
 
 @contextlib.contextmanager

@@ -36,14 +36,16 @@ def benchmark(traced: TracedCall, planned: PlanningResult, again: Decision | Non
     names = variant_space.programs(planned.racing, variant_space.options(traced.platform))
     out = variant_space.dominated_names(names, planned.behind)
     names = [name for name in names if name not in out]
-    if not traced.on_gpu and _has_near_ties(traced, planned.outcomes):
+    every = None if traced.on_gpu else _near_ties(traced, planned.outcomes)
+    if every is not None:
         names.append(variant_space.name_of(variant_space.EVERY))
     barred = variant_space.over_workspace_limit(names, planned.rows if planned.racing else {}, traced.settings)
     contending = again.still_contending(names) if again else names
     decision = time_programs(traced, [n for n in contending if n == XLA or n not in barred], barred)
     if single := chain_ablation.unchained_variant(decision, planned.joined):
         decision = _ablate_chains(traced, decision, single)
-    decision = dataclasses.replace(decision, rejected={**out, **decision.rejected})
+    partial = every is not None and bool(every.report.unmeasured)
+    decision = dataclasses.replace(decision, rejected={**out, **decision.rejected}, partial=partial)
     if again is not None:
         decision = dataclasses.replace(decision, tries=again.tries + 1)
     log.info("%d whole programs compared in %.2f s", len(names), time.monotonic() - start)
@@ -98,15 +100,15 @@ def _programs(traced: TracedCall, names: Sequence[str]) -> dict[str, Any]:
     return {name: program.permitted for name, program in calls.items()}
 
 
-def _has_near_ties(traced: TracedCall, outcomes: Sequence[Outcome]) -> bool:
-    """Whether a program with kernels that lost to XLA by little is worth a race, and another one than the plain."""
+def _near_ties(traced: TracedCall, outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The program with kernels that lost to XLA by little, if it is worth a race, and another one than the plain."""
     if len(outcomes) != 1 or microbatch_convs.is_asked(traced.settings):
-        return False
+        return None
     plain = outcomes[0].report
     if not variant_space.near_ties(plain):
-        return False
+        return None
     every = traced.plan(variant_space.EVERY, may_measure=True)
-    return every.closed is not traced.closed and every.report.source != plain.source
+    return every if every.closed is not traced.closed and every.report.source != plain.source else None
 
 
 def _sample_seconds(traced: TracedCall) -> float:

@@ -4,6 +4,8 @@ store.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,9 @@ from jcuts.jit.variant_planning import has_kernels_of, has_variants, plan_call
 from jcuts.primitive import shard_local
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import Capture, function_name
+from jcuts.tune import time_budget
+
+log = logging.getLogger("jcuts")
 
 
 class VariantSelector:
@@ -57,7 +62,15 @@ class VariantSelector:
             return Decision(XLA, "JCUTS_DISABLE is set")
         if jaxapi.jit_disabled():
             return Decision(JCUTS, "jax.disable_jit is in force: nothing is compiled")
+        seconds = time_budget.seconds_of(self.settings, explicit=force)
         traced = self._trace(call)
+        with time_budget.spending(time_budget.TimeBudget(seconds)) as budget:
+            return self._select(call, traced, budget, measure=measure and seconds > 0, force=force)
+
+    def _select(
+        self, call: Call, traced: TracedCall, budget: time_budget.TimeBudget, *, measure: bool, force: bool
+    ) -> Decision:
+        """`select` of a traced call, while a tuning budget is open."""
         parts = shard_local.split(traced.closed, call.placement) if call.placement.shardings else None
         if isinstance(parts, str):
             return Decision(JCUTS, f"arguments on several devices and {parts}: left to XLA")
@@ -68,20 +81,36 @@ class VariantSelector:
             if stored is not None and stored.is_final and has_kernels_of(stored, traced):
                 return stored  # lowering finds them in the database
         planned = plan_call(traced, parts, measure=measure)
+        spent = {"tuning": budget.spent()} if measure else {}
+        unmeasured = max((o.report.unmeasured for o in planned.outcomes), default=0) if measure else 0
+        if unmeasured and knobs.current().progress:
+            log.warning(
+                "%d kernels of %s were not measured within %g s: a later process, or .tune(), goes on where this "
+                "ended; tune_seconds (JCUTS_TUNE_SECONDS) allows more time",
+                unmeasured,
+                function_name(self._fn),
+                budget.seconds,
+            )
         if measure and any(o.report.postponed for o in planned.outcomes):
             why = "kernels could not be measured now: a later call tunes"
             return Decision(XLA if mixed else JCUTS, why, deferred=True)
         if not mixed:
-            return Decision(JCUTS, f"mode={self.settings.mode!r} is not compared as a whole")
+            return Decision(JCUTS, f"mode={self.settings.mode!r} is not compared as a whole", spent=spent)
         if not measure:
             stored = self.decisions.lookup(key, call.platform, planned.uses_jcuts)
-            return stored or Decision(JCUTS, f"tune={self.settings.tune!r}: nothing was timed")
+            no_time = self.settings.tune == "auto" and not budget.seconds
+            option = "tune_seconds=0" if no_time else f"tune={self.settings.tune!r}"
+            return stored or Decision(JCUTS, f"{option}: nothing was timed")
         if (why_not := traced.why_not_benchmarked()) is not None:
-            return Decision(JCUTS, why_not)
+            return Decision(JCUTS, why_not, spent=spent)
         if not force and (settled := self.decisions.settled(key, call.platform, planned.uses_jcuts)) is not None:
             return settled
         again = None if force else self.decisions.lookup(key, call.platform, planned.uses_jcuts)
+        if again is not None and again.partial:
+            again = None  # who lost then may have better kernels now
         decision = benchmark(traced, planned, again)
+        spent["whole programs"] = budget.spent() - spent["tuning"]
+        decision = dataclasses.replace(decision, partial=decision.partial or bool(unmeasured), spent=spent)
         if not any(o.failed for o in planned.outcomes):  # else another process may do better
             self.decisions.keep(key, decision)
         return decision

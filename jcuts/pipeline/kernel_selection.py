@@ -396,7 +396,8 @@ def _search(levels: Sequence[Computation], settings: Settings, shares: dict[str,
 
 
 def _postponed(subsets: Sequence[Region]) -> bool:
-    return any(s.choice is not None and s.choice.is_postponed for s in subsets)
+    """Whether a later call is to measure more: another process was measuring, or the time was up."""
+    return any(s.choice is not None and (s.choice.is_postponed or s.choice.is_cut) for s in subsets)
 
 
 def _note_times(levels: Sequence[Computation], spaces: Sequence[Space], times: list[dict[Members, float]]) -> int:

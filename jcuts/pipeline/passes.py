@@ -362,7 +362,9 @@ def forget() -> None:
 
 
 def _is_settled(outcome: Outcome) -> bool:
-    timed = not outcome.report.postponed and all(
-        row.why != microbatch_convs.NOT_TIMED for row in outcome.report.divisions
+    timed = (
+        not outcome.report.postponed
+        and not outcome.report.unmeasured
+        and all(row.why != microbatch_convs.NOT_TIMED for row in outcome.report.divisions)
     )
     return timed and all(s.origin == "measured" for s in outcome.report.subsets)

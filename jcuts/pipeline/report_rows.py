@@ -12,11 +12,11 @@ from jcuts.pipeline.computation import CHOICES, Computation, Region
 from jcuts.pipeline.outcome import Outcome
 from jcuts.pipeline.predictions import predict
 from jcuts.pipeline.state import State
-from jcuts.report.function_report import NOT_CHECKED, NOT_MEASURED, FunctionReport, RefusalReport, SubsetReport
+from jcuts.report.function_report import NO_TIME, NOT_CHECKED, NOT_MEASURED, FunctionReport, RefusalReport, SubsetReport
 from jcuts.schedule.bound import roofline_bound as lower_bound
 from jcuts.schedule.cpu import loop_candidates
 from jcuts.trace.source import as_source
-from jcuts.tune.choice import FAMILY, LIBRARY, SCREENED, UNVERIFIED
+from jcuts.tune.choice import FAMILY, LIBRARY, OVER_BUDGET, SCREENED, UNVERIFIED
 
 
 def outcome_of(state: State) -> Outcome:
@@ -45,6 +45,7 @@ def outcome_of(state: State) -> Outcome:
         equations=sum(len(level.closed.jaxpr.eqns) for level in top.walk()),
         postponed=division.postponed or is_postponed(top),
         library=library_work(top),
+        unmeasured=unmeasured(top),
     )
     if state.settings.strict and (unable := [r for r in report.refusals if r.reason not in CHOICES]):
         first = unable[0]
@@ -93,6 +94,16 @@ def is_postponed(top: Computation) -> bool:
     return any(s.choice is not None and s.choice.is_postponed for level in top.walk() for s in level.subsets)
 
 
+def unmeasured(top: Computation) -> int:
+    """Kernels that the tuning budget left unmeasured; those of equal regions once.
+
+    Regions that the partition search looked at count, too: with their times the partition may be another one.
+    """
+    seen = [s for level in top.walk() for s in (*level.subsets, *level.subset_cache.values())]
+    choices = {s.choice.problem: s.choice for s in seen if s.choice is not None}
+    return sum(choice.unmeasured for choice in choices.values())
+
+
 def _counted(old: SubsetReport, new: SubsetReport) -> SubsetReport:
     return replace(old, count=old.count + 1, where=list(dict.fromkeys([*old.where, *new.where])))
 
@@ -120,7 +131,9 @@ def subset_report(level: Computation, subset: Region) -> SubsetReport:
             xla = xla if m.is_contest else None  # another clock's time
         if chosen is None:
             seconds, why = why_lost(subset)
-        rejected = [f"{r.label}: {r.message}" for r in subset.choice.rejections if r.error != UNVERIFIED]
+        rejected = [
+            f"{r.label}: {r.message}" for r in subset.choice.rejections if r.error not in (UNVERIFIED, OVER_BUDGET)
+        ]
     if chosen is not None and seconds is None:  # nothing was measured: the estimates that chose it
         score = next((made for program, made in subset.ranked if program.digest == chosen.digest), 0.0)
         bound = lower_bound(chosen).seconds
@@ -168,6 +181,8 @@ def why_lost(subset: Region) -> tuple[float | None, str]:
         return None, choice.rejections[0].message
     if choice.is_unverified:
         return None, NOT_CHECKED
+    if choice.is_cut and choice.origin == "library":
+        return None, NO_TIME
     kernels = [m for m in choice.measurements if m.label != LIBRARY]
     met = [m for m in kernels if m.method != SCREENED] or kernels
     xla = choice.seconds(LIBRARY)
@@ -179,7 +194,7 @@ def why_lost(subset: Region) -> tuple[float | None, str]:
         if gain - 1 > choice.margin and not best.is_contest:  # its time is another clock's than XLA's
             return None, f"the best of {len(kernels)} kernels was only looked at ({best.method}), and did not compete"
         return best.seconds, f"the best kernel gains {gain - 1:.1%}: within the noise of {choice.margin:.1%}"
-    reasons = list(dict.fromkeys(f"{r.error}: {r.message}" for r in choice.rejections))
+    reasons = list(dict.fromkeys(f"{r.error}: {r.message}" for r in choice.rejections if r.error != OVER_BUDGET))
     if reasons:
         more = f" (and {len(reasons) - 1} more reasons)" if len(reasons) > 1 else ""
         who = "cannot be compared" if any(r.label == "xla" for r in choice.rejections) else "every kernel was rejected"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,8 @@ class FunctionReport:
     """Report of one planned function.
 
     ``library`` is the 'flop' and 'bytes' of subsets that XLA keeps without a measurement (products on a GPU);
-    ``divisions`` are the convolutions under a workspace limit.
+    ``divisions`` are the convolutions under a workspace limit; ``unmeasured`` counts kernels that the tuning budget
+    left out.
     """
 
     name: str
@@ -92,12 +94,17 @@ class FunctionReport:
     guard: dict[str, Any] | None = None
     notes: tuple[str, ...] = ()
     postponed: bool = False
+    unmeasured: int = 0
     library: dict[str, float] = field(default_factory=dict)
     divisions: tuple[DivisionReport, ...] = ()
 
     def with_guard(self, decision: dict[str, Any]) -> FunctionReport:
         """The report with the whole-function decision attached."""
         return replace(self, guard=decision)
+
+    def with_seconds(self, spent: Mapping[str, float]) -> FunctionReport:
+        """The report with the wall time of the first call [s], by what it went into, beside that of the stages."""
+        return replace(self, seconds={**self.seconds, **spent})
 
     @property
     def runs_plain_xla(self) -> bool:
@@ -219,6 +226,16 @@ def sources(report: FunctionReport) -> str:
     return ", ".join(f"{count} {source}" for source, count in sorted(found.items(), key=lambda item: -item[1]))
 
 
+def budget_line(report: FunctionReport) -> str:
+    """How many kernels the tuning budget left unmeasured, '' where none."""
+    if not report.unmeasured:
+        return ""
+    return (
+        f"{report.unmeasured} kernels were not measured: the time was up.  A later process, or .tune(), goes on; "
+        "tune_seconds (JCUTS_TUNE_SECONDS) allows more time"
+    )
+
+
 def dropped(report: FunctionReport) -> list[tuple[str, str]]:
     """Program variants that the end-to-end benchmark ruled out: name, reason."""
     return list(((report.guard or {}).get("rejected") or {}).items())
@@ -250,6 +267,8 @@ def _first(places: list[str], most: int = 2) -> str:
 
 NOT_CHECKED = "the stored choice is of another cache or of other versions: a call that may tune checks it first"
 """Why XLA keeps a subset whose stored kernel this cache has neither measured nor checked with these versions."""
+NO_TIME = "not measured: the tuning budget (tune_seconds) was spent"
+"""Why XLA keeps a subset that a first call did not get to."""
 NOT_MEASURED = "not measured yet"
 """Why XLA keeps a subset of which nothing is in the database."""
 
@@ -270,6 +289,7 @@ def _text(report: FunctionReport) -> list[str]:
         lines.extend(_columns([HEADINGS, *rows(report)]))
     if found := sources(report):
         lines.append(f"choices of kernels: {found}")
+    lines.extend(line for line in [budget_line(report)] if line)
     if report.divisions:
         lines.extend(_columns([DIVISION_HEADINGS, *division_rows(report.divisions)]))
         lines.extend(line for line in [division_total(report.divisions)] if line)
@@ -315,6 +335,7 @@ def _html(report: FunctionReport) -> str:
         f"<h1>{html.escape(report.name)}</h1><p>{html.escape(summary(report))}</p>{guard}"
         f"<h2>Subsets</h2>{table(HEADINGS, rows(report))}"
         + (f"<p>choices of kernels: {html.escape(found)}</p>" if (found := sources(report)) else "")
+        + (f"<p>{html.escape(cut)}</p>" if (cut := budget_line(report)) else "")
         + divided
         + (f"<h2>Where XLA won</h2>{table(['operations', 'reason', 'where'], lost)}" if lost else "")
         + (f"<h2>Rejected candidates</h2>{table(['subset', 'reason'], out)}" if out else "")

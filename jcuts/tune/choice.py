@@ -19,6 +19,9 @@ POSTPONED = "Postponed"
 UNVERIFIED = "Unverified"
 """Error name of a rejection that stands for a stored choice that was not checked here, where nothing may be."""
 
+OVER_BUDGET = "OverBudget"
+"""Error name of a rejection that stands for candidates that were not measured because the time was up."""
+
 ORIGINS = ("measured", "estimated", "library")
 SCREENED = "screen"
 """Method of a time from the quick screening alone."""
@@ -128,6 +131,17 @@ class Choice:
     def is_postponed(self) -> bool:
         """Whether another process kept the machine or its memory, so that a later call is to measure."""
         return any(r.error == POSTPONED for r in self.rejections)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether candidates were not measured because the tuning budget was spent: a later session goes on."""
+        return any(r.error == OVER_BUDGET for r in self.rejections)
+
+    @property
+    def unmeasured(self) -> int:
+        """How many kernels were not measured because the tuning budget was spent."""
+        counts = [r.values.get("kernels", 1) for r in self.rejections if r.error == OVER_BUDGET]
+        return sum(count if isinstance(count, int) else 1 for count in counts)
 
     @property
     def is_unverified(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import MODES
-from jcuts.tune.choice import LIBRARY, POSTPONED, Choice, Measurement, Rejection
+from jcuts.tune.choice import LIBRARY, OVER_BUDGET, POSTPONED, Choice, Measurement, Rejection
 from jcuts.tune.measure.statistics import CONTENDER, margin, standard_error
 from jcuts.tune.problem import Problem
 
@@ -105,3 +105,14 @@ def keep_xla(problem: Problem) -> Choice:
 def keep_xla_for_now(problem: Problem, why: str) -> Choice:
     """The choice of a problem that could not be measured yet: XLA's own code for now; never stored."""
     return replace(keep_xla(problem), rejections=(Rejection(LIBRARY, POSTPONED, f"{why}: tuned at a later call"),))
+
+
+def keep_xla_over_budget(problem: Problem) -> Choice:
+    """The choice of a problem that the tuning budget did not reach: XLA's own code for this process; never stored."""
+    count = sum(c.kind != "stablehlo" for c in problem.candidates) or problem.expected
+    return replace(keep_xla(problem), rejections=(over_budget(LIBRARY, count),))
+
+
+def over_budget(label: str, kernels: int = 1) -> Rejection:
+    """What stands for candidates that were not measured for want of time."""
+    return Rejection(label, OVER_BUDGET, "not measured: tune_seconds was spent", {"kernels": kernels})

@@ -21,10 +21,11 @@ from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import read
 from jcuts.schedule.bound import roofline_bound
 from jcuts.trace.canonical import canonical_text
+from jcuts.tune import expected_gain, time_budget
 from jcuts.tune.baseline.xla_export import with_exports
 from jcuts.tune.choice import LIBRARY, Choice
 from jcuts.tune.database import Store
-from jcuts.tune.parent.tuner import Progress, default_store, tune
+from jcuts.tune.parent.tuner import Progress, TuningBudget, default_store, tune
 from jcuts.tune.parent.worker_session import shared_worker_session, workers_of
 from jcuts.tune.problem import Candidate, Input, Output, Problem
 from jcuts.tune.problem import label_of as _label
@@ -57,12 +58,12 @@ CORES = 8
 MOST_BUDGETS = 2.0
 """The largest factor of that budget, with more cores.  More candidates are worth it: of 25 products and convolutions at
 batch 1 and 16 the best of the first four took 3 % more than the best of eight (worst 26)."""
-GPU_BALANCE = 64.0
-"""Operations that a GPU does while it moves a byte: between what its plain and its matrix units do."""
 
 _log = logging.getLogger("jcuts.tune")
 _progress: Progress | None = None
 _store: Store | None = None
+_cut: dict[str, Choice] = {}
+"""What the time did not suffice for in this process, by digest: reports say so, the database does not."""
 
 
 def set_progress(progress: Progress | None) -> None:
@@ -88,6 +89,7 @@ def set_store(new: Store | None) -> None:
     """Another database (tests); None goes back to the user's."""
     global _store
     _store = new
+    _cut.clear()
 
 
 def generation() -> tuple[int, int]:
@@ -132,6 +134,15 @@ class RegionProblems:
             return []
         mine = [r for r in self.regions if self.problems[r.identity].digest == digest]
         return [program for region in mine for program in self.further(region, chosen)]
+
+    @functools.cached_property
+    def gains(self) -> dict[str, float]:
+        """Seconds that every problem is expected to save in one call of the function, by its digest."""
+        gains: dict[str, float] = {}
+        for region in self.regions:
+            digest = self.problems[region.identity].digest
+            gains[digest] = gains.get(digest, 0.0) + expected_gain.seconds(region, on_gpu=bool(self.device))
+        return gains
 
     def have_unknown(self) -> bool:
         """Whether the database lacks the answer to any of the problems."""
@@ -189,8 +200,24 @@ def tune_problems(collected: RegionProblems, *, may_measure: bool) -> TunedChoic
     if not problems:
         return TunedChoices({}, {})
     sources: dict[str, str] = {}
-    choices = tune(problems, store(), settings=how, progress=_progress, prepare=collected.prepare, sources=sources)
-    return TunedChoices(choices, sources)
+    choices = tune(
+        problems,
+        store(),
+        settings=how,
+        effort=TuningBudget(time=time_budget.current()),
+        progress=_progress,
+        prepare=collected.prepare,
+        sources=sources,
+        gain=lambda problem: collected.gains[problem.digest],
+    )
+    return TunedChoices(_with_cut(choices), sources)
+
+
+def _with_cut(choices: Mapping[str, Choice]) -> dict[str, Choice]:
+    """Choices, those that nothing is known of with what this process had no time for."""
+    _cut.update({digest: choice for digest, choice in choices.items() if choice.is_cut and choice.origin == "library"})
+    nothing = {digest for digest, choice in choices.items() if choice.origin == "library" and not choice.rejections}
+    return {digest: _cut.get(digest, choice) if digest in nothing else choice for digest, choice in choices.items()}
 
 
 def tune_together(collections: Sequence[RegionProblems], quiet: Callable[[bool], bool] | None = None) -> None:
@@ -210,10 +237,13 @@ def tune_together(collections: Sequence[RegionProblems], quiet: Callable[[bool],
         interleave_conv_problems([problem for problem, _ in order]),
         store(),
         settings=collections[-1].settings,
+        effort=TuningBudget(time=time_budget.current()),
         progress=_progress,
         prepare=lambda problem: owner[problem.digest][1].prepare(problem),
         quiet=quiet,
         further=lambda digest, chosen: [p for made in collections for p in made.programs_of(digest, chosen)],
+        # Only one of the variants will run.
+        gain=lambda problem: max(made.gains.get(problem.digest, 0.0) for made in collections),
     )
     _log.info("%d problems of all forms: %.2f s", len(owner), time.monotonic() - start)
 
@@ -251,7 +281,8 @@ def resolve(collected: RegionProblems, tuned: TunedChoices) -> None:
         subset.chosen = _winner(subset, choice)
         if choice.winner != LIBRARY and subset.chosen is None:
             subset.origin = "library"
-        if subset.chosen is None and collected.settings.mode != "mixed" and choice.origin == "library":
+        estimated = choice.origin == "library" and not choice.is_cut
+        if subset.chosen is None and collected.settings.mode != "mixed" and estimated:
             out = {r.label for r in choice.rejections}
             subset.chosen = next((p for p, _ in subset.ranked if not out or _label(p) not in out), None)
             subset.origin = "library" if subset.chosen is None else "estimated"
@@ -423,7 +454,7 @@ def candidate_budget(subsets: Sequence[Any], on_gpu: bool = False) -> dict[str, 
         cost = float(_work(subset.program))
         if on_gpu:
             moved = sum(b.bytes for b in subset.program.buffers if b.role != "local")
-            cost = moved + cost / GPU_BALANCE
+            cost = moved + cost / expected_gain.GPU_BALANCE
         weight[subset.identity] = weight.get(subset.identity, 0.0) + cost
     total = sum(weight.values()) or 1.0
     limit, budget = knobs.current().max_candidates, float(CANDIDATE_BUDGET)

@@ -332,6 +332,7 @@ class Measured:
     winner: str = ""
     origin: str = "measured"
     is_postponed: bool = False
+    is_cut: bool = False
 
     def seconds(self, winner):
         return self.time

@@ -11,13 +11,15 @@ from pathlib import Path
 
 from jcuts.base.errors import CandidateRejected
 from jcuts.tune.baseline.interpolate import InterpolationPair, Range
-from jcuts.tune.choice import FAMILY, LIBRARY, SCREENED, UNCHECKED, Choice, Measurement, Rejection
+from jcuts.tune.choice import FAMILY, LIBRARY, OVER_BUDGET, SCREENED, UNCHECKED, Choice, Measurement, Rejection
 from jcuts.tune.kernel_file import read_kernel
 from jcuts.tune.parent.worker_pool import Answer
 from jcuts.tune.problem import Problem
-from jcuts.tune.select import keep_xla, keep_xla_for_now, noise_margin, select
+from jcuts.tune.select import keep_xla, keep_xla_for_now, keep_xla_over_budget, noise_margin, over_budget, select
 
 _log = logging.getLogger("jcuts.tune")
+PASSING = ("memory", "disk", "start")
+"""Reasons of rejections that say nothing about the candidate."""
 
 
 @dataclass
@@ -39,6 +41,7 @@ class TuningJob:
         answer: what measuring gave.
         failed: XLA itself could not be run: nothing can be compared.
         transient: the failure says nothing about the problem (no process, no disk): do not store it.
+        skipped: the tuning budget was spent before it was measured: nothing is known, nothing is stored.
         short: something did not fit into the memory, or on the disk, that others had left free: what was said of it.
     """
 
@@ -60,6 +63,7 @@ class TuningJob:
     answer: Answer | None = None
     failed: bool = False
     transient: bool = False
+    skipped: bool = False
     short: str = ""
 
     def reject(self, label: str, error: CandidateRejected) -> None:
@@ -68,6 +72,28 @@ class TuningJob:
         if error.values.get("reason") in ("memory", "disk"):
             self.short = error.message
         _log.info("%s: %s rejected: %s", self.problem.name, label, error)
+
+    def cut(self, labels: Iterable[str]) -> None:
+        """Takes candidates out that the tuning budget does not reach."""
+        self.rejected += [over_budget(label) for label in labels]
+
+    def resume(self, before: Choice | None, most: int | None) -> None:
+        """Goes on after a session that ended early, with so many kernels: what it rejected stays out.
+
+        Args: before: what that session found; most: kernels of this one, the best-ranked; None: all.
+        """
+        labels = {c.label for c in self.problem.candidates}
+        for rejection in () if before is None else before.rejections:
+            lasting = rejection.error != OVER_BUDGET and rejection.values.get("reason") not in PASSING
+            if rejection.label in labels and lasting:
+                self.rejected.append(rejection)
+        if most is not None:
+            self.cut(self.kernels_left()[most:])
+
+    def kernels_left(self) -> list[str]:
+        """Labels of kernels that are not out, compiled or not, in the problem's order."""
+        out = {r.label for r in self.rejected}
+        return [c.label for c in self.problem.candidates if c.kind != "stablehlo" and c.label not in out]
 
     def fail(self, error: CandidateRejected) -> None:
         """Gives the problem up."""
@@ -139,6 +165,9 @@ class TuningJob:
     def choice(self) -> Choice:
         """The choice that all this makes."""
         problem, answer = self.problem, self.answer
+        if self.skipped or (answer is None and self._is_all_cut()):
+            self.transient = True
+            return keep_xla_over_budget(problem)
         base = replace(keep_xla(problem), rejections=tuple(self.rejected))
         measured = self._measurements()
         if self.short and not any(m.label in self.passed for m in measured) and not self._is_settled():
@@ -172,6 +201,10 @@ class TuningJob:
             bound, pul = estimates.get(entry["label"], (0.0, 0.0))
             found.append(Measurement(**entry, bound_seconds=bound, pul=pul))
         return tuple(found)
+
+    def _is_all_cut(self) -> bool:
+        """Whether nothing is known of any candidate because the tuning budget was spent."""
+        return bool(self.rejected) and not self.failed and all(r.error == OVER_BUDGET for r in self.rejected)
 
     def _is_settled(self) -> bool:
         """Whether XLA has won all the same: against some kernel, and whatever found no room was not measured."""

@@ -40,7 +40,7 @@ def measure_in_order(
             session.measure(job)
             job.measured()
             known_of.note(job)
-            if job.apart and not job.failed:
+            if job.apart and not job.failed and not job.skipped:
                 parted.append(job)
             else:
                 yield job
@@ -58,7 +58,7 @@ def measure_in_order(
                 job.library = known_of.range(job)
                 if job.library is not None:
                     session.measure(job, job.library[1])
-                if job.failed or (job.library is not None and _is_settled(job, CLEAR, CLEAR)):
+                if job.failed or job.skipped or (job.library is not None and _is_settled(job, CLEAR, CLEAR)):
                     yield job
                 else:
                     close.append(job)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jcuts.base.errors import CandidateRejected
@@ -25,12 +25,15 @@ from jcuts.tune.parent import extra_kernels
 from jcuts.tune.parent.job import TuningJob, make_job
 from jcuts.tune.parent.machine_lock import default_patience, gave_up_waiting, holder, is_mine, measuring_lock
 from jcuts.tune.parent.measure_order import measure_in_order
-from jcuts.tune.parent.tuning_queue import Progress, TuningBudget, TuningQueue
+from jcuts.tune.parent.rounds import plan_round
+from jcuts.tune.parent.session_limits import Progress, TuningBudget
+from jcuts.tune.parent.tuning_queue import TuningQueue
 from jcuts.tune.parent.worker_session import shared_worker_session, workers_of
 from jcuts.tune.problem import Problem
 from jcuts.tune.replay import Recording
 from jcuts.tune.row_signature import FOREIGN, OTHER_VERSIONS, TUNED
-from jcuts.tune.select import estimate, keep_xla, keep_xla_for_now, select, select_stored
+from jcuts.tune.select import estimate, keep_xla, keep_xla_for_now, keep_xla_over_budget, select, select_stored
+from jcuts.tune.time_budget import UNLIMITED
 
 __all__ = ["Progress", "TuningBudget", "default_store", "describe", "shared_worker_session", "tune"]
 _log = logging.getLogger("jcuts.tune")
@@ -51,6 +54,7 @@ def tune(
     quiet: Callable[[bool], bool] | None = None,
     further: Callable[[str, Program], Iterable[Program]] | None = None,
     sources: dict[str, str] | None = None,
+    gain: Callable[[Problem], float] | None = None,
 ) -> dict[str, Choice]:
     """A choice for every problem: from the database, else by measuring (``tune="auto"`` only).
 
@@ -67,6 +71,7 @@ def tune(
         quiet: whether nothing else of this process uses the GPU; called with True it waits for that.
         further: digest and a program -> those that its choice needs besides, which are compiled while others are timed.
         sources: gets, by digest, where the choices of the database come from (`tune.row_signature`).
+        gain: seconds that a problem is expected to save: where time is limited (``effort.time``), the most go first.
 
     A stored choice that this cache has not signed, or that was made with other packages, is checked before a kernel of
     it runs, once (`tune.stored_choice_check`); where nothing may be (``cached``), it is not used.
@@ -92,10 +97,11 @@ def tune(
         for digest, choice in _check_all(asked_about, store, effort, progress, prepare).items():
             stored[digest], sources[digest] = choice, stored_choice_check.CHECKED_AS[origins[digest]]
     known = {digest: choice for digest, choice in stored.items() if choice.is_enough(settings.mode)}
-    missing = {digest: p for digest, p in unique.items() if digest not in known}
+    missing = {digest: p for digest, p in unique.items() if digest not in known or known[digest].is_cut}
     if settings.tune == "auto" and missing:
-        asked = _TuneRequest(store, effort, settings.mode, progress, force, quiet, further)
-        for problem, choice in _measure_all(list(missing.values()), asked, prepare):
+        partial = {digest: choice for digest, choice in known.items() if choice.is_cut}
+        asked = _TuneRequest(store, effort, settings.mode, progress, force, quiet, further, gain, partial)
+        for problem, choice in _measure_in_rounds(list(missing.values()), asked, prepare):
             known[choice.problem] = choice
             unique[choice.problem] = problem
             sources[choice.problem] = TUNED if choice.origin == "measured" else ""
@@ -115,7 +121,10 @@ def tune(
 
 @dataclass(frozen=True)
 class _TuneRequest:
-    """Arguments of one call of `tune`, passed to its steps."""
+    """Arguments of one call of `tune`, passed to its steps.
+
+    Attributes: partial: choices that lack candidates because the time was up, by digest.
+    """
 
     store: Store
     effort: TuningBudget
@@ -124,11 +133,21 @@ class _TuneRequest:
     force: bool
     quiet: Callable[[bool], bool] | None = None
     further: Callable[[str, Program], Iterable[Program]] | None = None
+    gain: Callable[[Problem], float] | None = None
+    partial: dict[str, Choice] = field(default_factory=dict)
 
     def stored(self, problem: Problem) -> Choice | None:
         """What another process has found out meanwhile."""
         choice, source = (None, "") if self.force else self.store.choice(problem.digest)
-        return choice if choice is not None and source != FOREIGN and choice.is_enough(self.mode) else None
+        usable = choice is not None and source != FOREIGN and choice.is_enough(self.mode) and not choice.is_cut
+        return choice if usable else None
+
+    def better(self, problem: Problem, choice: Choice) -> Choice:
+        """A choice, or the one that was known before where the time was up sooner than then."""
+        before = self.partial.get(problem.digest)
+        if before is None or not choice.is_cut:
+            return choice
+        return choice if choice.unmeasured < before.unmeasured and choice.origin == "measured" else before
 
 
 def _stored(problems: dict[str, Problem], store: Store, sources: dict[str, str]) -> dict[str, Choice]:
@@ -162,7 +181,7 @@ def _check_all(
     try:
         with shared_worker_session() as workers_open, workers_open.folder() as folder:
             pool = workers_open.pool(platform, effort.workers or workers_of())
-            session = TuningQueue(pool, replace(effort, checks_last=False), progress)
+            session = TuningQueue(pool, replace(effort, checks_last=False, time=UNLIMITED), progress)
             return stored_choice_check.check(asked_about, store, folder, session, prepare)
     except OSError as error:
         _log.warning("stored choices of other caches could not be checked, and are not used: %s", error)
@@ -176,10 +195,42 @@ def _selected(problem: Problem, choice: Choice, mode: str) -> Choice:
     return select(problem, choice, mode) if problem.candidates else select_stored(choice, mode)
 
 
-def _measure_all(
+def _measure_in_rounds(
     problems: Sequence[Problem], asked: _TuneRequest, prepare: Callable[[Problem], Problem] | None
 ) -> Iterator[tuple[Problem, Choice]]:
-    """Compiles in peace with other processes, and checks if that comes first; measuring asks for the machine."""
+    """Measures all problems at once, or while there is time round by round (`tune.parent.rounds`)."""
+    budget = asked.effort.time
+    if not budget.is_limited:
+        yield from _measure_all(problems, asked, prepare)
+        return
+    found = {p.digest: (p, asked.partial[p.digest]) for p in problems if p.digest in asked.partial}
+    workers, progressed = asked.effort.workers or workers_of(), True
+    while progressed and not budget.is_spent():
+        progressed = False
+        left = [p for p in problems if p.digest not in found or found[p.digest][1].is_cut]
+        chosen = plan_round(left, asked.partial, budget, workers, asked.gain)
+        for problem, choice in _measure_all(chosen.problems, asked, prepare, chosen.candidates):
+            if problem.digest in found and (choice.is_postponed or choice == found[problem.digest][1]):
+                continue
+            progressed = True
+            found[problem.digest] = problem, choice
+            if choice.is_cut and choice.origin == "measured":
+                asked.partial[problem.digest] = choice
+    if budget.is_spent():
+        found = {p.digest: (p, keep_xla_over_budget(p)) for p in problems} | found
+    yield from found.values()
+
+
+def _measure_all(
+    problems: Sequence[Problem],
+    asked: _TuneRequest,
+    prepare: Callable[[Problem], Problem] | None,
+    most: int | None = None,
+) -> Iterator[tuple[Problem, Choice]]:
+    """Compiles in peace with other processes, and checks if that comes first; measuring asks for the machine.
+
+    Args: most: kernels per problem in this round, the best-ranked; None: all.
+    """
     if not problems:
         return
     if gave_up_waiting():
@@ -199,6 +250,10 @@ def _measure_all(
             )
             session.total = sum(len(problem.candidates) or problem.expected for problem in problems)
             for number, problem in enumerate(problems):
+                session.wait_for_room()
+                if session.is_late():
+                    yield problem, asked.better(problem, keep_xla_over_budget(problem))
+                    continue
                 try:
                     full = prepare(problem) if prepare is not None else problem
                 except CandidateRejected as error:
@@ -208,6 +263,7 @@ def _measure_all(
                     continue
                 # Its candidates are compiled while the next problem is prepared.
                 job = make_job(full, folder, number)
+                job.resume(asked.partial.get(problem.digest), most)
                 if derives and all(c.kind != "stablehlo" for c in full.candidates):
                     job.between, job.apart = (
                         lines.get(problem.digest),
@@ -231,12 +287,14 @@ def _measure_in_turn(session: TuningQueue, asked: _TuneRequest) -> Iterator[tupl
     if session.progress is not None:
         session.progress.update("wait", 0, len(jobs), "")
     patience = default_patience() if asked.effort.patience is None else asked.effort.patience
+    patience = max(0.0, min(patience, session.time.left()))
     open_: list[TuningJob] = []  # measured, but whether the fastest is right is not known yet
     made: dict[str, Choice] = {}
 
     def finished(job: TuningJob) -> tuple[Problem, Choice]:
-        choice = made[job.problem.digest] = job.choice()
-        if not job.transient:
+        mine = job.choice()
+        choice = made[job.problem.digest] = asked.better(job.problem, mine)
+        if not job.transient and choice is mine:
             asked.store.put(choice)
         return job.problem, choice
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from jcuts.base import knobs
 from jcuts.base.errors import CandidateRejected
 from jcuts.tune.baseline import autotune_cache
+from jcuts.tune.parent.compile_backlog import CompileBacklog
 from jcuts.tune.parent.job import TuningJob
+from jcuts.tune.parent.session_limits import Progress, TuningBudget
 from jcuts.tune.parent.worker_pool import Answer, WorkerPool
 from jcuts.tune.parent.worker_session import COMPILE, DEVICE, REFERENCE, XLA
 from jcuts.tune.verify.inputs import NORMAL
@@ -25,39 +26,12 @@ from jcuts.tune.verify.inputs import NORMAL
 _log = logging.getLogger("jcuts.tune")
 _LIVE_REFERENCES = 4
 """Problems whose reference arrays lie on disk at the same time."""
+_WAITING = 2
+"""... and most that wait for theirs where time is limited."""
+CHECK_SECONDS = 0.5
+"""What is kept back for a reference and a check of one kernel on a GPU [s]: they took 0.2 to 0.3 (docs/tuning.md)."""
 _AHEAD = 16
 """XLA's programs that one request compiles ahead of measuring."""
-
-
-class Progress(Protocol):
-    """Callback interface for a session's progress."""
-
-    def update(self, stage: str, done: int, total: int, name: str) -> None:
-        """``stage`` is 'wait', 'compile', 'check' or 'measure'; ``done`` of ``total`` of that stage; what is next."""
-        ...
-
-
-@dataclass(frozen=True)
-class TuningBudget:
-    """Resource limits of a session.
-
-    Attributes:
-        seconds: sampling time per candidate [s].
-        finalists: kernels that are timed against XLA after the quick screening.
-        patience: most seconds to wait for another process that is measuring, `JCUTS_LOCK_PATIENCE_S` by default.
-        timeout: seconds one candidate may take, `JCUTS_TUNE_TIMEOUT_S` by default.
-        workers: compiling processes, `JCUTS_COMPILE_WORKERS` or one per core by default.
-        seed: of the check inputs, `JCUTS_SEED` by default.
-        checks_last: whether candidates are timed before they are checked; None: on GPUs.
-    """
-
-    seconds: float = 0.15
-    finalists: int = 3
-    patience: float | None = None
-    timeout: float | None = None
-    workers: int | None = None
-    seed: int | None = None
-    checks_last: bool | None = None
 
 
 class TuningQueue:
@@ -86,6 +60,9 @@ class TuningQueue:
         self.timeout = effort.timeout if effort.timeout is not None else current.tune_timeout_s
         self.seed = effort.seed if effort.seed is not None else current.seed
         self.checks_last = pool.platform != "cpu" if effort.checks_last is None else effort.checks_last
+        self.time = effort.time
+        self.until = effort.time.seconds  # of the budget's time, when measuring ends
+        self.backlog = CompileBacklog(pool, COMPILE, self.time.is_limited, self.is_late)
         self.waiting: list[TuningJob] = []
         self.settled: Callable[[TuningJob], object] = lambda job: None
         self.live = 0
@@ -105,9 +82,8 @@ class TuningQueue:
     def add(self, job: TuningJob) -> None:
         """Queues the job's work and goes on with whatever is under way, without waiting."""
         self.jobs.append(job)
-        for candidate in job.problem.candidates:
-            if candidate.kind != "stablehlo":
-                self._compile(job, candidate.label)
+        for label in job.kernels_left():
+            self._compile(job, label)
         if not self.checks_last:
             self.waiting.append(job)
             self._next_references()
@@ -117,14 +93,39 @@ class TuningQueue:
                 self._send_early()
         self.pool.poll()
 
+    def is_late(self) -> bool:
+        """Whether all time that is left is needed to measure what is under way: nothing else begins."""
+        return self.time.left() <= self._reserve()
+
+    def _reserve(self) -> float:
+        """Time that it takes to measure what is under way, as far as can be foreseen [s]."""
+        under_way = sum(not job.skipped and not job.failed for job in self.jobs)
+        return under_way * (self.time.measuring_seconds() + self._check_seconds())
+
+    def _allow_measuring(self) -> None:
+        """What is ready is measured: one program that took long to compile must not cost the times of all others."""
+        if not any(job.answer for job in self.jobs):
+            self.until = max(self.time.seconds, self.time.spent() + self._reserve())
+
+    def _check_seconds(self) -> float:
+        """What is kept back per measured problem for the checks behind it [s]."""
+        return CHECK_SECONDS if self.checks_last else 0.0
+
+    def wait_for_room(self) -> None:
+        """Where time is limited: waits until the next problem would not only stand in a queue."""
+        while self.time.is_limited and not self.is_late() and (self.backlog.is_long() or len(self.waiting) > _WAITING):
+            if not self.pool.wait(1.0):
+                break
+
     def finish(self) -> None:
         """Waits until every job is compiled, and checked if that comes first; nothing of the session runs then."""
         start = time.perf_counter()
         if self.checks_last and self.quiet is not None and self.jobs and not self.answered:
             self.pool.warm(REFERENCE, "jax", self.timeout)  # imports, while XLA's side keeps the host idle
-        while self.ahead and self.pool.wait(0.1):
+        while self.ahead and not self.is_late() and self.pool.wait(0.1):
             self._send_early()
-        self.pool.drain()
+        self.backlog.drain()
+        self._allow_measuring()
         self.pool.stop(DEVICE)  # they hold the GPU's memory
         _log.info("waited %.2f s for candidates to compile, or to be checked", time.perf_counter() - start)
 
@@ -154,12 +155,22 @@ class TuningQueue:
                 if job.kinds is not None and not self.checks_last:
                     self._check(job, label)
             self._finish(job)
+            self.backlog.feed()
+
+        def drop() -> None:
+            job.compiling -= 1
+            job.cut([label])
+            self._finish(job)
 
         request = {"op": "compile", "problem": str(job.file), "label": label, "out": str(out)}
-        self.pool.submit(COMPILE, request, self.timeout, done)
+        self.backlog.add(lambda: self.pool.submit(COMPILE, request, self.timeout, done), drop)
 
     def _next_references(self) -> None:
         most = _LIVE_REFERENCES + self.pool.sizes.get(REFERENCE, 0)
+        if not self.answered and self.is_late():
+            for job in self.waiting:
+                job.skipped = True
+            self.waiting.clear()
         while self.waiting and self.live < most:
             self._reference(self.waiting.pop(0))
 
@@ -235,6 +246,7 @@ class TuningQueue:
             if self.checks_last:
                 self._check_next(job)
             self._finish(job)
+            self.backlog.feed()
 
         request = {
             "op": "check",
@@ -268,8 +280,10 @@ class TuningQueue:
         """Lets the measuring process compile XLA's side of GPU problems on some cores; a failure shows in `measure`."""
         start, early = time.perf_counter(), len(self.sent)
         self.ahead = [file for file in self._for_ahead(jobs) if file not in self.sent]
-        while self.ahead:
+        while self.ahead and not self.time.is_spent():
             self._send_ahead()
+            if self.time.is_limited:  # what is queued cannot be taken back
+                self.pool.drain()
         if not self.sent:
             return
         if kernels := self._few_kernels(jobs):
@@ -279,6 +293,7 @@ class TuningQueue:
         self.pool.warm(DEVICE, "tools", self.timeout)
         self.pool.warm(REFERENCE, "jax", self.timeout)
         self.pool.drain()
+        self._allow_measuring()
         spent = time.perf_counter() - start
         _log.info("%d programs compiled ahead, %d of them early; waited %.2f s", len(self.sent), early, spent)
 
@@ -323,6 +338,11 @@ class TuningQueue:
 
         Args: expected: XLA's time [s], which then is not measured.
         """
+        measured = sum(job.answer is not None for job in self.jobs)
+        if job.skipped or self.time.spent() + measured * self._check_seconds() >= self.until:
+            job.skipped = True
+            return
+        begun = self.time.clock()
         order = job.candidates if self.checks_last else [c for c in job.candidates if c in job.passed]
         answer: Answer | CandidateRejected | None = None
         while order and not job.failed:
@@ -342,6 +362,7 @@ class TuningQueue:
             answer = None
         if isinstance(answer, dict):
             job.answer = answer
+            self.time.note_measured(self.time.clock() - begun)
             parts = _listed(answer.get("parts", {}))
             _log.info("%s: measured in %.2f s (%s)", job.problem.name, answer["seconds"], parts)
 

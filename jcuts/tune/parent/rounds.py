@@ -1,0 +1,52 @@
+"""Budgeted search order (successive rounds): which problems, and how many of their candidates, are measured next.
+
+All at once where the time will do.  Else first the best-ranked candidates of every problem that nothing is known of,
+the problems with the largest expected gain first (`tune.expected_gain`), then all candidates of all problems, in the
+same order.  What a problem's candidates take is compared within one measurement, so that a later round times again what
+an earlier one found; it compiles nothing again (the object cache has it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jcuts.tune.choice import Choice
+from jcuts.tune.problem import Problem
+from jcuts.tune.time_budget import TimeBudget
+
+FIRST_ROUND = 2
+"""Candidates of each problem in the first round."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What is measured next.
+
+    Attributes: problems: in their order; candidates: most kernels of each, None for all.
+    """
+
+    problems: Sequence[Problem]
+    candidates: int | None
+
+
+def plan_round(
+    problems: Sequence[Problem],
+    partial: Mapping[str, Choice],
+    budget: TimeBudget,
+    workers: int,
+    gain: Callable[[Problem], float] | None,
+) -> Round:
+    """The next round.
+
+    Args:
+        problems: those that lack candidates; partial: what is known of them, by digest.
+        workers: processes that compile.
+        gain: seconds that a problem is expected to save; without it they keep their order.
+    """
+    counts = [len(p.candidates) or p.expected for p in problems]
+    if budget.covers(len(problems), sum(counts), workers):
+        return Round(problems, None)
+    ordered = list(problems) if gain is None else sorted(problems, key=lambda p: -gain(p))
+    fresh = [p for p in ordered if p.digest not in partial]
+    return Round(fresh, FIRST_ROUND) if fresh else Round(ordered, None)

@@ -1,0 +1,99 @@
+"""Wall-clock budget of autotuning (anytime search): one deadline for all tuning sessions of a first call.
+
+`jit.variant_selection` opens it (`spending`); `tune.session` hands it to the tuner, which asks it before it prepares,
+compiles or times anything.  What is under way when the time is up is ended, not killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from jcuts.base import knobs
+from jcuts.base.settings import Settings
+
+CANDIDATE_SECONDS = 1.0
+"""One core's time to compile and check a candidate [s]: what is assumed before anything was measured."""
+PROBLEM_SECONDS = 1.0
+"""Time to export a problem, to make its references and to measure it [s]; the same until one was measured."""
+
+
+class TimeBudget:
+    """Wall time that tuning may take.
+
+    Args: seconds: from now on [s], infinite for no limit; clock: monotonic seconds.
+    """
+
+    def __init__(self, seconds: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self.clock = seconds, clock
+        self.start = clock()
+        self._measured: list[float] = []
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a deadline."""
+        return math.isfinite(self.seconds)
+
+    def spent(self) -> float:
+        """Seconds since it began."""
+        return self.clock() - self.start
+
+    def left(self) -> float:
+        """Seconds until the deadline, < 0 after it; infinite without one."""
+        return self.seconds - self.spent() if self.is_limited else math.inf
+
+    def is_spent(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.left() <= 0.0
+
+    def note_measured(self, seconds: float) -> None:
+        """Takes note of how long it took to measure one problem [s]."""
+        if self.is_limited:
+            self._measured.append(seconds)
+
+    def measuring_seconds(self) -> float:
+        """How long measuring one problem is expected to take [s]: the mean of those that were measured."""
+        return sum(self._measured) / len(self._measured) if self._measured else PROBLEM_SECONDS
+
+    def covers(self, problems: int, candidates: int, workers: int) -> bool:
+        """Whether all candidates of some problems will be measured in time, as far as can be foreseen.
+
+        Args: candidates: of all problems together; workers: processes that compile.
+        """
+        needed = candidates * CANDIDATE_SECONDS / workers + problems * (PROBLEM_SECONDS + self.measuring_seconds())
+        return needed <= self.left()
+
+
+UNLIMITED = TimeBudget()
+"""What `tune` has without a budget: every candidate is measured."""
+
+_open = threading.local()
+
+
+def current() -> TimeBudget:
+    """The budget that is open on this thread."""
+    return getattr(_open, "budget", UNLIMITED)
+
+
+@contextlib.contextmanager
+def spending(budget: TimeBudget) -> Iterator[TimeBudget]:
+    """All tuning inside the block, on this thread, shares one budget."""
+    before = current()
+    _open.budget = budget
+    try:
+        yield budget
+    finally:
+        _open.budget = before
+
+
+def seconds_of(settings: Settings, *, explicit: bool = False) -> float:
+    """Seconds that tuning may take: the option, else ``JCUTS_TUNE_SECONDS``.
+
+    Args: explicit: the user asked for tuning (``.tune()``): there the option alone is a limit.
+    """
+    if settings.tune_seconds is not None:
+        return float(settings.tune_seconds)
+    return math.inf if explicit else knobs.current().tune_seconds

@@ -38,8 +38,10 @@ MARK = "jcuts_mark"
 HOOK = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)
 """Is told the number of a mark and the CUDA stream that it is executed on."""
 _TEXT = 2048
-_MEMORY_CLOCK_KHZ, _MEMORY_BUS_BITS = 36, 37
-"""CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE and ..._GLOBAL_MEMORY_BUS_WIDTH."""
+_MEMORY_CLOCK_KHZ = 36
+"""CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE."""
+_MEMORY_BUS_BITS = 37
+"""CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH."""
 
 Place = tuple[int | None, int]
 """Of a kernel that updates an operand in place (`lower.sliced_output`): the operand's number, bytes before what it

@@ -113,10 +113,10 @@ class Knobs:
     tune_timeout_s: float = _knob(
         _number(0.0, 86400.0), "seconds that one candidate may take in the measuring process", default=30.0
     )
-    tune_seconds: float = _knob(
+    tune_seconds: float | None = _knob(
         _number(0.0, math.inf, with_low=True),
-        "wall time that tuning may take at a first call, beyond jax.jit's own first call; inf: no limit",
-        default=60,
+        "wall time that tuning may take at a first call, beyond jax.jit's own; inf: no limit (default: 60; GPU: inf)",
+        default=None,
     )
     lock_patience_s: float = _knob(
         _number(0.0, 86400.0, with_low=True),

@@ -62,8 +62,8 @@ class VariantSelector:
             return Decision(XLA, "JCUTS_DISABLE is set")
         if jaxapi.jit_disabled():
             return Decision(JCUTS, "jax.disable_jit is in force: nothing is compiled")
-        seconds = time_budget.seconds_of(self.settings, explicit=force)
         traced = self._trace(call)
+        seconds = time_budget.seconds_of(self.settings, on_gpu=traced.on_gpu, explicit=force)
         with time_budget.spending(time_budget.TimeBudget(seconds)) as budget:
             return self._select(call, traced, budget, measure=measure and seconds > 0, force=force)
 

@@ -67,6 +67,8 @@ class TimeBudget:
         return needed <= self.left()
 
 
+DEFAULT_SECONDS = 60
+"""Of functions on a CPU.  On a GPU there is no limit by default: what a cut first call gives there was not measured."""
 UNLIMITED = TimeBudget()
 """What `tune` has without a budget: every candidate is measured."""
 
@@ -89,11 +91,14 @@ def spending(budget: TimeBudget) -> Iterator[TimeBudget]:
         _open.budget = before
 
 
-def seconds_of(settings: Settings, *, explicit: bool = False) -> float:
-    """Seconds that tuning may take: the option, else ``JCUTS_TUNE_SECONDS``.
+def seconds_of(settings: Settings, *, on_gpu: bool = False, explicit: bool = False) -> float:
+    """Seconds that tuning may take: the option, else ``JCUTS_TUNE_SECONDS``, else `DEFAULT_SECONDS`, on CPUs.
 
     Args: explicit: the user asked for tuning (``.tune()``): there the option alone is a limit.
     """
     if settings.tune_seconds is not None:
         return float(settings.tune_seconds)
-    return math.inf if explicit else knobs.current().tune_seconds
+    if explicit:
+        return math.inf
+    found = knobs.current().tune_seconds
+    return found if found is not None else math.inf if on_gpu else DEFAULT_SECONDS

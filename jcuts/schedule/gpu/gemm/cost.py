@@ -140,13 +140,6 @@ def _overlapped_max(limits: list[float], overlap: float) -> float:
 
 
 # -- by warps ---------------------------------------------------------------------------------------------------------
-WARPS = {4: "mma_tf32", 2: "mma_16bit"}
-"""Tables of mma.sync, by bytes of an operand."""
-FMA = "ffma"
-"""The table of fused multiply-adds.  What shared memory gives counts for every lane that gets it (`LANES`), as it
-passes the same port for each."""
-DOUBLE = "mma_float64"
-"""The table of float64 on matrix units."""
 LANES = (4, 8)
 """Lanes of a warp that each take a row, and a column."""
 OWN_REGISTERS = fit.coefficients("gpu/gemm", "mma_registers")
@@ -158,9 +151,19 @@ WARP_COST = fit.coefficients("gpu/gemm", "mma_warp")
 
 
 def rates_of(counter: GemmProblem) -> CostCoefficients:
-    """Of products by warps."""
-    table = FMA if counter.fma else DOUBLE if counter.double else WARPS[counter.item]
-    return counter.machine.record("gpu/gemm", table, CostCoefficients)
+    """Of products by warps.
+
+    What shared memory gives fused multiply-adds counts for every lane that gets it (`LANES`): it passes the same port
+    for each.
+    """
+    machine = counter.machine
+    if counter.fma:
+        return machine.record("gpu/gemm", "ffma", CostCoefficients)
+    if counter.double:
+        return machine.record("gpu/gemm", "mma_float64", CostCoefficients)
+    if counter.item == 2:
+        return machine.record("gpu/gemm", "mma_16bit", CostCoefficients)
+    return machine.record("gpu/gemm", "mma_tf32", CostCoefficients)
 
 
 def registers_of(counter: GemmProblem, tiling: MmaTile) -> float:
@@ -229,9 +232,6 @@ def warp_cycles(counter: GemmProblem, tiling: MmaTile) -> float:
 
 
 # -- by warp groups ---------------------------------------------------------------------------------------------------
-GROUPS = {"float32": "wgmma_float32", "copied": "wgmma_16bit", "rounded": "wgmma_tf32_weights"}
-"""Tables of float32 that threads round and store, 16-bit types that are copied, float32 with pre-rounded weights (few
-blocks)."""
 GROUP_COST = fit.coefficients("gpu/gemm", "wgmma_warpgroup")
 GAP = {
     "float32": GROUP_COST.float32_group_gap_cycles,
@@ -250,8 +250,16 @@ GROUP_REGISTERS = fit.coefficients("gpu/gemm", "wgmma_registers")
 
 
 def group_rates(machine: GpuMachine, kind: str) -> CostCoefficients:
-    """Of products by warp groups. Args: kind: a key of `GROUPS`."""
-    return machine.record("gpu/gemm", GROUPS[kind], CostCoefficients)
+    """Of products by warp groups.
+
+    Args: kind: "float32" (threads round and store), "copied" (16-bit types), "rounded" (float32 with pre-rounded
+        weights, few blocks).
+    """
+    if kind == "float32":
+        return machine.record("gpu/gemm", "wgmma_float32", CostCoefficients)
+    if kind == "copied":
+        return machine.record("gpu/gemm", "wgmma_16bit", CostCoefficients)
+    return machine.record("gpu/gemm", "wgmma_tf32_weights", CostCoefficients)
 
 
 def coefficient_set(counter: GemmProblem, tiling: WgmmaTile) -> str:

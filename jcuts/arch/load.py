@@ -19,8 +19,8 @@ from pathlib import Path
 from jcuts.arch.gpu import COMPUTE_UNITS, GpuArch
 from jcuts.base.errors import ModelError
 
-SAME_MEMORY = 0.05
-"""Relative difference up to which a device's bandwidth is taken for that of its file."""
+SAME_MEMORY_PERCENT = 5
+"""Difference up to which a device's bandwidth is taken for that of its file."""
 _INTEGERS = {f.name for f in fields(GpuArch) if f.type == "int"}
 _NUMBERS = [f.name for f in fields(GpuArch) if f.type in ("int", "float")]
 
@@ -88,9 +88,15 @@ def gpu_of_device(name: str, capability: tuple[int, int], sms: int, bandwidth: f
         num_sm=sms,
         perf_peak=arch.perf_peak * ratio,
         bw_l2=arch.bw_l2 * ratio,
-        bw_global=bandwidth if abs(bandwidth / arch.bw_global - 1) > SAME_MEMORY and bandwidth else arch.bw_global,
+        bw_global=bandwidth
+        if bandwidth and _percent_apart(bandwidth, arch.bw_global) > SAME_MEMORY_PERCENT
+        else arch.bw_global,
     )
     return arch, bool(named)
+
+
+def _percent_apart(value: float, other: float) -> float:
+    return 100 * abs(value / other - 1)
 
 
 def parse_gpu(text: str, file: str) -> GpuArch:

@@ -126,7 +126,7 @@ def memory_bandwidth(library: str = DRIVER) -> float:
                 return 0.0
     except (OSError, AttributeError):
         return 0.0
-    return 2e3 * clock.value * width.value / 8  # twice per clock
+    return 2000 * clock.value * width.value / 8  # twice per clock of kHz
 
 
 def too_old(driver: tuple[int, int] | None, toolkit: tuple[int, int] | None) -> str:

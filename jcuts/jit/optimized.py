@@ -24,6 +24,7 @@ from jcuts.jit.trace_token import NeedsDecision, isolated_trace
 from jcuts.jit.traced_call import Call
 from jcuts.jit.variant_compiler import Program
 from jcuts.jit.variant_selection import VariantSelector
+from jcuts.pipeline.predictions import with_predictions
 from jcuts.primitive import shard_local
 from jcuts.primitive.call import register_late_rules
 from jcuts.primitive.lowering import plan
@@ -155,7 +156,7 @@ class Optimized:
         decision = known or self._deciding.decisions.of_earlier_process(original, signature, uses_jcuts)
         if (form := self._shown_form(decision)) is not None:
             outcome = plan(closed, self._carriers.settings_for(form), platform, may_measure=False)
-        return outcome.report.with_guard(decision.to_dict()).with_seconds(decision.spent)
+        return with_predictions(outcome).with_guard(decision.to_dict()).with_seconds(decision.spent)
 
     @staticmethod
     def _shown_form(decision: end_to_end_benchmark.Decision) -> Variant | None:

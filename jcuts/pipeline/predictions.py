@@ -7,10 +7,11 @@ model that ranks schedules, of loops.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jcuts.codegen.cuda.toolchain.image import Image
-from jcuts.pipeline.computation import Region
+from jcuts.pipeline.outcome import Outcome, Winner
+from jcuts.report.function_report import FunctionReport
 from jcuts.schedule.cpu import time_estimate
 from jcuts.schedule.gpu import launch_stats
 from jcuts.xla import devices as xla_devices
@@ -33,15 +34,28 @@ def taken_by(image: bytes) -> list[launch_stats.Taken]:
     ]
 
 
-def predict(region: Region) -> Prediction:
-    """The model of a region's chosen kernel."""
-    program = region.chosen
+def with_predictions(outcome: Outcome) -> FunctionReport:
+    """An outcome's report with the model of every chosen kernel.
+
+    Counting a GPU kernel's traffic takes milliseconds: `explain` asks for it, planning does not.
+    """
+    found = [predict(winner) for winner in outcome.winners]
+    subsets = tuple(
+        replace(subset, predicted_seconds=made.seconds, pul=made.pul)
+        for subset, made in zip(outcome.report.subsets, found, strict=True)
+    )
+    return replace(outcome.report, subsets=subsets)
+
+
+def predict(winner: Winner) -> Prediction:
+    """The model of a chosen kernel."""
+    program, kernel = winner
     if program is None:
         return Prediction()
     if "cuda" not in dict(program.params):
         return Prediction(time_estimate.seconds(program))
-    if region.kernel is None:
+    if kernel is None:
         return Prediction()
     arch, _ = xla_devices.architecture_of(xla_devices.this())
-    made = launch_stats.score_of(program, taken_by(region.kernel.object_code), arch)
+    made = launch_stats.score_of(program, taken_by(kernel.object_code), arch)
     return Prediction(made.seconds, made.pul) if made.pul else Prediction()

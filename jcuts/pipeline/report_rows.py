@@ -10,7 +10,6 @@ from jcuts.base.errors import UnsupportedError
 from jcuts.pipeline import microbatch_convs, rebuild
 from jcuts.pipeline.computation import CHOICES, Computation, Region
 from jcuts.pipeline.outcome import Outcome
-from jcuts.pipeline.predictions import predict
 from jcuts.pipeline.state import State
 from jcuts.report.function_report import NO_TIME, NOT_CHECKED, NOT_MEASURED, FunctionReport, RefusalReport, SubsetReport
 from jcuts.schedule.bound import roofline_bound as lower_bound
@@ -38,9 +37,10 @@ def outcome_of(state: State) -> Outcome:
         report = replace(report, equations=len(state.closed.jaxpr.eqns), notes=notes)
         return Outcome(state.closed if division.count else state.original, report)
     top = state.top
+    rows = region_rows(top)
     report = replace(
         report,
-        subsets=region_rows(top),
+        subsets=tuple(row for row, _ in rows),
         refusals=refusal_rows(top),
         equations=sum(len(level.closed.jaxpr.eqns) for level in top.walk()),
         postponed=division.postponed or is_postponed(top),
@@ -57,18 +57,19 @@ def outcome_of(state: State) -> Outcome:
         )
     changed = state.rewrites or division.count
     untouched = not changed and not rebuild.winners(top)
-    return Outcome(state.original if untouched else state.closed, report)
+    winners = tuple((region.chosen, region.kernel) for _, region in rows)
+    return Outcome(state.original if untouched else state.closed, report, winners=winners)
 
 
-def region_rows(top: Computation) -> tuple[SubsetReport, ...]:
-    """Every distinct region of a function and of its loop bodies, equal ones counted."""
-    grouped: OrderedDict[str, SubsetReport] = OrderedDict()
+def region_rows(top: Computation) -> tuple[tuple[SubsetReport, Region], ...]:
+    """Every distinct region of a function and of its loop bodies, equal ones counted, with the first of each."""
+    grouped: OrderedDict[str, tuple[SubsetReport, Region]] = OrderedDict()
     for level in top.walk():
         for subset in level.subsets:
             one = subset_report(level, subset)
             key = f"{subset.identity} {one.chosen}"
             old = grouped.get(key)
-            grouped[key] = one if old is None else _counted(old, one)
+            grouped[key] = (one, subset) if old is None else (_counted(old[0], one), old[1])
     return tuple(grouped.values())
 
 
@@ -137,7 +138,7 @@ def subset_report(level: Computation, subset: Region) -> SubsetReport:
     if chosen is not None and seconds is None:  # nothing was measured: the estimates that chose it
         score = next((made for program, made in subset.ranked if program.digest == chosen.digest), 0.0)
         bound = lower_bound(chosen).seconds
-    flop, moved, predicted = _flop(subset.program), _moved(subset.program), predict(subset)
+    flop, moved = _flop(subset.program), _moved(subset.program)
     where = list(dict.fromkeys(n.where for n in nodes if n.where))
     return SubsetReport(
         nodes[-1].prim,
@@ -159,8 +160,6 @@ def subset_report(level: Computation, subset: Region) -> SubsetReport:
         why,
         derived,
         subset.source if chosen is not None else "",
-        predicted.seconds,
-        predicted.pul,
     )
 
 

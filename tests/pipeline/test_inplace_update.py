@@ -13,9 +13,8 @@ from jax import lax
 from jcuts.base.errors import NativeError
 from jcuts.base.settings import Settings, Variant
 from jcuts.codegen.cuda import compile as compiler
-from jcuts.pipeline import computation, kernel_selection, rebuild, report_rows
+from jcuts.pipeline import computation, kernel_selection, rebuild
 from jcuts.pipeline import passes as pipeline_passes
-from jcuts.pipeline.predictions import Prediction
 from jcuts.rewrite import inplace_concat
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.trace import jaxapi
@@ -80,7 +79,6 @@ def rebuilt(monkeypatch):
     monkeypatch.setattr(pipeline_passes.xla_devices, "unusable", lambda: "")
     monkeypatch.setattr(rebuild, "kernel_for", lambda program: program)
     monkeypatch.setattr(rebuild, "kernel_eqns", eqns)
-    monkeypatch.setattr(report_rows, "predict", lambda region: Prediction())  # nothing is compiled
     monkeypatch.setattr(kernel_selection, "choose_partition", choose_partition)
     monkeypatch.setattr(kernel_selection, "resolve", resolve)
 

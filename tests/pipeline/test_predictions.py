@@ -29,13 +29,6 @@ def test_the_report_names_what_is_measured_predicted_and_bound():
     assert at["PUL"] == "-" and float(at["predicted us"]) >= float(at["bound us"]) and float(at["score"]) > 0
 
 
-class Compiled:
-    """A region with a compiled winner."""
-
-    def __init__(self, program, kernel):
-        self.chosen, self.kernel = program, kernel
-
-
 @pytest.fixture
 def on_an(monkeypatch):
     def on(name, sms):
@@ -48,11 +41,11 @@ def on_an(monkeypatch):
 def test_a_gpu_kernel_has_the_pul_of_its_cubin(on_an):
     plain = programs.trace(lambda x: jnp.tanh(x) + 1, jnp.zeros((4096, 4096))).program()
     program, _ = candidates.candidates(plain, GpuMachine.named("H200"), 1, 100.0)[0]
-    region = Compiled(program, compiler.compile_program(program, CudaTarget((9, 0))))
+    winner = program, compiler.compile_program(program, CudaTarget((9, 0)))
     on_an("H200", 132)
-    here = predict(region)
+    here = predict(winner)
     on_an("H100 80GB HBM3", 132)
-    slower = predict(region)
+    slower = predict(winner)
     moved = 2 * 4 * 4096 * 4096
     assert 0 < here.pul <= 1 and here.seconds > moved / 4.815e12
     assert slower.seconds > 1.2 * here.seconds and slower.seconds > moved / 3.352e12
@@ -61,4 +54,4 @@ def test_a_gpu_kernel_has_the_pul_of_its_cubin(on_an):
 def test_what_is_not_compiled_or_left_to_xla_has_no_prediction():
     plain = programs.trace(lambda x: jnp.tanh(x) + 1, jnp.zeros((64, 64))).program()
     program, _ = candidates.candidates(plain, GpuMachine(132), 1, 100.0)[0]
-    assert predict(Compiled(program, None)) == predict(Compiled(None, None)) == Prediction()
+    assert predict((program, None)) == predict((None, None)) == Prediction()

@@ -59,13 +59,8 @@ def nearest_gpu(capability: tuple[int, int]) -> GpuArch:
     """The shipped GPU of a compute capability (major, minor), or of the newest one before it (of the oldest, if there
     is none before); among several that with the fastest memory."""
     found = sorted(_shipped().values(), key=lambda gpu: (gpu.compute_capability, gpu.bw_global))
-    before = [gpu for gpu in found if gpu.compute_capability <= 10 * capability[0] + capability[1]]
-    oldest = found[0].compute_capability
-    return (
-        before[-1]
-        if before
-        else max((gpu for gpu in found if gpu.compute_capability == oldest), key=lambda gpu: gpu.bw_global)
-    )
+    newest = max(10 * capability[0] + capability[1], found[0].compute_capability)
+    return [gpu for gpu in found if gpu.compute_capability <= newest][-1]
 
 
 def gpu_of_device(name: str, capability: tuple[int, int], sms: int, bandwidth: float = 0.0) -> tuple[GpuArch, bool]:
@@ -82,21 +77,10 @@ def gpu_of_device(name: str, capability: tuple[int, int], sms: int, bandwidth: f
         gpu for known, gpu in _shipped().items() if known in key and divmod(gpu.compute_capability, 10) == capability
     ]
     arch = max(named, key=lambda gpu: len(gpu.name)) if named else nearest_gpu(capability)
-    ratio = sms / arch.num_sm
-    arch = replace(
-        arch,
-        num_sm=sms,
-        perf_peak=arch.perf_peak * ratio,
-        bw_l2=arch.bw_l2 * ratio,
-        bw_global=bandwidth
-        if bandwidth and _percent_apart(bandwidth, arch.bw_global) > SAME_MEMORY_PERCENT
-        else arch.bw_global,
-    )
-    return arch, bool(named)
-
-
-def _percent_apart(value: float, other: float) -> float:
-    return 100 * abs(value / other - 1)
+    ratio, apart = sms / arch.num_sm, 100 * abs(bandwidth / arch.bw_global - 1)
+    bandwidth = bandwidth if bandwidth and apart > SAME_MEMORY_PERCENT else arch.bw_global
+    more = {"perf_peak": arch.perf_peak * ratio, "bw_l2": arch.bw_l2 * ratio, "bw_global": bandwidth}
+    return replace(arch, num_sm=sms, **more), bool(named)
 
 
 def parse_gpu(text: str, file: str) -> GpuArch:

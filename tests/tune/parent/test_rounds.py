@@ -21,7 +21,7 @@ from jcuts.tune.select import keep_xla, over_budget
 from jcuts.tune.time_budget import TimeBudget
 from tests.tune import objects
 
-pytestmark = pytest.mark.usefixtures("xla_as_shipped")
+pytestmark = pytest.mark.usefixtures("xla_as_shipped", "private_places")
 
 GAINS = {"small": 1.0, "large": 3.0, "middle": 2.0}
 KINDS = ("right", "slow", "wrong")
@@ -64,17 +64,6 @@ class Session:
 
     def stored(self):
         return {name: self.store.lookup(objects.problem(*KINDS, name=name).digest) for name in GAINS}
-
-
-@pytest.fixture(autouse=True)
-def private_places(tmp_path, monkeypatch):
-    """A cache, a lock and temporary files of this test's own: nobody waits for other processes."""
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    with knobs.scope(cache_dir=tmp_path / "cache"):
-        yield
-    monkeypatch.setattr("tempfile.tempdir", None)
 
 
 def labels(choice: Choice) -> tuple[set[str], dict[str, str]]:

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jcuts.base import knobs
 from jcuts.base.errors import CandidateRejected, WorkerFailed
 from jcuts.base.settings import Settings
 from jcuts.codegen.artifact import CompiledKernel
@@ -39,7 +38,7 @@ from jcuts.tune.select import select_stored
 from jcuts.tune.worker import requests
 from tests.tune import objects
 
-pytestmark = pytest.mark.usefixtures("xla_as_shipped")
+pytestmark = pytest.mark.usefixtures("xla_as_shipped", "private_places")
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICK = TuningBudget(seconds=0.02, finalists=2, timeout=20.0, workers=2, seed=1)
@@ -61,17 +60,6 @@ if __name__ == "__main__":
     found = tune(problems, store, effort=TuningBudget(seconds=0.02, timeout=20.0, workers=2), progress=Tell())
     print("winner", *(c.winner for c in found.values()), flush=True)
 """
-
-
-@pytest.fixture(autouse=True)
-def private_places(tmp_path, monkeypatch):
-    """A cache, a lock and temporary files of this test's own."""
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    with knobs.scope(cache_dir=tmp_path / "cache"):
-        yield
-    monkeypatch.setattr("tempfile.tempdir", None)
 
 
 def memory_store() -> Store:

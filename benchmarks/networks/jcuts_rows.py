@@ -50,6 +50,7 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
         "first_call_seconds": spent,
         "decision": None if decision is None else decision.to_dict(),
         "kernels": report.kernels,
+        "tune_seconds": os.environ["JCUTS_TUNE_SECONDS"],
         "programs": interleaved(calls, options.seconds, 3 if options.dry else TURNS),
         **baseline.environment(),
         "jcuts": fingerprint.versions(),

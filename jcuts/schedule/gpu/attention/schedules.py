@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator
 
 from jcuts.base.errors import Refusal
+from jcuts.estimate.time_model import Resource, TimeTerm, longest, overlap, per_sm, quadrature, repeat, serial, term
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.attention import Attention, match
 from jcuts.schedule import fit
@@ -131,8 +132,8 @@ def bound(attention: Attention, program: Program, machine: GpuMachine) -> float:
     return max(work / (machine.sms * unit), moved / rates.memory_bytes_per_cycle, LATENCY)
 
 
-def cycles(shape: FlashTile, program: Program, machine: GpuMachine) -> float:
-    """Estimated cycles of a launch."""
+def time(shape: FlashTile, program: Program, machine: GpuMachine) -> TimeTerm:
+    """Cycles of a launch by their terms."""
     attention, rates = shape.attention, machine.coefficients("gpu/attention", "cycles")
     item, (high, wide), (along, parts) = attention.key.item, shape.warp, shape.warps
     depth, features = shape.steps * STEP // item, shape.padded_head_dim
@@ -146,25 +147,42 @@ def cycles(shape: FlashTile, program: Program, machine: GpuMachine) -> float:
     each = each + high * features / WARP + _FIT.row_tile_instructions * bands
     copies = shape.keys * line / 16 / WARP
     early = 2 * copies + 4 * copies if shape.rounded else 0
-    limits = [
-        shape.rows * shape.keys * (depth + features) / (2 * unit_rate(bound_rates(machine), item)),
-        (along + 1 + (2 if shape.rounded else 0)) * shape.keys * line / rates.smem_bytes_per_cycle,
-        (count * (products + reads + turned + each) + 2 * copies + early) * _FIT.instruction_issue_cycles / QUARTERS,
-        shape.keys * line / rates.l2_bytes_per_cycle,
-    ]
+    issued = (count * (products + reads + turned + each) + 2 * copies + early) * _FIT.instruction_issue_cycles
+    multiplied = shape.rows * shape.keys * (depth + features)
+    read = (along + 1 + (2 if shape.rounded else 0)) * shape.keys * line
     chain = _FIT.k_tile_chain_cycles + _FIT.product_chain_cycles * products + _FIT.instruction_chain_cycles * each
-    own = shape.tiles * chain + _FIT.block_ends_cycles * (1 if parts == 1 else 2)
+    ends = _FIT.block_ends_cycles * (1 if parts == 1 else 2)
+    own = serial([repeat(shape.tiles, term(Resource.CHAIN, chain)), term(Resource.START, ends)])
     taken = -(-registers(shape) // EIGHT) * EIGHT * WARP
     beside = QUARTERS * int(REGISTERS // QUARTERS // taken) // count
     room = machine.limits.smem_per_sm_bytes - NOT_SHARED
     resident = max(1, min(room // (shape.shared + 1024), beside, BLOCKS, machine.threads_per_sm // shape.threads))
-    full, rest = divmod(-(-math.prod(shape.blocks) // machine.sms), resident)
+    all_blocks = math.prod(shape.blocks)
+    full, rest = divmod(-(-all_blocks // machine.sms), resident)
 
-    def wave(blocks: int) -> float:
+    def wave(times: int, blocks: int, of_all: float) -> TimeTerm:
         uneven = -(-blocks * count // QUARTERS) * QUARTERS / (blocks * count)  # a quarter has whole warps
-        parts = [*limits[:2], limits[2] * uneven, *limits[3:]]
-        return math.hypot(blocks * shape.tiles * (max(parts) + OVERLAP * (sum(parts) - max(parts))), own)
+        limits = [
+            term(
+                Resource.COMPUTE,
+                multiplied / (2 * unit_rate(bound_rates(machine), item)),
+                2.0 * multiplied,
+            ),
+            term(Resource.SMEM, read / rates.smem_bytes_per_cycle),
+            term(Resource.ISSUE, issued / QUARTERS * uneven),
+            term(Resource.L2, shape.keys * line / rates.l2_bytes_per_cycle),
+        ]
+        work = repeat(blocks * shape.tiles, overlap(OVERLAP, limits))
+        return per_sm(times, quadrature(work, own), resident=blocks, blocks=of_all, sms=machine.sms)
 
-    total = full * wave(resident) + (wave(rest) if rest else 0.0)
+    waves = [wave(full, resident, min(all_blocks, full * resident * machine.sms))] if full else []
+    if rest:
+        waves.append(wave(1, rest, all_blocks - full * resident * machine.sms))
     moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
-    return max(total, moved / bound_rates(machine).memory_bytes_per_cycle + LATENCY)
+    memory = term(Resource.DRAM, moved / bound_rates(machine).memory_bytes_per_cycle, moved)
+    return longest((serial(waves), serial([memory, term(Resource.LATENCY, LATENCY)])))
+
+
+def cycles(shape: FlashTile, program: Program, machine: GpuMachine) -> float:
+    """Estimated cycles of a launch."""
+    return time(shape, program, machine).value

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from jcuts.estimate.time_model import Resource, TimeTerm, overlap, per_sm, repeat, serial, term
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.few_channel_conv import as_few_channel_conv, conv_geometry
 from jcuts.schedule import fit
@@ -123,8 +124,8 @@ def _moved(program: Program) -> float:
     return float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
 
 
-def cycles(program: Program, shape: FewChannelTile, machine: GpuMachine) -> float:
-    """Estimated cycles of a launch."""
+def time(program: Program, shape: FewChannelTile, machine: GpuMachine) -> TimeTerm:
+    """Cycles of a launch by their terms."""
     high, long, broad = shape.warp
     rates = bound_rates(machine)
     outputs, warps = shape.rows * shape.pixels, math.prod(shape.warps)
@@ -142,17 +143,25 @@ def cycles(program: Program, shape: FewChannelTile, machine: GpuMachine) -> floa
     issued += warps * shape.copies(shape.threads_per_line) * PIECE
     issued += RESULT * outputs * shape.columns / WARP
     copied = item * (shape.lines * shape.length + outputs * shape.columns)
+    products = beside * shape.steps * (DEPTH // item) * outputs * shape.columns
     limits = [
-        beside * shape.steps * (DEPTH // item) * outputs * shape.columns / unit_rate(rates, item),
-        beside * read / rates.smem_bytes_per_cycle,
-        beside * issued / 4,
-        beside * copied / rates.l2_bytes_per_cycle,
-        shape.steps * (CHAIN[1] + CHAIN[2] * tiles),
+        term(Resource.COMPUTE, products / unit_rate(rates, item), 2.0 * products),
+        term(Resource.SMEM, beside * read / rates.smem_bytes_per_cycle),
+        term(Resource.ISSUE, beside * issued / 4),
+        term(Resource.L2, beside * copied / rates.l2_bytes_per_cycle),
+        term(Resource.CHAIN, shape.steps * (CHAIN[1] + CHAIN[2] * tiles)),
     ]
-    inner = max(limits) + OVERLAP * (sum(limits) - max(limits))
     alone = LATENCY / beside if shape.stages == 1 else EXIT / beside  # what blocks beside it do not hide
-    filters = beside * shape.filters / rates.l2_bytes_per_cycle
+    tile = serial([overlap(OVERLAP, limits), term(Resource.LATENCY, alone)])
+    filters = term(Resource.L2, beside * shape.filters / rates.l2_bytes_per_cycle)
     share = min(shape.share, shape.tiles)
-    total = max(1.0, waves) * (LATENCY + filters + share * (inner + alone) + EXIT)
-    memory = _moved(program) / rates.memory_bytes_per_cycle + LATENCY
-    return max(total, memory) + OVERLAP * min(total, memory)
+    wave = serial([term(Resource.LATENCY, LATENCY), filters, repeat(share, tile), term(Resource.EPILOGUE, EXIT)])
+    total = per_sm(max(1.0, waves), wave, resident=beside, blocks=math.prod(shape.blocks), sms=machine.sms)
+    moved = _moved(program)
+    memory = serial([term(Resource.DRAM, moved / rates.memory_bytes_per_cycle, moved), term(Resource.LATENCY, LATENCY)])
+    return overlap(OVERLAP, (total, memory))
+
+
+def cycles(program: Program, shape: FewChannelTile, machine: GpuMachine) -> float:
+    """Estimated cycles of a launch."""
+    return time(program, shape, machine).value

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from jcuts.arch.sm_limits import SM_90
+from jcuts.estimate.time_model import Resource, TimeTerm, longest, per_sm, repeat, scaled, serial, soft_longest, term
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.conv_window import ConvWindow, match_conv_window, weights_need_no_transform
 from jcuts.lower.patterns.gemm import gemm_operands
@@ -300,8 +301,8 @@ def conv_rates(machine: GpuMachine) -> fit.Coefficients:
     return machine.coefficients("gpu/conv", "implicit_gemm")
 
 
-def cycles(counter: WgmmaProblem, found: ConvWindow, tiling: ImplicitGemmTile) -> float:
-    """Estimated cycles of a launch."""
+def time(counter: WgmmaProblem, found: ConvWindow, tiling: ImplicitGemmTile) -> TimeTerm:
+    """Cycles of a launch by their terms."""
     rows, columns, sms = tiling.rows, tiling.columns, counter.machine.sms
     tiles = -(-counter.rows // rows)
     blocks = -(-tiles // tiling.rounds) * -(-counter.columns // columns)
@@ -309,23 +310,45 @@ def cycles(counter: WgmmaProblem, found: ConvWindow, tiling: ImplicitGemmTile) -
     beside = min(_resident(found, tiling), queue)
     waves = math.ceil(queue / beside)
     stays = _weights_resident(found, tiling)
-    copied = found.halo_rows(rows) * found.bytes / found.taps + (0.0 if stays else columns * found.bytes)
+    rates = conv_rates(counter.machine)
+    inner = _k_tile(found, tiling, rates, beside)
+    stored = beside * 4 * rows * columns * counter.results / max(1.0, counter.partial) / rates.l2_bytes_per_cycle
+    leave = serial([term(Resource.EPILOGUE, LEAVE), term(Resource.L2, stored)])
+    weights = tiling.stages * columns * found.bytes / rates.l2_bytes_per_cycle if stays else 0.0
+    begin = serial([term(Resource.START, BEGIN), term(Resource.L2, weights)])
+    begin = scaled("later waves", 1.0 + (waves - 1) * (AGAIN_BEGUN if beside > 1 else 1.0), begin)
+    tile = repeat(tiling.rounds, serial([repeat(found.k_tiles, inner), leave]))
+    total = serial([begin, per_sm(waves, tile, resident=beside, blocks=blocks, sms=sms)])
+    memory = term(
+        Resource.DRAM, counter.moved / bound_rates(counter.machine).memory_bytes_per_cycle, counter.moved
+    )
+    return soft_longest(LEFT, total, memory, term(Resource.START, BEGIN))
+
+
+def _k_tile(found: ConvWindow, tiling: ImplicitGemmTile, rates: fit.Coefficients, beside: int) -> TimeTerm:
+    """What a k-tile of all resident blocks of an SM takes."""
+    rows, columns = tiling.rows, tiling.columns
+    kept = 0.0 if _weights_resident(found, tiling) else columns * found.bytes
+    copied = found.halo_rows(rows) * found.bytes / found.taps + kept
     part = _full_line_fraction(found, tiling.short)
     read = part * (rows // HIGH * (HIGH + columns) * found.bytes)
-    rates = conv_rates(counter.machine)
-    work = max(
-        part * rows * columns * found.channels_per_tile / unit_rate(rates, found.side.item),
-        (read + copied) / rates.smem_bytes_per_cycle,
-        copied / rates.l2_bytes_per_cycle,
-    )
+    products = part * rows * columns * found.channels_per_tile
+    limits = [
+        term(Resource.COMPUTE, products / unit_rate(rates, found.side.item), 2.0 * products),
+        term(Resource.SMEM, (read + copied) / rates.smem_bytes_per_cycle),
+        term(Resource.L2, copied / rates.l2_bytes_per_cycle),
+    ]
+    work = longest(limits)
     high = rows // tiling.groups // HIGH
-    chain = CHAIN + GROUPS * tiling.groups * beside + TALL * (high - 1)
-    chain *= 1.0 if tiling.steps == found.whole else HALF[high > 1]
-    chain *= (OWN_CODE if tiling.unrolled else 1.0) * (FETCHED if tiling.fetched else 1.0)
-    inner = max(work + chain, beside * work + HIDDEN * chain) if beside > 1 else work + chain
-    leave = LEAVE + beside * 4 * rows * columns * counter.results / max(1.0, counter.partial) / rates.l2_bytes_per_cycle
-    begin = BEGIN + (tiling.stages * columns * found.bytes / rates.l2_bytes_per_cycle if stays else 0.0)
-    begin *= 1.0 + (waves - 1) * (AGAIN_BEGUN if beside > 1 else 1.0)
-    total = begin + waves * tiling.rounds * (found.k_tiles * inner + leave)
-    moved = counter.moved / bound_rates(counter.machine).memory_bytes_per_cycle
-    return max(total, moved + BEGIN) + LEFT * min(total, moved)
+    waits = CHAIN + GROUPS * tiling.groups * beside + TALL * (high - 1)
+    waits *= 1.0 if tiling.steps == found.whole else HALF[high > 1]
+    waits *= (OWN_CODE if tiling.unrolled else 1.0) * (FETCHED if tiling.fetched else 1.0)
+    alone = serial([work, term(Resource.CHAIN, waits)])
+    if beside == 1:
+        return alone
+    return longest((alone, serial([repeat(beside, work), term(Resource.CHAIN, HIDDEN * waits)])))
+
+
+def cycles(counter: WgmmaProblem, found: ConvWindow, tiling: ImplicitGemmTile) -> float:
+    """Estimated cycles of a launch."""
+    return time(counter, found, tiling).value

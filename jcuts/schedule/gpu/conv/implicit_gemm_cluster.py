@@ -19,8 +19,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from jcuts.estimate.time_model import Resource, TimeTerm, longest, per_sm, repeat, serial, soft_longest, term
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.conv_window import ConvWindow, match_conv_window, weights_need_no_transform
+from jcuts.schedule import fit
 from jcuts.schedule.gpu.conv import implicit_gemm as kept
 from jcuts.schedule.gpu.conv.implicit_gemm import ImplicitGemmTile
 from jcuts.schedule.gpu.gemm import cost as gemm_cost
@@ -96,8 +98,8 @@ def shared(found: ConvWindow, tiling: ImplicitGemmTile) -> int:
     return kept.shared(found, tiling) + pushed + BARRIER
 
 
-def cycles(counter: WgmmaProblem, found: ConvWindow, tiling: ImplicitGemmTile) -> float:
-    """Estimated cycles of a launch."""
+def time(counter: WgmmaProblem, found: ConvWindow, tiling: ImplicitGemmTile) -> TimeTerm:
+    """Cycles of a launch by their terms."""
     rows, columns, cluster = tiling.rows, tiling.columns, tiling.cluster
     rates, own = gemm_cost.group_rates(counter.machine, "rounded"), kept.conv_rates(counter.machine)
     lines, size = found.channel_tiles // cluster, found.bytes
@@ -108,24 +110,52 @@ def cycles(counter: WgmmaProblem, found: ConvWindow, tiling: ImplicitGemmTile) -
     beside, waves = gemm_cost.occupancy(tiles * cluster, cluster, held, counter.machine.sms)
     once = gemm_cost.concurrent_clusters(cluster, counter.machine.sms)
     beside = max(beside, min(held, math.ceil(tiles / once)))  # some of them share multiprocessors
-    copied = beside * (found.halo_rows(rows) * lines + columns * steps) * size / rates.l2_bytes_per_cycle
-    read = rows // HIGH * (HIGH + columns) * size
-    work = max(
-        rows * columns * found.channels_per_tile / unit_rate(own, found.side.item), read / own.smem_bytes_per_cycle
+    moved = beside * (found.halo_rows(rows) * lines + columns * steps) * size
+    copied = term(Resource.L2, moved / rates.l2_bytes_per_cycle)
+    mainloop = repeat(steps, _k_tile(found, tiling, own, beside))
+    terms = serial([copied, mainloop]) if resident else longest((copied, mainloop))
+    leave = serial(
+        [
+            term(Resource.EPILOGUE, rates.epilogue_cycles),
+            term(Resource.BARRIER, PUSH[0]),
+            term(Resource.BARRIER, PUSH[1] * cluster),
+            term(Resource.DSMEM, beside * 4 * rows * columns / rates.dsmem_bytes_per_cycle),
+        ]
     )
-    chain = kept.CHAIN + kept.GROUPS * tiling.groups * beside
-    chain *= 1.0 if tiling.steps == found.whole else kept.HALF[0]
-    chain *= kept.OWN_CODE if tiling.unrolled else 1.0
-    inner = max(work + chain, beside * work + kept.HIDDEN * chain) if beside > 1 else work + chain
-    terms = copied + steps * inner if resident else max(copied, steps * inner)
-    leave = (
-        rates.epilogue_cycles + PUSH[0] + PUSH[1] * cluster + beside * 4 * rows * columns / rates.dsmem_bytes_per_cycle
+    begin = serial(
+        [
+            term(Resource.START, rates.block_start_cycles),
+            term(Resource.START, rates.warp_start_cycles * beside * tiling.threads / WARP),
+            term(Resource.LATENCY, rates.load_latency_cycles),
+        ]
     )
-    begin = (
-        rates.block_start_cycles + rates.warp_start_cycles * beside * tiling.threads / WARP + rates.load_latency_cycles
-    )
-    total, moved = waves * (begin + terms + leave), counter.moved / rates.memory_bytes_per_cycle
-    return max(total, moved + begin) + rates.memory_overlap_remainder * min(total, moved)
+    wave = serial([begin, terms, leave])
+    total = per_sm(waves, wave, resident=beside, blocks=tiles * cluster, sms=counter.machine.sms)
+    memory = term(Resource.DRAM, counter.moved / rates.memory_bytes_per_cycle, counter.moved)
+    return soft_longest(rates.memory_overlap_remainder, total, memory, begin)
+
+
+def _k_tile(found: ConvWindow, tiling: ImplicitGemmTile, own: fit.Coefficients, beside: int) -> TimeTerm:
+    """What a k-tile of all resident blocks of an SM takes."""
+    rows, columns = tiling.rows, tiling.columns
+    products, read = rows * columns * found.channels_per_tile, rows // HIGH * (HIGH + columns) * found.bytes
+    limits = [
+        term(Resource.COMPUTE, products / unit_rate(own, found.side.item), 2.0 * products),
+        term(Resource.SMEM, read / own.smem_bytes_per_cycle),
+    ]
+    work = longest(limits)
+    waits = kept.CHAIN + kept.GROUPS * tiling.groups * beside
+    waits *= 1.0 if tiling.steps == found.whole else kept.HALF[0]
+    waits *= kept.OWN_CODE if tiling.unrolled else 1.0
+    alone = serial([work, term(Resource.CHAIN, waits)])
+    if beside == 1:
+        return alone
+    return longest((alone, serial([repeat(beside, work), term(Resource.CHAIN, kept.HIDDEN * waits)])))
+
+
+def cycles(counter: WgmmaProblem, found: ConvWindow, tiling: ImplicitGemmTile) -> float:
+    """Estimated cycles of a launch."""
+    return time(counter, found, tiling).value
 
 
 def _repeats(found: ConvWindow, tiling: ImplicitGemmTile) -> bool:

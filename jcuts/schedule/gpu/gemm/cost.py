@@ -1,6 +1,6 @@
 """Cycle model of ``mma.sync`` and ``wgmma`` GEMMs, fitted per family.
 
-A block is counted together with the other resident blocks of its multiprocessor:
+A block is counted together with the other resident blocks of its multiprocessor (terms of `estimate.time_model`):
 
     cycles = waves * (begin + k-tiles * longest(units, shared memory, issue, L2 cache, loads in flight) + epilogue)
              and memory traffic at its rate: the longer of both, and a fraction of the shorter
@@ -16,6 +16,16 @@ import math
 from dataclasses import dataclass
 
 from jcuts.arch.sm_limits import SM_90
+from jcuts.estimate.time_model import (
+    Resource,
+    TimeTerm,
+    overlap,
+    per_sm,
+    repeat,
+    serial,
+    soft_longest,
+    term,
+)
 from jcuts.lower.patterns.gemm import GemmOperand, k_tiles_per_split
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm import smem_layout_f64
@@ -123,20 +133,27 @@ def block_smem(counter: GemmProblem, tiling: MmaTile) -> int:
     return max(smem_bytes(counter.sides, tiling) * tiling.stages, meet)
 
 
-def _whole(counter: GemmProblem, rates: CostCoefficients, total: float, split: int) -> float:
+def l2_amount(counter: GemmProblem, rows: int, columns: int) -> float:
+    """Bytes along K that a block certainly asks the L2 cache for, per element of a k-tile; none where copies are guarded.
+
+    Blocks at the edges copy less: what is counted is the mean over all blocks.
+    """
+    if any(side.guards for side in counter.sides):
+        return 0.0
+    pairs = zip(counter.sides, (counter.rows, counter.columns), (rows, columns), strict=True)
+    return sum(side.item * extent / -(-extent // size) for side, extent, size in pairs)
+
+
+def beside_memory(counter: GemmProblem, rates: CostCoefficients, total: TimeTerm, split: int) -> TimeTerm:
     """With what the memory takes, and a second launch."""
-    moved = counter.moved / rates.memory_bytes_per_cycle
-    total = max(total, moved + rates.block_start_cycles) + rates.memory_overlap_remainder * min(total, moved)
-    if split > 1:
-        partial_rate = counter.machine.coefficients("gpu/gemm", "occupancy").partial_sum_bytes_per_cycle
-        total += (
-            rates.split_k_launch_cycles + rates.split_k_bytes_factor * (2 * split + 1) * counter.partial / partial_rate
-        )
-    return total
-
-
-def _overlapped_max(limits: list[float], overlap: float) -> float:
-    return max(limits) + overlap * (sum(limits) - max(limits))
+    memory = term(Resource.DRAM, counter.moved / rates.memory_bytes_per_cycle, counter.moved)
+    start = term(Resource.START, rates.block_start_cycles)
+    whole = soft_longest(rates.memory_overlap_remainder, total, memory, start)
+    if split == 1:
+        return whole
+    partial_rate = counter.machine.coefficients("gpu/gemm", "occupancy").partial_sum_bytes_per_cycle
+    second = rates.split_k_launch_cycles + rates.split_k_bytes_factor * (2 * split + 1) * counter.partial / partial_rate
+    return serial([whole, term(Resource.REDUCE, second)])
 
 
 # -- by warps ---------------------------------------------------------------------------------------------------------
@@ -173,8 +190,8 @@ def registers_of(counter: GemmProblem, tiling: MmaTile) -> float:
     return taken.base + high * wide / WARP * counter.total / 4 + taken.per_row * high + taken.per_column * wide
 
 
-def warp_cycles(counter: GemmProblem, tiling: MmaTile) -> float:
-    """Estimated cycles of a launch, and of the second one where terms are split."""
+def warp_time(counter: GemmProblem, tiling: MmaTile) -> TimeTerm:
+    """Cycles of a launch by warps, and of the second one where terms are split."""
     rates = rates_of(counter)
     rows, columns, (along, across, deep) = tiling.rows, tiling.columns, tiling.warps
     high, wide, count = rows // along, columns // across, along * across * deep
@@ -184,51 +201,65 @@ def warp_cycles(counter: GemmProblem, tiling: MmaTile) -> float:
     held = max(1, counter.machine.resident_blocks(tiling.threads, registers, block_smem(counter, tiling)))
     blocks, even = tiles * tiling.split * tiling.cluster, FMA_EVEN if alone else EVEN
     beside, waves = occupancy(blocks, tiling.cluster, held, counter.machine.sms, even)
+    share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
+    inner = overlap(rates.overlap_remainder, _warp_limits(counter, tiling, beside, share))
+    made = float(counter.total * rows * columns)
+    written = made * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
+    leave = [
+        term(Resource.EPILOGUE, rates.epilogue_cycles),
+        term(Resource.L2, beside * written / tiling.cluster / rates.l2_bytes_per_cycle),
+    ]
+    if deep > 1 or tiling.cluster > 1:
+        spent = WARP_COST.slice_k_reduce_cycles * deep + beside * 2.0 * made * deep / rates.smem_bytes_per_cycle
+        leave.append(term(Resource.REDUCE, spent))
+    if tiling.cluster > 1:
+        spent = rates.cluster_reduce_cycles + rates.cluster_reduce_cycles_per_block * tiling.cluster
+        leave.append(term(Resource.BARRIER, spent))
+        spent = made * deep / rates.dsmem_bytes_per_cycle + WARP_COST.cluster_reduce_cycles_per_warp * count
+        leave.append(term(Resource.DSMEM, beside * spent))
+    begin = term(Resource.START, rates.block_start_cycles + rates.warp_start_cycles * beside * count)
+    wave = serial([begin, repeat(share, inner), serial(leave)])
+    total = per_sm(waves, wave, resident=beside, blocks=blocks, sms=counter.machine.sms)
+    return beside_memory(counter, rates, total, tiling.split)
+
+
+def _warp_limits(counter: GemmProblem, tiling: MmaTile, beside: int, share: int) -> list[TimeTerm]:
+    """What concurrent resources take for a k-tile of all resident blocks of an SM."""
+    rates = rates_of(counter)
+    rows, columns, (along, across, deep) = tiling.rows, tiling.columns, tiling.warps
+    high, wide, count = rows // along, columns // across, along * across * deep
     line = tiling.terms * counter.item
     steps = line / STEP / deep  # instructions along the terms of a warp
     each = (high / 16) * (wide / 8)
-    share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
-    limits = [
-        (-(-beside * count // 4) * 4 / count if alone else beside)
-        * rows
-        * columns
-        * tiling.terms
-        / rates.products_per_cycle,
-        beside
-        * (count * (LANES[0] * high + LANES[1] * wide) / deep + rows + columns)
-        * line
-        / rates.smem_bytes_per_cycle
-        if counter.fma
-        else beside * (count * (high + wide) / deep + rows + columns) * line / rates.smem_bytes_per_cycle,
-        0.0
-        if alone
-        else WARP_COST.instruction_issue_cycles
-        * beside
-        * count
-        * steps
-        * (2 * each + high * 5 / 16 + wide * 5 / 8)
-        / 4,
-        beside
-        * global_bytes(counter.sides, rows, columns, tiling.terms, rates.short_line_exponent)
-        / rates.l2_bytes_per_cycle,
-        rates.k_tile_overhead_cycles + steps * each * WARP_COST.float64_mma_cycles / 2 if counter.double else 0.0,
-        0.0
-        if alone
-        else rates.k_tile_overhead_cycles
-        + steps * (WARP_COST.k_step_chain_cycles + WARP_COST.product_chain_cycles * each),
-        rates.load_latency_cycles / (tiling.stages - 1) if share > tiling.stages - 1 else 0.0,
-    ]
-    made = float(counter.total * rows * columns)
-    written = made * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
-    leave = rates.epilogue_cycles + beside * written / tiling.cluster / rates.l2_bytes_per_cycle
-    if deep > 1 or tiling.cluster > 1:
-        leave += WARP_COST.slice_k_reduce_cycles * deep + beside * 2.0 * made * deep / rates.smem_bytes_per_cycle
-    if tiling.cluster > 1:
-        leave += rates.cluster_reduce_cycles + rates.cluster_reduce_cycles_per_block * tiling.cluster
-        leave += beside * (made * deep / rates.dsmem_bytes_per_cycle + WARP_COST.cluster_reduce_cycles_per_warp * count)
-    begin = rates.block_start_cycles + rates.warp_start_cycles * beside * count
-    total = waves * (begin + share * _overlapped_max(limits, rates.overlap_remainder) + leave)
-    return _whole(counter, rates, total, tiling.split)
+    products = float(rows * columns * tiling.terms)
+    asked = l2_amount(counter, rows, columns) * counter.terms / (share * tiling.split * tiling.cluster)
+    moved = global_bytes(counter.sides, rows, columns, tiling.terms, rates.short_line_exponent)
+    if counter.fma or counter.double:
+        lanes = LANES if counter.fma else (1, 1)
+        quarters = -(-beside * count // 4) * 4 / count
+        read = beside * (count * (lanes[0] * high + lanes[1] * wide) / deep + rows + columns) * line
+        limits = [
+            term(Resource.COMPUTE, quarters * rows * columns * tiling.terms / rates.products_per_cycle, 2 * beside * products),
+            term(Resource.SMEM, read / rates.smem_bytes_per_cycle),
+            term(Resource.L2, beside * moved / rates.l2_bytes_per_cycle, beside * asked),
+        ]
+        if counter.double:
+            chain = rates.k_tile_overhead_cycles + steps * each * WARP_COST.float64_mma_cycles / 2
+            limits.append(term(Resource.CHAIN, chain))
+    else:
+        issued = beside * count * steps * (2 * each + high * 5 / 16 + wide * 5 / 8)
+        read = beside * (count * (high + wide) / deep + rows + columns) * line
+        chain = WARP_COST.k_step_chain_cycles + WARP_COST.product_chain_cycles * each
+        limits = [
+            term(Resource.COMPUTE, beside * rows * columns * tiling.terms / rates.products_per_cycle, 2 * beside * products),
+            term(Resource.SMEM, read / rates.smem_bytes_per_cycle),
+            term(Resource.ISSUE, WARP_COST.instruction_issue_cycles * issued / 4),
+            term(Resource.L2, beside * moved / rates.l2_bytes_per_cycle, beside * asked),
+            term(Resource.CHAIN, rates.k_tile_overhead_cycles + steps * chain),
+        ]
+    if share > tiling.stages - 1:
+        limits.append(term(Resource.LATENCY, rates.load_latency_cycles / (tiling.stages - 1)))
+    return limits
 
 
 # -- by warp groups ---------------------------------------------------------------------------------------------------
@@ -292,49 +323,67 @@ def group_registers(counter: GemmProblem, tiling: WgmmaTile) -> float:
     return min(most, total)
 
 
-def group_cycles(counter: GemmProblem, tiling: WgmmaTile, shared: int, *, before: bool = False) -> float:
-    """Estimated cycles of a launch, and of the second one where terms are split.
+def group_time(counter: GemmProblem, tiling: WgmmaTile, shared: int, *, before: bool = False) -> TimeTerm:
+    """Cycles of a launch by warpgroups, and of the second one where terms are split.
 
     Args: shared: bytes of a block; before: whether something is computed before the product.
     """
     kind = coefficient_set(counter, tiling)
-    rates, raw = group_rates(counter.machine, kind), kind == "float32"
-    rows, columns, line = tiling.rows, tiling.columns, tiling.terms * counter.item
+    rates = group_rates(counter.machine, kind)
+    rows, columns = tiling.rows, tiling.columns
     tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
     registers = group_registers(counter, tiling)
     held = max(1, counter.machine.resident_blocks(tiling.threads, registers, shared))
-    beside, waves = occupancy(tiles * tiling.split * tiling.cluster, tiling.cluster, held, counter.machine.sms)
+    blocks = tiles * tiling.split * tiling.cluster
+    beside, waves = occupancy(blocks, tiling.cluster, held, counter.machine.sms)
+    share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
+    inner = _group_k_tile(counter, tiling, beside, before)
+    written = 4 * rows * columns * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
+    leave = [
+        term(Resource.EPILOGUE, rates.epilogue_cycles),
+        term(Resource.L2, beside * written / tiling.cluster / rates.l2_bytes_per_cycle),
+        term(Resource.LATENCY, GROUP_COST.late_residual_cycles if tiling.rounded and not tiling.early else 0.0),
+    ]
+    if tiling.cluster > 1:
+        own = rates.cluster_reduce_cycles, rates.cluster_reduce_cycles_per_block
+        meet, member = PUSH[kind] if tiling.push else own
+        spent = beside * 4 * rows * columns / rates.dsmem_bytes_per_cycle
+        leave.append(serial([term(Resource.BARRIER, meet + member * tiling.cluster), term(Resource.DSMEM, spent)]))
+    begin = term(
+        Resource.START, rates.block_start_cycles + rates.warp_start_cycles * beside * tiling.threads / WARP
+    )
+    wave = serial([begin, repeat(share, inner), serial(leave)])
+    total = per_sm(waves, wave, resident=beside, blocks=blocks, sms=counter.machine.sms)
+    return beside_memory(counter, rates, total, tiling.split)
+
+
+def _group_k_tile(counter: GemmProblem, tiling: WgmmaTile, beside: int, before: bool) -> TimeTerm:
+    """What a k-tile of all resident blocks of an SM takes."""
+    kind = coefficient_set(counter, tiling)
+    rates, raw = group_rates(counter.machine, kind), kind == "float32"
+    rows, columns, line = tiling.rows, tiling.columns, tiling.terms * counter.item
     share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
     ahead = tiling.stages - 1 if raw else tiling.stages if tiling.stages >= share else tiling.stages - 2
+    port = (rows / HIGH * (HIGH + columns) + (rows + columns) * (2 if raw else 1)) * line
+    moved = global_bytes(counter.sides, rows, columns, tiling.terms, rates.short_line_exponent)
+    asked = l2_amount(counter, rows, columns) * counter.terms / (share * tiling.split * tiling.cluster)
+    products = 2.0 * beside * rows * columns * tiling.terms
     limits = [
-        beside * rows * columns * tiling.terms / rates.products_per_cycle,
-        beside
-        * (rows / HIGH * (HIGH + columns) + (rows + columns) * (2 if raw else 1))
-        * line
-        / rates.smem_bytes_per_cycle,
-        beside
-        * global_bytes(counter.sides, rows, columns, tiling.terms, rates.short_line_exponent)
-        / rates.l2_bytes_per_cycle,
-        rates.load_latency_cycles / max(1, ahead) + rates.k_tile_overhead_cycles,
+        term(Resource.COMPUTE, beside * rows * columns * tiling.terms / rates.products_per_cycle, products),
+        term(Resource.SMEM, beside * port / rates.smem_bytes_per_cycle),
+        term(Resource.L2, beside * moved / rates.l2_bytes_per_cycle, beside * asked),
+        term(Resource.LATENCY, rates.load_latency_cycles / max(1, ahead) + rates.k_tile_overhead_cycles),
     ]
-    inner = _overlapped_max(limits, rates.overlap_remainder)
+    parts = [overlap(rates.overlap_remainder, limits)]
     if raw:
         sizes = zip(counter.sides, (rows, columns), strict=True)
         stored = sum(
             size * line * (1.0 if side.along_terms else GROUP_COST.transposed_store_factor) for side, size in sizes
         )
-        inner += beside * GROUP_COST.store_passes * stored / LINE
+        parts.append(term(Resource.ISSUE, beside * GROUP_COST.store_passes * stored / LINE))
+    high = rows // tiling.groups[0] // HIGH
     if beside == 1:  # nobody else fills the gaps between instructions
-        inner += GAP[kind] * line / STEP / tiling.group * (rows // tiling.groups[0] // HIGH)
+        parts.append(term(Resource.GAP, GAP[kind] * line / STEP / tiling.group * high))
     if before and kind == "copied":
-        inner += PROLOGUE_COST.norm_cycles * beside * line / LINE * (rows // tiling.groups[0] // HIGH)
-    written = 4 * rows * columns * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
-    leave = rates.epilogue_cycles + beside * written / tiling.cluster / rates.l2_bytes_per_cycle
-    leave += GROUP_COST.late_residual_cycles if tiling.rounded and not tiling.early else 0.0
-    if tiling.cluster > 1:
-        meet, member = (
-            PUSH[kind] if tiling.push else (rates.cluster_reduce_cycles, rates.cluster_reduce_cycles_per_block)
-        )
-        leave += meet + member * tiling.cluster + beside * 4 * rows * columns / rates.dsmem_bytes_per_cycle
-    begin = rates.block_start_cycles + rates.warp_start_cycles * beside * tiling.threads / WARP
-    return _whole(counter, rates, waves * (begin + share * inner + leave), tiling.split)
+        parts.append(term(Resource.ISSUE, PROLOGUE_COST.norm_cycles * beside * line / LINE * high))
+    return serial(parts)

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jcuts.estimate.time_model import Resource, TimeTerm, overlap, per_sm, repeat, serial, soft_longest, term
 from jcuts.lower.patterns.gemm import k_tiles_per_split
+from jcuts.schedule.gpu.gemm.cost import l2_amount
 from jcuts.schedule.gpu.gemm.mma import EXIT, SECOND, bound_rates
 from jcuts.schedule.gpu.gemm.problem import STEP, GemmProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import HIGH, WgmmaTile
@@ -46,44 +48,56 @@ def rates_of(machine: GpuMachine) -> Tf32CostCoefficients:
     return machine.record("gpu/gemm", "tf32_weights", Tf32CostCoefficients)
 
 
-def cycles(counter: GemmProblem, tiling: WgmmaTile, beside: int, waves: int, rates: Tf32CostCoefficients) -> float:
-    """Estimated cycles of a launch, and of the second one where terms are split.
+def time(counter: GemmProblem, tiling: WgmmaTile, beside: int, waves: int, rates: Tf32CostCoefficients) -> TimeTerm:
+    """Cycles of a launch, and of the second one where terms are split.
 
     Args: beside: blocks of a multiprocessor; waves: how often they are replaced.
     """
     rows, columns = tiling.rows, tiling.columns
     share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
-    inner, bound = k_tile_cycles(counter, tiling, beside, rates), bound_rates(counter.machine)
+    inner, bound = k_tile_time(counter, tiling, beside, rates), bound_rates(counter.machine)
     written = 4 * rows * columns * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
-    leave = (
-        EXIT
-        + beside * written / tiling.cluster / rates.l2_bytes_per_cycle
-        + (0.0 if tiling.early else rates.late_residual_cycles)
-    )
+    leave = [
+        term(Resource.EPILOGUE, EXIT),
+        term(Resource.L2, beside * written / tiling.cluster / rates.l2_bytes_per_cycle),
+        term(Resource.LATENCY, 0.0 if tiling.early else rates.late_residual_cycles),
+    ]
     if tiling.cluster > 1:
-        leave += rates.cluster_push_cycles if tiling.push else rates.cluster_reduce_cycles
-        leave += beside * 4 * rows * columns * (2 / bound.smem_bytes_per_cycle + 1 / rates.l2_bytes_per_cycle)
-    moved = counter.moved / bound.memory_bytes_per_cycle
-    total = waves * (rates.block_start_cycles + share * inner + leave)
-    total = max(total, moved + rates.block_start_cycles) + rates.memory_overlap_remainder * min(total, moved)
-    if tiling.split > 1:
-        total += SECOND + (2 * tiling.split + 1) * counter.partial / bound.memory_bytes_per_cycle
-    return total
+        leave.append(term(Resource.BARRIER, rates.cluster_push_cycles if tiling.push else rates.cluster_reduce_cycles))
+        spent = beside * 4 * rows * columns * (2 / bound.smem_bytes_per_cycle + 1 / rates.l2_bytes_per_cycle)
+        leave.append(term(Resource.DSMEM, spent))
+    start = term(Resource.START, rates.block_start_cycles)
+    wave = serial([start, repeat(share, inner), serial(leave)])
+    blocks = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns) * tiling.split * tiling.cluster
+    total = per_sm(waves, wave, resident=beside, blocks=blocks, sms=counter.machine.sms)
+    memory = term(Resource.DRAM, counter.moved / bound.memory_bytes_per_cycle, counter.moved)
+    whole = soft_longest(rates.memory_overlap_remainder, total, memory, start)
+    if tiling.split == 1:
+        return whole
+    partial = (2 * tiling.split + 1) * counter.partial / bound.memory_bytes_per_cycle
+    return serial([whole, term(Resource.LAUNCH, SECOND), term(Resource.REDUCE, partial)])
 
 
-def k_tile_cycles(counter: GemmProblem, tiling: WgmmaTile, beside: int, rates: Tf32CostCoefficients) -> float:
-    """Estimated cycles of a k-tile of all blocks of a multiprocessor."""
+def k_tile_time(counter: GemmProblem, tiling: WgmmaTile, beside: int, rates: Tf32CostCoefficients) -> TimeTerm:
+    """Cycles of a k-tile of all blocks of a multiprocessor."""
     rows, columns, line = tiling.rows, tiling.columns, tiling.terms * counter.item
     copied, read = float((rows + columns) * line), rows // HIGH * (HIGH + columns) * line
     share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
     ahead = share if tiling.stages >= share else tiling.stages - 2
+    asked = l2_amount(counter, rows, columns) * counter.terms / (share * tiling.split * tiling.cluster)
     limits = [
-        beside * rows * columns * tiling.terms / rates.products_per_cycle,
-        beside * (read + copied) / bound_rates(counter.machine).smem_bytes_per_cycle,
-        beside * copied / rates.l2_bytes_per_cycle,
-        rates.load_latency_cycles / ahead + rates.k_tile_overhead_cycles,
+        term(
+            Resource.COMPUTE,
+            beside * rows * columns * tiling.terms / rates.products_per_cycle,
+            2.0 * beside * rows * columns * tiling.terms,
+        ),
+        term(Resource.SMEM, beside * (read + copied) / bound_rates(counter.machine).smem_bytes_per_cycle),
+        term(Resource.L2, beside * copied / rates.l2_bytes_per_cycle, beside * asked),
+        term(Resource.LATENCY, rates.load_latency_cycles / ahead + rates.k_tile_overhead_cycles),
     ]
-    inner = max(limits) + rates.overlap_remainder * (sum(limits) - max(limits))
-    if beside == 1:  # nobody else fills the gaps between groups of instructions
-        inner += rates.group_gap_cycles * line / STEP / tiling.group * (rows // HIGH / tiling.groups[0])
-    return inner
+    inner = overlap(rates.overlap_remainder, limits)
+    if beside > 1:
+        return inner
+    # nobody else fills the gaps between groups of instructions
+    gap = rates.group_gap_cycles * line / STEP / tiling.group * (rows // HIGH / tiling.groups[0])
+    return serial([inner, term(Resource.GAP, gap)])

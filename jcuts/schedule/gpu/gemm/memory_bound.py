@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.arch.sm_limits import SM_90
+from jcuts.estimate.time_model import Resource, TimeTerm, at_least, overlap, per_sm, repeat, scaled, serial, term
 from jcuts.lower.patterns.gemm import k_tiles_per_split
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm.epilogue_smem import LOADED, SENT, STORED, staged_epilogue
@@ -105,7 +106,7 @@ def memory_bound_tiles(counter: WgmmaProblem) -> Iterator[tuple[float, WgmmaTile
                 if counter.through and share > made.stages and not large:
                     made = replace(made, spread=1, steps=2)
                 if blocks_per_sm(counter, made):
-                    yield cycles(counter, made), made
+                    yield time(counter, made).value, made
 
 
 def best(counter: WgmmaProblem, most: int) -> list[tuple[float, WgmmaTile]]:
@@ -156,27 +157,32 @@ def blocks_per_sm(counter: WgmmaProblem, tiling: WgmmaTile) -> int:
     return min(found, counter.machine.threads_per_sm // tiling.threads)
 
 
-def cycles(counter: WgmmaProblem, tiling: WgmmaTile) -> float:
-    """Estimated cycles of a launch."""
+def time(counter: WgmmaProblem, tiling: WgmmaTile) -> TimeTerm:
+    """Cycles of a launch by their terms."""
     rows, columns, line = tiling.rows, tiling.columns, tiling.terms * counter.item
     tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
     share, _ = k_tiles_per_split(counter.terms, tiling.terms, 1)
     read, copied = rows // HIGH * (HIGH + columns) * line * share, (rows + columns) * line * share
     machine = counter.machine
     memory = machine.coefficients("gpu/gemm", "memory_bound").memory_bytes_per_cycle
+    products = rows * columns * tiling.terms * share
+    moved = counter.moved / tiles
     limits = [
-        rows * columns * tiling.terms * share / counter.unit,
-        (read + copied) / bound_rates(machine).smem_bytes_per_cycle,
-        counter.moved / tiles * machine.sms / memory,
+        term(Resource.COMPUTE, products / counter.unit, 2.0 * products),
+        term(Resource.SMEM, (read + copied) / bound_rates(machine).smem_bytes_per_cycle),
+        term(Resource.DRAM, moved * machine.sms / memory, moved),
     ]
-    work = max(limits) + SPARE * (sum(limits) - max(limits))
-    queue = tiles / counter.machine.sms
+    work = overlap(SPARE, limits)
+    queue = tiles / machine.sms
     beside = min(blocks_per_sm(counter, tiling), math.ceil(queue))
     if beside == 1:
-        work += GAP * 4 * share / tiling.group * (rows // HIGH / tiling.groups[0])
+        gap = GAP * 4 * share / tiling.group * (rows // HIGH / tiling.groups[0])
+        work = serial([work, term(Resource.GAP, gap)])
     waves = math.ceil(math.ceil(queue) / beside) if queue <= 3 * beside else queue / beside
     ways = ASKED if tiling.early and share <= WHOLE else 0.0
     ways += KEPT if tiling.held in (LOADED, STORED) and counter.beside else 0.0
     ways += NARROW if tiling.held in (STORED, SENT) else 0.0
     ways += AHEAD * (tiling.stages - DEEPER[0]) if share > WHOLE and not tiling.flight else 0.0
-    return max(waves * (CHAIN + beside * work) * math.exp(ways), counter.least)
+    wave = serial([term(Resource.LATENCY, CHAIN), repeat(beside, work)])
+    total = per_sm(waves, wave, resident=beside, blocks=tiles, sms=machine.sms)
+    return at_least(counter.least, scaled("epilogue and copies", math.exp(ways), total))

@@ -83,7 +83,7 @@ def mma_schedules(
     least = least or least_cycles(counter)
     best: dict[tuple[int, ...], tuple[float, MmaTile]] = {}
     for tiling in _tilings(program, counter):
-        cycles = gemm_cost.warp_cycles(counter, tiling)
+        cycles = gemm_cost.warp_time(counter, tiling).value
         key = (tiling.rows, tiling.columns, tiling.warps[2], tiling.split, tiling.cluster)
         if key not in best or cycles < best[key][0]:
             best[key] = (cycles, tiling)

@@ -11,6 +11,7 @@ import math
 from dataclasses import replace
 
 from jcuts.arch.sm_limits import SM_90
+from jcuts.estimate.time_model import TimeTerm
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.conv_window import gather_per_copy
 from jcuts.lower.patterns.gemm import GemmOperand, k_tiles_per_split, k_vectors, prologue, prologue_is_zero_safe
@@ -132,12 +133,16 @@ class WgmmaProblem(GemmProblem):
         once = gemm_cost.concurrent_clusters(tiling.cluster, self.machine.sms)
         return min(resident, queue), math.ceil(tiles / (resident * once))
 
-    def cycles(self, tiling: WgmmaTile) -> float:
-        """Estimated cycles of a launch, and of the second one where terms are split."""
+    def time(self, tiling: WgmmaTile) -> TimeTerm:
+        """Cycles of a launch, and of the second one where terms are split, by their terms."""
         if tiling.rounded and not self.short:
             beside, waves = self._blocks(tiling)
-            return cost_tf32.cycles(self, tiling, beside, waves, self.rates)
-        return gemm_cost.group_cycles(self, tiling, self.shared(tiling), before=self.before)
+            return cost_tf32.time(self, tiling, beside, waves, self.rates)
+        return gemm_cost.group_time(self, tiling, self.shared(tiling), before=self.before)
+
+    def cycles(self, tiling: WgmmaTile) -> float:
+        """Estimated cycles of a launch, and of the second one where terms are split."""
+        return self.time(tiling).value
 
 
 def _fits(side: GemmOperand, size: int) -> bool:

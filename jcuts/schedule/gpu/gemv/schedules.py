@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from jcuts.estimate.time_model import Resource, TimeTerm, quadrature, serial, term
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.gemm import COLUMNS, K, gemm_operands
 from jcuts.schedule import fit
@@ -189,8 +190,8 @@ def _resident_blocks(made: GemvSchedule, machine: GpuMachine) -> int:
     return machine.sms * max(1, int(_RANKING.resident_threads) // made.threads)
 
 
-def estimated_seconds(problem: GemvProblem, made: GemvSchedule, machine: GpuMachine) -> float:
-    """Estimated time: the memory's at the rate that lines and bytes in flight allow, and the fixed parts.
+def time(problem: GemvProblem, made: GemvSchedule, machine: GpuMachine) -> TimeTerm:
+    """Seconds by their terms: the memory's at the rate that lines and bytes in flight allow, and the fixed parts.
 
     The rate of loads in flight is Little's law: bytes that all resident threads have asked for, over the latency.
     """
@@ -200,8 +201,16 @@ def estimated_seconds(problem: GemvProblem, made: GemvSchedule, machine: GpuMach
     rate = machine.bandwidth * _COST.bandwidth_share * (1.0 - min(1.0, _COST.line_share) * (1.0 - line))
     asked = made.columns * made.terms * made.flight * problem.item
     in_flight = asked * made.threads * min(blocks, _resident_blocks(made, machine))
-    memory = problem.moved / rate / min(1.0, blocks / machine.sms)
-    latency = problem.moved / in_flight * _COST.memory_latency_seconds
-    seconds = math.sqrt(math.hypot(memory**2, latency**2)) + _COST.fixed_seconds
-    seconds += _COST.cluster_seconds if made.cluster > 1 else 0.0
-    return seconds + (_COST.split_seconds if made.split > 1 else 0.0)
+    memory = term(Resource.DRAM, problem.moved / rate / min(1.0, blocks / machine.sms), problem.moved)
+    latency = term(Resource.LATENCY, problem.moved / in_flight * _COST.memory_latency_seconds)
+    fixed = [term(Resource.LAUNCH, _COST.fixed_seconds)]
+    if made.cluster > 1:
+        fixed.append(term(Resource.BARRIER, _COST.cluster_seconds))
+    if made.split > 1:
+        fixed.append(term(Resource.REDUCE, _COST.split_seconds))
+    return serial([quadrature(memory, latency), *fixed])
+
+
+def estimated_seconds(problem: GemvProblem, made: GemvSchedule, machine: GpuMachine) -> float:
+    """Estimated time of a launch, and of the second one of a split."""
+    return time(problem, made, machine).value

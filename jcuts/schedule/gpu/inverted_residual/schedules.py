@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.base.errors import Refusal
+from jcuts.estimate.time_model import Resource, TimeTerm, overlap, per_sm, repeat, serial, term
 from jcuts.kernel_ir.program import Phase, Program
 from jcuts.lower.patterns.inverted_residual import InvertedResidual, match_inverted_residual
 from jcuts.schedule import fit
@@ -289,27 +290,40 @@ def _moved(found: InvertedResidual) -> float:
     return float(sum(b.bytes for b in (*found.program.inputs, *found.program.outputs)))
 
 
-def cycles(shape: InvertedResidualTile, machine: GpuMachine) -> float:
-    """Estimated cycles of a launch."""
+def time(shape: InvertedResidualTile, machine: GpuMachine) -> TimeTerm:
+    """Cycles of a launch by their terms."""
     found, warps, rates = shape.block, math.prod(shape.expand), bound_rates(machine)
     queue = -(-shape.tiles // machine.sms)
     beside = min(shape.beside, queue)
     waves = queue / beside
     waves = math.ceil(waves) if waves < MANY else waves
     phases = _products(shape, rates), _windows(shape, rates)
-    limits = [float(sum(limit)) for limit in zip(*(p[:3] for p in phases), strict=True)]
+    units, port, issue = (float(sum(limit)) for limit in zip(*(p[:3] for p in phases), strict=True))
     copied = found.in_channels + found.out_channels + (shape.pixels if found.expand is None else 0)
-    limits.append(shape.item * shape.chunk * copied / rates.l2_bytes_per_cycle)
-    busy = max(limits) + OVERLAP * (sum(limits) - max(limits))
+    limits = [
+        term(Resource.COMPUTE, units, 2.0 * units * unit_rate(rates, shape.item)),
+        term(Resource.SMEM, port),
+        term(Resource.ISSUE, issue),
+        term(Resource.L2, shape.item * shape.chunk * copied / rates.l2_bytes_per_cycle),
+    ]
     # Barriers keep a block's phases apart, and a warp waits for itself: only blocks beside each other fill the gaps.
     uneven = -(-warps // QUARTERS) * QUARTERS / warps
-    alone = sum(max(uneven * p[0], p[1], uneven * p[2], p[3] * ALONE / warps) for p in phases) + WAIT
+    own = sum(max(uneven * p[0], p[1], uneven * p[2], p[3] * ALONE / warps) for p in phases)
+    chunk = serial([term(Resource.CHAIN, own), term(Resource.BARRIER, WAIT)])
     moved = shape.item * (shape.pixels * found.in_channels + 2 * shape.outputs * found.out_channels)
-    moved /= rates.l2_bytes_per_cycle
-    busy, alone = shape.channel_chunks * busy + moved, LATENCY + shape.channel_chunks * alone + moved + EXIT
-    total = waves * (max(beside * busy, alone) + OVERLAP * min(beside * busy, alone))
-    memory = _moved(found) / rates.memory_bytes_per_cycle + LATENCY
-    return max(total, memory) + OVERLAP * min(total, memory)
+    ends = term(Resource.L2, moved / rates.l2_bytes_per_cycle)
+    busy = repeat(beside, serial([repeat(shape.channel_chunks, overlap(OVERLAP, limits)), ends]))
+    latency, exit_ = term(Resource.LATENCY, LATENCY), term(Resource.EPILOGUE, EXIT)
+    alone = serial([latency, repeat(shape.channel_chunks, chunk), ends, exit_])
+    wave = overlap(OVERLAP, (busy, alone))
+    total = per_sm(waves, wave, resident=beside, blocks=shape.tiles, sms=machine.sms)
+    memory = serial([term(Resource.DRAM, _moved(found) / rates.memory_bytes_per_cycle, _moved(found)), latency])
+    return overlap(OVERLAP, (total, memory))
+
+
+def cycles(shape: InvertedResidualTile, machine: GpuMachine) -> float:
+    """Estimated cycles of a launch."""
+    return time(shape, machine).value
 
 
 Counted = tuple[float, float, float, float]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from jcuts.estimate.time_model import Resource, TimeTerm, longest, per_sm, repeat, serial, soft_longest, term
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.conv_window import ConvWindow, match_conv_window, weights_need_no_transform
 from jcuts.lower.patterns.gemm import gemm_operands, k_tiles_per_split
@@ -206,24 +207,42 @@ def _stages(counter: WgmmaProblem, way: ConvWindow | None, rows: int, columns: i
     return min(MOST_STAGES, (RUNS - 1) * way.taps + 1, free // (columns * LINE))
 
 
-def cycles(counter: WgmmaProblem, way: ConvWindow | None, tiling: WarpSpecializedTile) -> float:
-    """Estimated cycles of a launch."""
+def time(counter: WgmmaProblem, way: ConvWindow | None, tiling: WarpSpecializedTile) -> TimeTerm:
+    """Cycles of a launch by their terms."""
     rows, columns = tiling.rows, tiling.columns
     terms = LINE // counter.item
     share = k_tiles_per_split(counter.terms, terms, 1)[0] if way is None else way.k_tiles
     rates = counter.machine.coefficients("gpu/warp_specialized", "cycles")
-    units = rows * columns * terms / rates.products_per_cycle
-    moved = counter.moved / bound_rates(counter.machine).memory_bytes_per_cycle
+    products = rows * columns * terms
+    units = term(Resource.COMPUTE, products / rates.products_per_cycle, 2.0 * products)
+    memory = term(
+        Resource.DRAM, counter.moved / bound_rates(counter.machine).memory_bytes_per_cycle, counter.moved
+    )
     copied = (rows + columns) * LINE if way is None else way.halo_rows(rows) * LINE / way.taps + columns * LINE
+    start = term(Resource.START, BEGIN)
+    tiles = -(-counter.rows // rows) * -(-counter.columns // columns)
     if tiling.beside:
         staged = counter.machine.coefficients("gpu/warp_specialized", "staged_residual")
-        leave = LEAVE + 8 * rows * columns / staged.result_bytes_per_cycle
-        work = max(units, copied / staged.operand_bytes_per_cycle)
-        return max(BEGIN + tiling.rounds * (share * work + leave), moved + BEGIN)
-    read = rows // HIGH * (HIGH + columns) * LINE
-    chain = CHAIN + GROUPS * tiling.groups
-    work = max(units, (read + copied) / rates.smem_bytes_per_cycle, copied / rates.l2_bytes_per_cycle, chain)
-    written = 4 * rows * columns * counter.results / max(1.0, counter.partial)
-    leave = LEAVE + written / rates.result_bytes_per_cycle
-    total = BEGIN + tiling.rounds * (share * work + leave)
-    return max(total, moved + BEGIN) + LEFT * min(total, moved)
+        work = longest((units, term(Resource.L2, copied / staged.operand_bytes_per_cycle)))
+        stored = term(Resource.L2, 8 * rows * columns / staged.result_bytes_per_cycle)
+        left = 0.0
+    else:
+        read = rows // HIGH * (HIGH + columns) * LINE
+        limits = [
+            units,
+            term(Resource.SMEM, (read + copied) / rates.smem_bytes_per_cycle),
+            term(Resource.L2, copied / rates.l2_bytes_per_cycle),
+            term(Resource.CHAIN, CHAIN + GROUPS * tiling.groups),
+        ]
+        work = longest(limits)
+        written = 4 * rows * columns * counter.results / max(1.0, counter.partial)
+        stored = term(Resource.L2, written / rates.result_bytes_per_cycle)
+        left = LEFT
+    tile = serial([repeat(share, work), serial([term(Resource.EPILOGUE, LEAVE), stored])])
+    waves = per_sm(tiling.rounds, tile, resident=1, blocks=tiles, sms=counter.machine.sms)
+    return soft_longest(left, serial([start, waves]), memory, start)
+
+
+def cycles(counter: WgmmaProblem, way: ConvWindow | None, tiling: WarpSpecializedTile) -> float:
+    """Estimated cycles of a launch."""
+    return time(counter, way, tiling).value

@@ -11,9 +11,11 @@ each operation that the fit did not know, the best of eight was within 4 % of th
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jcuts.arch.sm_limits import SM_90
+from jcuts.estimate.time_model import Resource, TimeTerm, scaled, serial, term
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.machine import WARP, GpuMachine
 
@@ -65,8 +67,8 @@ class WindowCost:
             return min(_REGISTERS.maximum, found)
         return _REGISTERS.point_base + _REGISTERS.point_per_output * self.tile + _REGISTERS.point_per_lane * self.lane
 
-    def seconds(self, machine: GpuMachine) -> float:
-        """Estimated time of a launch."""
+    def time(self, machine: GpuMachine) -> TimeTerm:
+        """Seconds of a launch by their terms."""
         rates = machine.coefficients("gpu/window", "cost")
         loaded = self.values + (self.steps - 1) * self.fresh
         stored = self.tile * self.steps
@@ -75,8 +77,21 @@ class WindowCost:
         issued = _FIT.access_instructions * accesses + stored * self.taps + _FIT.tile_instructions
         issue = self.tiles / WARP * issued / (machine.sms * 4 * rates.clock_hertz)
         again = max(0.0, loaded / stored - self.read / self.written) * self.written / rates.l2_bytes_per_second
-        total = (self.read + self.written) / machine.bandwidth + _FIT.l1_lines_remainder * lines
-        total = total + _FIT.issue_remainder * issue + _FIT.reread_remainder * again
+        moved = self.read + self.written
+        work = serial(
+            [
+                term(Resource.DRAM, moved / machine.bandwidth, moved),
+                term(Resource.L1, _FIT.l1_lines_remainder * lines),
+                term(Resource.ISSUE, _FIT.issue_remainder * issue),
+                term(Resource.L2, _FIT.reread_remainder * again),
+            ]
+        )
+        for name, factor in self._ratios(machine):
+            work = scaled(name, factor, work)
+        return serial([work, term(Resource.LAUNCH, _FIT.launch_seconds)])
+
+    def _ratios(self, machine: GpuMachine) -> Iterator[tuple[str, float]]:
+        """What lengthens the work: latency that loads in flight do not hide, occupancy, the last wave, idle points."""
         taken = 8 * math.ceil(self.registers / 8) * self.threads
         held = max(1, min(machine.threads_per_sm // self.threads, WARP, int(machine.limits.registers_per_sm // taken)))
         blocks = -(-self.tiles // self.threads)
@@ -86,12 +101,16 @@ class WindowCost:
         ahead = max(0.5, self.ahead * _FIT.prefetch_loads_factor) * self.fresh if self.steps > 1 else self.values
         ahead = max(1.0, ahead)  # windows of a number read nothing
         latency = _FIT.latency_weight * _FIT.latency_seconds
-        total *= 1.0 + latency * machine.bandwidth / (there * ahead * self.size)
-        total *= (there / machine.threads) ** -_FIT.occupancy_exponent
+        yield "loads in flight", 1.0 + latency * machine.bandwidth / (there * ahead * self.size)
+        yield "occupancy", (there / machine.threads) ** -_FIT.occupancy_exponent
         partial = math.ceil(waves) / waves - 1 if waves < 4 else 0.0
-        total *= 1.0 + _FIT.last_wave_weight * min(1.0, 1 / waves) + _FIT.partial_wave_weight * partial
+        yield "last wave", 1.0 + _FIT.last_wave_weight * min(1.0, 1 / waves) + _FIT.partial_wave_weight * partial
         if self.steps > 1:
-            total *= 1.0 + _FIT.sliding_start_weight / self.steps
+            yield "start of a sliding window", 1.0 + _FIT.sliding_start_weight / self.steps
         else:
-            total *= 1.0 + _FIT.register_weight * max(0.0, (self.registers - 64) / 64)
-        return total * (1.0 + _FIT.waste_weight * (self.waste - 1.0)) + _FIT.launch_seconds
+            yield "registers", 1.0 + _FIT.register_weight * max(0.0, (self.registers - 64) / 64)
+        yield "idle points", 1.0 + _FIT.waste_weight * (self.waste - 1.0)
+
+    def seconds(self, machine: GpuMachine) -> float:
+        """Estimated time of a launch."""
+        return self.time(machine).value

@@ -1,0 +1,246 @@
+"""Analytic time model of a GPU kernel: an expression of resource terms (roofline, occupancy, latency, launch).
+
+A kernel family counts what a launch does and builds one expression; it is read in three ways:
+
+    predicted time   every term at its fitted rate, overlapping as fitted: ranks schedules
+    bound            every resource at the architecture's peak, all at once, no latency and no launch: a lower bound
+    PUL              COEF_r * GMRatio * SMRatio * WBRatio of the same counts (`estimate.kernel_pul`)
+
+The nodes are
+
+    term(resource, value, amount)          one resource for so many cycles; amount: what it does, in its unit
+    overlap(remainder, parts)              resources that work at the same time: the longest, and a share of the others
+    serial(parts)                          one after the other
+    per_sm(times, part, ...)               what the resident blocks of an SM take, for every wave of blocks
+    scaled(name, factor, part)             a ratio that lengthens its part (occupancy, access width, last wave)
+    quadrature(parts)                      the root of the sum of squares: a soft maximum
+
+Values are cycles or seconds, one of them in an expression.  Source: thesis 3.2; Williams et al., Roofline (2009).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from jcuts.arch.gpu import GpuArch
+
+
+class Resource(str, Enum):
+    """What a term is spent on; the first five have a peak rate of the architecture and bound the time."""
+
+    COMPUTE = "compute unit"
+    """FLOP of tensor cores or FMA units, padding of tiles included."""
+    SMEM = "shared memory"
+    """Bytes that pass the shared-memory port."""
+    ISSUE = "issue"
+    """Warp instructions."""
+    L2 = "L2 cache"
+    """Bytes that blocks ask the L2 cache for."""
+    DRAM = "memory"
+    """Compulsory bytes: operands and results."""
+    L1 = "L1 cache"
+    DSMEM = "DSMEM"
+    LATENCY = "load latency"
+    CHAIN = "dependent instructions"
+    GAP = "issue gaps"
+    BARRIER = "barriers"
+    START = "block start"
+    EPILOGUE = "epilogue"
+    REDUCE = "partial sums"
+    LAUNCH = "launch"
+
+
+PER_SM = (Resource.COMPUTE, Resource.SMEM, Resource.ISSUE)
+"""Resources of which every SM has its own: the SM with most blocks decides."""
+
+
+class TimeTerm:
+    """A node of the expression. Its ``value`` is computed when it is made.
+
+    Attributes:
+        kind: 'term', 'overlap', 'serial', 'per_sm', 'scaled' or 'quadrature'.
+        name: the resource of a term, what a factor stands for; value: cycles or seconds.
+        parts: what it is made of.
+        amount: of a term, in the resource's unit: FLOP, bytes, warp instructions; per SM inside `per_sm`.
+        times: how often the parts take place, or the factor; busiest, balanced: how often the blocks that the amounts
+            count take place on the SM with most of them, and on average over all SMs.
+    """
+
+    __slots__ = ("amount", "balanced", "busiest", "kind", "name", "parts", "times", "value")
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        value: float,
+        parts: Sequence[TimeTerm] = (),
+        amount: float = 0.0,
+        times: float = 1.0,
+        busiest: float = 1.0,
+        balanced: float = 1.0,
+    ) -> None:
+        self.kind, self.name, self.value, self.parts, self.amount = kind, name, value, parts, amount
+        self.times, self.busiest, self.balanced = times, busiest, balanced
+
+
+def term(resource: Resource, value: float, amount: float = 0.0) -> TimeTerm:
+    """One resource at work. Args: amount: what bounds the time at the resource's peak; 0 where nothing does."""
+    return TimeTerm("term", resource.value, value, (), amount)
+
+
+def overlap(remainder: float, parts: Sequence[TimeTerm]) -> TimeTerm:
+    """Resources that work concurrently: the longest part, and ``remainder`` of the sum of the others."""
+    values = [part.value for part in parts]
+    longest = max(values)
+    return TimeTerm("overlap", "", longest + remainder * (sum(values) - longest), parts, times=remainder)
+
+
+def serial(parts: Sequence[TimeTerm]) -> TimeTerm:
+    """Parts that follow each other."""
+    value = 0.0
+    for part in parts:
+        value += part.value
+    return TimeTerm("serial", "", value, parts)
+
+
+def repeat(times: float, part: TimeTerm) -> TimeTerm:
+    """A loop of so many iterations, such as the k-tiles of a mainloop."""
+    return TimeTerm("repeat", "", times * part.value, (part,), times=times, busiest=times, balanced=times)
+
+
+def per_sm(waves: float, part: TimeTerm, *, resident: float, blocks: float, sms: int) -> TimeTerm:
+    """Waves of resident blocks on every SM.
+
+    Args: part: what ``resident`` blocks of one SM take, amounts of all of them; blocks: of the launch.
+    """
+    busiest = math.ceil(blocks / sms) / resident
+    return TimeTerm("per_sm", "", waves * part.value, (part,), times=waves, busiest=busiest, balanced=blocks / resident)
+
+
+def scaled(name: str, factor: float, part: TimeTerm) -> TimeTerm:
+    """A part that a ratio lengthens. Args: name: what it stands for; factor: > 1 lengthens."""
+    return TimeTerm("scaled", name, factor * part.value, (part,), times=factor)
+
+
+def quadrature(first: TimeTerm, second: TimeTerm) -> TimeTerm:
+    """Root of the sum of squares of two parts: near the longer one, more where they are alike."""
+    return TimeTerm("quadrature", "", math.hypot(first.value, second.value), (first, second))
+
+
+def longest(parts: Sequence[TimeTerm]) -> TimeTerm:
+    """Resources that overlap perfectly."""
+    return overlap(0.0, parts)
+
+
+def soft_longest(remainder: float, total: TimeTerm, memory: TimeTerm, start: TimeTerm) -> TimeTerm:
+    """The launch beside its memory traffic: the longer of both, and a share of the shorter.
+
+        max(total, memory + start) + remainder * min(total, memory)
+    """
+    value = max(total.value, memory.value + start.value) + remainder * min(total.value, memory.value)
+    return TimeTerm("overlap", "", value, (total, memory), times=remainder)
+
+
+def at_least(value: float, part: TimeTerm) -> TimeTerm:
+    """A part that takes no less than a floor, such as the latency of one load."""
+    return part if part.value >= value else overlap(0.0, (part, term(Resource.LATENCY, value)))
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """The model of one call of a kernel.
+
+    Attributes:
+        root: the expression. hertz: clock of its cycles [1/s]; 1 where it is in seconds.
+        unit: the compute unit that its FLOP are done by, as `GpuArch.flop_per_clock_sm` names it.
+        blocks: thread blocks of the first launch; fits: whether an SM holds one (COEF_r).
+    """
+
+    root: TimeTerm
+    hertz: float = 1.0
+    unit: str = "ffma"
+    blocks: int = 1
+    fits: bool = True
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time [s]; infinite where no block fits."""
+        return self.root.value / self.hertz if self.fits else math.inf
+
+    def bound(self, arch: GpuArch, resident: float = 0.0) -> float:
+        """Lower bound on the time [s]. Args: resident: bytes of operands and results that the L2 cache may hold."""
+        return max(self.limits(arch, resident).values(), default=0.0)
+
+    def limits(self, arch: GpuArch, resident: float = 0.0) -> dict[str, float]:
+        """Seconds of every resource at its peak. Args: resident: as of `bound`."""
+        found = {}
+        for name, (busiest, total) in amounts(self.root).items():
+            peak = peak_rate(arch, name, self.unit)
+            amount = busiest if name in PER_SM else total
+            if name == Resource.DRAM:
+                amount = max(0.0, amount - min(resident, arch.l2_bytes))
+            found[name] = amount / peak
+        return found
+
+
+def peak_rate(arch: GpuArch, resource: str, unit: str) -> float:
+    """Ceiling of a resource in its unit per second: of one SM for those of `PER_SM`, else of the whole GPU."""
+    rates = {
+        Resource.COMPUTE: lambda: arch.peak(unit) / arch.num_sm,
+        Resource.SMEM: lambda: arch.shared_bytes_per_clock * arch.clock,
+        Resource.ISSUE: lambda: arch.issue_per_clock * arch.clock,
+        Resource.L2: lambda: arch.bw_l2,
+        Resource.DRAM: lambda: arch.bw_global,
+    }
+    return rates[Resource(resource)]()
+
+
+def amounts(root: TimeTerm) -> dict[str, tuple[float, float]]:
+    """What every bounding resource does in a call: on the SM with most blocks, and over all SMs together."""
+    found: dict[str, tuple[float, float]] = {}
+    for node, busiest, balanced in _leaves(root, 1.0, 1.0):
+        if node.amount:
+            old = found.get(node.name, (0.0, 0.0))
+            found[node.name] = (old[0] + busiest * node.amount, old[1] + balanced * node.amount)
+    return found
+
+
+def _leaves(node: TimeTerm, busiest: float, balanced: float) -> Iterator[tuple[TimeTerm, float, float]]:
+    if node.kind == "term":
+        yield node, busiest, balanced
+    for part in node.parts:
+        yield from _leaves(part, busiest * node.busiest, balanced * node.balanced)
+
+
+def breakdown(root: TimeTerm) -> Mapping[str, float]:
+    """What every resource takes by itself over the whole call, in the unit of the expression."""
+    found: dict[str, float] = {}
+
+    def visit(node: TimeTerm, times: float) -> None:
+        if node.kind == "term":
+            found[node.name] = found.get(node.name, 0.0) + times * node.value
+        inner = times * node.times if node.kind in ("repeat", "per_sm", "scaled") else times
+        for part in node.parts:
+            visit(part, inner)
+
+    visit(root, 1.0)
+    return found
+
+
+def text(root: TimeTerm, indent: int = 0) -> str:
+    """The expression as an indented tree: value, node, and what it stands for."""
+    how = {
+        "term": root.name,
+        "overlap": f"overlap, {root.times:g} of the shorter",
+        "serial": "serial",
+        "repeat": f"{root.times:g} x",
+        "per_sm": f"{root.times:g} waves",
+        "scaled": f"{root.name}: x {root.times:.3g}",
+        "quadrature": "quadrature",
+    }[root.kind]
+    amount = f" ({root.amount:.4g})" if root.amount else ""
+    lines = [f"{'  ' * indent}{root.value:12.5g}  {how}{amount}"]
+    return "\n".join([*lines, *(text(part, indent + 1) for part in root.parts)])

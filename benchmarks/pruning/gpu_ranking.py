@@ -27,19 +27,11 @@ import numpy as np  # noqa: E402
 
 from benchmarks.pruning import gpu_space as space  # noqa: E402
 from benchmarks.pruning.gpu_operations import OPERATIONS  # noqa: E402
-from jcuts.arch.load import load_gpu  # noqa: E402
-from jcuts.base.errors import Refusal  # noqa: E402
-from jcuts.estimate.gpu_kernel import least_seconds  # noqa: E402
+from jcuts.estimate.kernel_pul import pul_ratios  # noqa: E402
 from jcuts.kernel_ir.program import Program  # noqa: E402
-from jcuts.lower.patterns.attention import match  # noqa: E402
-from jcuts.lower.patterns.few_channel_conv import as_few_channel_conv  # noqa: E402
-from jcuts.lower.patterns.gemm import COLUMNS, ROWS, B, K, as_gemm  # noqa: E402
-from jcuts.lower.patterns.inverted_residual import InvertedResidual, match_inverted_residual  # noqa: E402
-from jcuts.schedule.gpu import launch_stats  # noqa: E402
-from jcuts.schedule.gpu.conv.few_channels_tile import conv_geometry  # noqa: E402
+from jcuts.schedule.gpu.kernel_time import kernel_time  # noqa: E402
+from jcuts.schedule.gpu.machine import GpuMachine  # noqa: E402
 
-COUNTED = ("product", "patch", "block", "attention")
-"""Forms whose cycles are counted."""
 SHARE = 0.01
 """Of the ranking that is kept."""
 LOSS = 0.02
@@ -56,32 +48,6 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def multiplied(program: Program) -> float:
-    """Products that matrix units have to compute; 0 for operations that need none."""
-    if program.template == "attention" and not isinstance(known := match(program), Refusal):
-        return float(known.batches * known.rows * known.keys * (known.key.length + known.value.length))
-    if program.template == "block" and isinstance(found := match_inverted_residual(program), InvertedResidual):
-        return found.multiply_adds - float(
-            found.expanded_channels * found.window.image[0] * math.prod(found.window.outputs) * len(found.window.taps)
-        )
-    made = as_gemm(program) if program.template in ("contraction", "convolution") else None
-    if made is not None:
-        extents = made.phases[0].ranges()
-        return math.prod(float(extents.get(name, 1)) for name in (B, ROWS, COLUMNS, K))
-    patched = as_few_channel_conv(program) if program.template == "convolution" else None
-    if patched is not None:
-        shape = conv_geometry(patched)
-        return float(shape.images * shape.rows * shape.outputs * shape.columns * len(shape.terms))
-    return 0.0
-
-
-def bound(row: dict[str, Any], program: Program, unit: str, arch: Any) -> float:
-    """No kernel of the operation can be faster [s]: bytes that must move, products at the peak of the units."""
-    moved = sum(b.bytes for b in (*program.inputs, *program.outputs))  # these operations use all of them
-    least = least_seconds(moved, arch, resident=row["l2"] / row["sets"])
-    return max(least, 2 * multiplied(program) / arch.peak(unit) if unit != "ffma" else 0.0)
-
-
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     """Rank correlation; ties get their mean rank."""
 
@@ -94,41 +60,41 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     return float(np.corrcoef(x, y)[0, 1]) if x.std() and y.std() else 0.0
 
 
-def estimates(row: dict[str, Any], program: Program, arch: Any) -> list[float]:
-    """The analytic estimate of every schedule of a row: counted cycles, else PUL's time; infinite for what has none."""
-    found: list[float] = []
-    counts = any(value in COUNTED for entry in row["schedules"] for name, value in entry["params"] if name == "cuda")
-    for entry in row["schedules"]:
-        made = space.rebuilt(program, entry)
-        if made is None:
-            raise SystemExit(f"{row['operation']}: {entry['params']} cannot be made again")
-        count = space.counted(made)
-        if count is None and counts:
-            found.append(math.inf)  # another form beside those on matrix units
-        elif count is None:
-            found.append(launch_stats.score_of(made, [tuple(x) for x in entry["launches"]], arch).seconds)
-        else:
-            found.append(count)
-    return found
+def random_loss(times: Sequence[float], first: int) -> float:
+    """Expected loss of the best of so many random schedules."""
+    ordered = sorted(times)
+    all_draws, expected = math.comb(len(ordered), first), 0.0
+    for place, seconds in enumerate(ordered):  # it is the fastest drawn, the others are slower
+        expected += math.comb(len(ordered) - place - 1, first - 1) / all_draws * seconds
+    return expected / ordered[0] - 1.0
 
 
-def judged(row: dict[str, Any], arch: Any) -> dict[str, Any]:
+def top_loss(values: Sequence[float], times: Sequence[float], digests: Sequence[str], first: int) -> float:
+    """Loss of the best of the first by ascending values."""
+    order = sorted(range(len(times)), key=lambda k: (values[k], digests[k]))
+    return min(times[k] for k in order[:first]) / min(times) - 1.0
+
+
+def judged(row: dict[str, Any], gpu: str) -> dict[str, Any]:
     """The figures of one operation."""
-    program = OPERATIONS[row["operation"]].program
+    machine, program = GpuMachine.named(gpu), OPERATIONS[row["operation"]].program
+    made = [_made(program, entry) for entry in row["schedules"]]
+    models = [kernel_time(one, machine) for one in made]
     times = [entry["us"][1] for entry in row["schedules"]]
-    least = min(entry["us"][0] for entry in row["schedules"])
+    digests = [entry["digest"] for entry in row["schedules"]]
     best, count = min(times), len(times)
-    values = estimates(row, program, arch)
-    order = sorted(range(count), key=lambda k: (values[k], row["schedules"][k]["digest"]))
+    values = [model.seconds for model in models]
+    order = sorted(range(count), key=lambda k: (values[k], digests[k]))
     top = max(1, round(SHARE * count))
     kept = [e["us"][1] for e in row["schedules"] if e["digest"] in row["kept"]]
-    measured = {e["digest"]: e["us"][1] for e in row["schedules"]}
+    measured = dict(zip(digests, times, strict=True))
     today = [measured.get(digest) for digest in space.proposed(program)]
     now = [t for t in today if t is not None]
-    unit = next((u for e in row["schedules"] if (u := launch_stats.unit_of(_made(program, e))) != "ffma"), "ffma")
-    limit = bound(row, program, unit, arch) * 1e6
+    resident = row["l2"] / row["sets"]
+    limits = [1e6 * model.bound(machine.arch, resident) for model in models]
+    pul = [-pul_ratios(model, machine.arch).pul for model in models]
     by_time = sorted(times)
-    loss = min(times[k] for k in order[:top]) / best - 1
+    loss = top_loss(values, times, digests, top)
     return {
         "operation": row["operation"],
         "measured": count,
@@ -140,6 +106,8 @@ def judged(row: dict[str, Any], arch: Any) -> dict[str, Any]:
         "loss_top": loss,
         "keeps": loss <= LOSS,
         "loss_top_8": min(times[k] for k in order[:8]) / best - 1,
+        "loss_top_pul": top_loss(pul, times, digests, top),
+        "loss_top_random": random_loss(times, top),
         "best_is_ranked": order.index(times.index(best)) + 1,
         "kept": len(kept),
         "loss_kept": min(kept, default=math.nan) / best - 1,
@@ -147,9 +115,10 @@ def judged(row: dict[str, Any], arch: Any) -> dict[str, Any]:
         "untimed": len(today) - len(now),
         "loss_now": min(now, default=math.nan) / best - 1,
         "spearman": spearman(values, times),
-        "bound_us": limit,
-        "violations": sum(e["us"][0] < limit for e in row["schedules"]),
-        "tightest": limit / least,
+        "spearman_pul": spearman(pul, times),
+        "measured_over_predicted": float(np.median([t / (1e6 * v) for t, v in zip(times, values, strict=True)])),
+        "violations": sum(e["us"][0] < limit for e, limit in zip(row["schedules"], limits, strict=True)),
+        "tightest": max(limit / e["us"][0] for e, limit in zip(row["schedules"], limits, strict=True)),
         "noise": row["noise"],
         "best": row["schedules"][times.index(best)]["params"],
         "first": row["schedules"][order[0]]["params"],
@@ -158,7 +127,8 @@ def judged(row: dict[str, Any], arch: Any) -> dict[str, Any]:
 
 def _made(program: Program, entry: dict[str, Any]) -> Program:
     made = space.rebuilt(program, entry)
-    assert made is not None
+    if made is None:
+        raise SystemExit(f"{program.name}: {entry['params']} cannot be made again")
     return made
 
 
@@ -167,9 +137,10 @@ def show(found: dict[str, Any]) -> None:
     print(
         f"{found['operation']:34} {found['measured']:4} best {found['best_us']:8.2f} median {found['median_us']:8.2f}  "
         f"top {found['top']}: {found['loss_top']:6.1%}{' ' if found['keeps'] else '!'} first "
-        f"{found['loss_first']:6.1%} 8: {found['loss_top_8']:6.1%}  best is {found['best_is_ranked']:3}.  "
+        f"{found['loss_first']:6.1%} 8: {found['loss_top_8']:6.1%} PUL {found['loss_top_pul']:6.1%} random "
+        f"{found['loss_top_random']:6.1%} measured/predicted {found['measured_over_predicted']:.2f}  best is {found['best_is_ranked']:3}.  "
         f"tuner's {found['kept']:2}: {found['loss_kept']:6.1%}  now {found['now']} ({found['untimed']} untimed): "
-        f"{found['loss_now']:6.1%}  rho {found['spearman']:5.2f}  "
+        f"{found['loss_now']:6.1%}  rho {found['spearman']:5.2f} PUL {found['spearman_pul']:5.2f}  "
         f"violations {found['violations']} (tightest {found['tightest']:.2f})",
         flush=True,
     )
@@ -183,11 +154,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, help="JSON of the figures")
     options = parser.parse_args(arguments)
-    arch = load_gpu(options.gpu)
     rows = [row for path in options.files for row in rows_of(path)]
     found = []
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        for one in pool.map(judged, rows, [arch] * len(rows)):
+        for one in pool.map(judged, rows, [options.gpu] * len(rows)):
             found.append(one)
             show(one)
     safe, violations = sum(f["keeps"] for f in found), sum(f["violations"] for f in found)

@@ -376,7 +376,7 @@ def _transposed(plain: Program, rng: random.Random) -> Program | None:
 
 # -- rows and columns -------------------------------------------------------------------------------------------------
 def _team(program: Program, rng: random.Random) -> Program | None:
-    _, length = gpu_row.row_shape(program)
+    _, length = launch_shapes.row_shape(program)
     vector, team, chunks = rng.choice([1, 2, 4, 8]), rng.choice(gpu_row.TEAMS), rng.randint(1, 16)
     if length % vector or vector * chunks > 2 * gpu_machine.RESIDENT:
         return None

@@ -1,51 +1,27 @@
-"""Roofline bound and PUL ranking score of generated GPU kernels, from the resources that the assembler (ptxas) reports.
+"""Time model of one memory-bound GPU launch: DRAM, L2 and L1 traffic, loads in flight, occupancy, the last wave.
 
-The thesis' kernels of simple operations pass data through shared memory; jcuts' keep it in registers, so two of the
-four factors are redefined:
+For kernels that keep their data in registers (element-wise operations, reductions, norms, transposes):
 
-    PUL = GMRatio * LRatio * WBRatio * COEF_r
+    seconds = longest(FLOP / R_peak, t_DRAM + l2_share t_L2 + l1_share t_L1) / occupancy / loads in flight / last wave
 
-* GMRatio = (COMP / R_peak) / (t_DRAM + 0.35 t_L2 + 0.15 t_L1): compulsory bytes by the DRAM, the 32-byte sectors that
-  the blocks move by the L2 cache, one 128-byte line per cycle and busy multiprocessor for every line that a warp's
-  access touches; fewer blocks than multiprocessors leave the others' rates unused, those of the L2 cache as well.  The
-  levels work at the same time, but not perfectly.  (The print has one level, and counts elements.)
-* LRatio stands for SMRatio: the latency to be hidden is that of the global memory, and what hides it are the loads that
-  the resident threads have under way: 1 / (1 + 0.08 / u) * occupancy^0.03, u = bytes under way / (BW_global * latency)
-  (Little's law, rounded off).  How many threads are resident follows from the registers and the shared memory that the
-  assembler reports.
-* WBRatio = 1 / (1 + 0.1 min(1, 1 / waves)): what the last wave leaves idle; a wave is what all multiprocessors hold at
-  once.  (The print counts one block per multiprocessor; with several a memory-bound kernel does not wait.)
-* COEF_r is 1 where a block fits, else 0.
+* t_DRAM: compulsory bytes at the memory's bandwidth; t_L2: the 32-byte sectors that the blocks move by the L2 cache;
+  t_L1: one 128-byte line per cycle and busy multiprocessor for every line that a warp's access touches.  Fewer blocks
+  than multiprocessors leave the others' rates unused, those of the L2 cache as well.
+* loads in flight: 1 / (1 + latency_share / u), u = bytes under way / (BW_global * latency), Little's law rounded off.
+* occupancy: resident over possible threads, to a small power.
+* last wave: 1 / (1 + tail_share min(1, 1 / waves)); a wave is what all multiprocessors hold at once.
 
-The five numbers (0.35, 0.15, 0.08, 0.03, 0.1) were fitted to 10,307 measured schedules of fifteen memory-bound
-operations on an H200, drawn without the model (`docs/gpu_proofs.md`).
-
-A call of several launches takes the sum of their times, and each launch costs `LAUNCH_S` at least.
+The shares are fitted (`MemoryRates`): 10,307 measured schedules of fifteen operations, drawn without the model.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jcuts.arch.gpu import GpuArch
 from jcuts.base.errors import ModelError
+from jcuts.estimate.time_model import Resource, TimeTerm, at_least, longest, on_sms, scaled, serial, term
 
-LATENCY_S = 6.5e-7
-"""Of a load from global memory: 500 to 800 ns on GPUs of the last years (Luo et al. 2024, memory latency)."""
-LAUNCH_S = 7e-7
-"""What an empty kernel in a CUDA graph takes (measured on an H200)."""
-OF_L2 = 0.35
-"""Weight of the L2 cache's time beside the DRAM's (fitted: see above)."""
-OF_L1 = 0.15
-"""Weight of the L1 caches' time."""
-LATENT = 0.08
-"""Of the latency that loads under way do not hide."""
-OCCUPANCY = 0.03
-"""Exponent of the part of an SM's threads that are resident."""
-TAIL = 0.1
-"""What the last, partly filled wave costs at most."""
 REGISTER_UNIT = 256
 """Registers are given to warps in portions of this many."""
 SECTOR = 32
@@ -58,7 +34,7 @@ class LaunchUse:
 
     Attributes:
         blocks, threads: thread blocks; threads of each.
-        registers: of a thread; shared: bytes of a block, as the assembler reports them.
+        registers: of a thread; shared: bytes of a block.
         flop: operations of the whole launch; compulsory: bytes that must be read and written at least once.
         moved: bytes of all sectors that its blocks load and store.
         lines: 128-byte lines that all accesses of all warps touch.
@@ -80,20 +56,27 @@ class LaunchUse:
 
 
 @dataclass(frozen=True)
-class LaunchScore:
-    """The factors of one call, each in [0, 1] (of its longest launch), their product for the call, and its time [s]."""
+class MemoryRates:
+    """Fitted coefficients of memory-bound launches.
 
-    pul: float
-    gm: float
-    latency: float
-    wb: float
-    r: float
-    seconds: float
-    resident_threads: int
+    Attributes:
+        latency_seconds: of a load from global memory. launch_seconds: of a launch that does nothing.
+        l2_share, l1_share: of the caches' time that is not hidden behind the memory's.
+        latency_share: of the latency that loads under way do not hide. occupancy_exponent: of resident threads.
+        tail_share: what the last, partly filled wave costs at most.
+    """
+
+    latency_seconds: float
+    launch_seconds: float
+    l2_share: float
+    l1_share: float
+    latency_share: float
+    occupancy_exponent: float
+    tail_share: float
 
 
 def resident_blocks(use: LaunchUse, arch: GpuArch) -> int:
-    """Occupancy: blocks that one multiprocessor holds at once; 0 where not even one fits.
+    """Occupancy: blocks that one multiprocessor holds at once; 0 where not even one fits (COEF_r).
 
         min(blocks per SM, threads per SM / threads, registers per SM / registers of a block, shared per SM / shared)
 
@@ -114,36 +97,27 @@ def resident_blocks(use: LaunchUse, arch: GpuArch) -> int:
     return max(0, min(limits))
 
 
-def score(launches: Sequence[LaunchUse], arch: GpuArch, *, unit: str = "ffma") -> LaunchScore:
-    """PUL of a call of one or more launches.
+def launch_time(use: LaunchUse, arch: GpuArch, rates: MemoryRates, unit: str = "ffma") -> TimeTerm:
+    """Seconds of one launch by their terms, as above; as if one block were resident where none fits.
 
-    Returns: `LaunchScore`; ``pul`` is COMP / R_peak over the predicted time, 0 where a launch does not fit.
-    Raises: ModelError for no launch, or one without blocks.
+    Args: unit: that does the FLOP. Raises: ModelError for a launch without blocks.
     """
-    if not launches:
-        raise ModelError("a call without launches", launches=0)
-    peak = arch.peak(unit)
-    total, flop, longest = 0.0, 0.0, -1.0
-    shown = (1.0, 1.0, 1.0, 0)
-    for use in launches:
-        fitting = resident_blocks(use, arch)
-        if fitting == 0:
-            return LaunchScore(0.0, 0.0, 0.0, 0.0, 0.0, math.inf, 0)
-        threads = min(use.blocks, fitting * arch.num_sm) * use.threads
-        under_way = max(1.0, threads * use.under_way) / (arch.bw_global * LATENCY_S)
-        occupancy = use.active * min(1.0, fitting * use.threads / arch.max_threads_per_sm)
-        hidden = occupancy**OCCUPANCY / (1.0 + LATENT / under_way)
-        balance = 1.0 / (1.0 + TAIL * min(1.0, fitting * arch.num_sm / use.blocks))
-        work = max(use.flop, 1.0)
-        dram, l2 = use.compulsory / arch.bw_global, use.moved / arch.bw_l2
-        busy = min(1.0, use.blocks / arch.num_sm)  # what few multiprocessors ask for, they get at their own rates
-        moving = dram + (OF_L2 * l2 + OF_L1 * use.lines / (arch.num_sm * arch.clock)) / busy
-        gm = min(1.0, work / peak / max(moving, 1e-12))
-        seconds = max(LAUNCH_S, work / (peak * gm * hidden * balance))
-        total, flop = total + seconds, flop + work
-        if seconds > longest:
-            longest, shown = seconds, (gm, hidden, balance, threads)
-    return LaunchScore(min(1.0, flop / peak / total), shown[0], shown[1], shown[2], 1.0, total, shown[3])
+    fitting = max(1, resident_blocks(use, arch))
+    threads = min(use.blocks, fitting * arch.num_sm) * use.threads
+    in_flight = max(1.0, threads * use.under_way) / (arch.bw_global * rates.latency_seconds)
+    occupancy = use.active * min(1.0, fitting * use.threads / arch.max_threads_per_sm)
+    tail = rates.tail_share * min(1.0, fitting * arch.num_sm / use.blocks)
+    busy = min(1.0, use.blocks / arch.num_sm)  # what few multiprocessors ask for, they get at their own rates
+    moving = [
+        term(Resource.DRAM, use.compulsory / arch.bw_global, use.compulsory),
+        term(Resource.L2, rates.l2_share * use.moved / arch.bw_l2 / busy, use.moved),
+        term(Resource.L1, rates.l1_share * use.lines / (arch.num_sm * arch.clock) / busy),
+    ]
+    alu = term(Resource.ALU, use.flop / arch.peak(unit), use.flop / use.blocks)
+    work = longest((serial(moving), on_sms(alu, blocks=use.blocks, sms=arch.num_sm)))
+    work = scaled("occupancy", occupancy**-rates.occupancy_exponent, work)
+    work = scaled("loads in flight", 1.0 + rates.latency_share / in_flight, work)
+    return at_least(rates.launch_seconds, scaled("last wave", 1.0 + tail, work))
 
 
 def least_seconds(moved: float, arch: GpuArch, *, resident: float = 0.0) -> float:

@@ -13,7 +13,7 @@ The nodes are
     serial(parts)                          one after the other
     per_sm(times, part, ...)               what the resident blocks of an SM take, for every wave of blocks
     scaled(name, factor, part)             a ratio that lengthens its part (occupancy, access width, last wave)
-    quadrature(parts)                      the root of the sum of squares: a soft maximum
+    soft_maximum(power, parts)             near the longest part, more where they are alike
 
 Values are cycles or seconds, one of them in an expression.  Source: thesis 3.2; Williams et al., Roofline (2009).
 """
@@ -29,7 +29,7 @@ from jcuts.arch.gpu import GpuArch
 
 
 class Resource(str, Enum):
-    """What a term is spent on; the first five have a peak rate of the architecture and bound the time."""
+    """What a term is spent on.  Terms of the first five say how much they do; `PER_SM` and memory bound the time."""
 
     COMPUTE = "compute unit"
     """FLOP of tensor cores or FMA units, padding of tiles included."""
@@ -41,6 +41,8 @@ class Resource(str, Enum):
     """Bytes that blocks ask the L2 cache for."""
     DRAM = "memory"
     """Compulsory bytes: operands and results."""
+    ALU = "arithmetic"
+    """Operations of single threads, as the program has them: an estimate, code may need fewer."""
     L1 = "L1 cache"
     DSMEM = "DSMEM"
     LATENCY = "load latency"
@@ -61,7 +63,7 @@ class TimeTerm:
     """A node of the expression. Its ``value`` is computed when it is made.
 
     Attributes:
-        kind: 'term', 'overlap', 'serial', 'per_sm', 'scaled' or 'quadrature'.
+        kind: 'term', 'overlap', 'serial', 'per_sm', 'scaled' or 'soft_maximum'.
         name: the resource of a term, what a factor stands for; value: cycles or seconds.
         parts: what it is made of.
         amount: of a term, in the resource's unit: FLOP, bytes, warp instructions; per SM inside `per_sm`.
@@ -120,14 +122,29 @@ def per_sm(waves: float, part: TimeTerm, *, resident: float, blocks: float, sms:
     return TimeTerm("per_sm", "", waves * part.value, (part,), times=waves, busiest=busiest, balanced=blocks / resident)
 
 
+def on_sms(part: TimeTerm, *, blocks: int, sms: int) -> TimeTerm:
+    """A part whose amounts are those of one block, and whose value is that of the whole launch."""
+    return TimeTerm("per_sm", "", part.value, (part,), busiest=math.ceil(blocks / sms), balanced=blocks)
+
+
 def scaled(name: str, factor: float, part: TimeTerm) -> TimeTerm:
     """A part that a ratio lengthens. Args: name: what it stands for; factor: > 1 lengthens."""
     return TimeTerm("scaled", name, factor * part.value, (part,), times=factor)
 
 
-def quadrature(first: TimeTerm, second: TimeTerm) -> TimeTerm:
-    """Root of the sum of squares of two parts: near the longer one, more where they are alike."""
-    return TimeTerm("quadrature", "", math.hypot(first.value, second.value), (first, second))
+def by_ratios(part: TimeTerm, ratios: Mapping[str, float]) -> TimeTerm:
+    """A part that reaches only a share of its rate. Args: ratios: shares in (0, 1] by what they stand for."""
+    for name, share in ratios.items():
+        part = scaled(name, 1.0 / share, part)
+    return part
+
+
+def soft_maximum(power: int, first: TimeTerm, second: TimeTerm) -> TimeTerm:
+    """(a^p + b^p)^(1/p): near the longer part, more where they are alike. Args: power: 2 or 4."""
+    value = math.hypot(first.value, second.value)
+    if power == 4:
+        value = math.sqrt(math.hypot(first.value**2, second.value**2))
+    return TimeTerm("soft_maximum", "", value, (first, second), times=power)
 
 
 def longest(parts: Sequence[TimeTerm]) -> TimeTerm:
@@ -156,13 +173,14 @@ class KernelTime:
     Attributes:
         root: the expression. hertz: clock of its cycles [1/s]; 1 where it is in seconds.
         unit: the compute unit that its FLOP are done by, as `GpuArch.flop_per_clock_sm` names it.
-        blocks: thread blocks of the first launch; fits: whether an SM holds one (COEF_r).
+        compulsory: bytes that any kernel of the operation has to read or write at least once.
+        fits: whether a multiprocessor holds a block (COEF_r).
     """
 
     root: TimeTerm
     hertz: float = 1.0
     unit: str = "ffma"
-    blocks: int = 1
+    compulsory: float = 0.0
     fits: bool = True
 
     @property
@@ -172,34 +190,31 @@ class KernelTime:
 
     def bound(self, arch: GpuArch, resident: float = 0.0) -> float:
         """Lower bound on the time [s]. Args: resident: bytes of operands and results that the L2 cache may hold."""
-        return max(self.limits(arch, resident).values(), default=0.0)
+        return max(self.limits(arch, resident).values())
 
     def limits(self, arch: GpuArch, resident: float = 0.0) -> dict[str, float]:
-        """Seconds of every resource at its peak. Args: resident: as of `bound`."""
-        found = {}
-        for name, (busiest, total) in amounts(self.root).items():
-            peak = peak_rate(arch, name, self.unit)
-            amount = busiest if name in PER_SM else total
-            if name == Resource.DRAM:
-                amount = max(0.0, amount - min(resident, arch.l2_bytes))
-            found[name] = amount / peak
+        """Seconds that every resource takes at its peak: units and shared memory of the SM that has most blocks, the
+        compulsory bytes by the L2 cache, and what of them it cannot hold by the memory.
+
+        Source: roofline; the traffic that blocks repeat is left out: caches may serve it.
+        """
+        moved = max(0.0, self.compulsory - min(resident, arch.l2_bytes))
+        found = {Resource.DRAM.value: moved / arch.bw_global, Resource.L2.value: self.compulsory / arch.bw_l2}
+        for name, (busiest, _) in amounts(self.root).items():
+            if name in PER_SM:
+                found[name] = busiest / peak_rate(arch, name, self.unit)
         return found
 
 
 def peak_rate(arch: GpuArch, resource: str, unit: str) -> float:
-    """Ceiling of a resource in its unit per second: of one SM for those of `PER_SM`, else of the whole GPU."""
-    rates = {
-        Resource.COMPUTE: lambda: arch.peak(unit) / arch.num_sm,
-        Resource.SMEM: lambda: arch.shared_bytes_per_clock * arch.clock,
-        Resource.ISSUE: lambda: arch.issue_per_clock * arch.clock,
-        Resource.L2: lambda: arch.bw_l2,
-        Resource.DRAM: lambda: arch.bw_global,
-    }
-    return rates[Resource(resource)]()
+    """Ceiling of one SM for a resource of `PER_SM`, in its unit per second."""
+    if resource == Resource.COMPUTE:
+        return arch.peak(unit) / arch.num_sm
+    return (arch.shared_bytes_per_clock if resource == Resource.SMEM else arch.issue_per_clock) * arch.clock
 
 
 def amounts(root: TimeTerm) -> dict[str, tuple[float, float]]:
-    """What every bounding resource does in a call: on the SM with most blocks, and over all SMs together."""
+    """What resources do in a call, in their units: on the SM with most blocks, and over all SMs together."""
     found: dict[str, tuple[float, float]] = {}
     for node, busiest, balanced in _leaves(root, 1.0, 1.0):
         if node.amount:
@@ -239,7 +254,7 @@ def text(root: TimeTerm, indent: int = 0) -> str:
         "repeat": f"{root.times:g} x",
         "per_sm": f"{root.times:g} waves",
         "scaled": f"{root.name}: x {root.times:.3g}",
-        "quadrature": "quadrature",
+        "soft_maximum": f"soft maximum, power {root.times:g}",
     }[root.kind]
     amount = f" ({root.amount:.4g})" if root.amount else ""
     lines = [f"{'  ' * indent}{root.value:12.5g}  {how}{amount}"]

@@ -7,32 +7,34 @@ and how those of several compete, is said by `schedule.gpu.enumeration.RULES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from jcuts.base.errors import CompileRejected
 from jcuts.base.registry import Registry
+from jcuts.estimate.time_model import KernelTime
 from jcuts.kernel_ir.program import Program
-from jcuts.lower import horizontal, weight_transpose, welford
+from jcuts.lower import horizontal, weight_transpose
 from jcuts.lower.attention import TEMPLATE as ATTENTION
 from jcuts.lower.patterns.gemm import WIDE, gemm_operands
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as INVERTED_RESIDUAL
-from jcuts.schedule.gpu import coalescing as gpu_coalescing
-from jcuts.schedule.gpu import traffic as gpu_traffic
+from jcuts.schedule.gpu import family_statistics as stats
+from jcuts.schedule.gpu import tensor_core_times as times
 from jcuts.schedule.gpu.attention import schedules as attention_schedules
 from jcuts.schedule.gpu.attention import tile as attention_tile
-from jcuts.schedule.gpu.coalescing import CoalescingStats
 from jcuts.schedule.gpu.conv import few_channels, few_channels_tile, implicit_gemm
 from jcuts.schedule.gpu.elementwise import schedules as elementwise_schedules
-from jcuts.schedule.gpu.family import FamilyStatistics, ScheduleFamily
+from jcuts.schedule.gpu.family import ScheduleFamily
 from jcuts.schedule.gpu.gemm import mma as gemm_mma
 from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
 from jcuts.schedule.gpu.gemm.problem import gemm_tile
 from jcuts.schedule.gpu.gemv import schedules as gemv_schedules
 from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_schedules
 from jcuts.schedule.gpu.inverted_residual import tile as inverted_residual_tile
-from jcuts.schedule.gpu.machine import Candidate
+from jcuts.schedule.gpu.launch_stats import memory_time
+from jcuts.schedule.gpu.machine import Candidate, GpuMachine
 from jcuts.schedule.gpu.problem import CONTRACTIONS, GpuProblem
 from jcuts.schedule.gpu.reduction import column as reduction_column
+from jcuts.schedule.gpu.reduction import column_time
 from jcuts.schedule.gpu.reduction import row as reduction_row
 from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
 from jcuts.schedule.gpu.window import schedules as window_schedules
@@ -43,29 +45,19 @@ WARPGROUPS = (9, 0)
 """The compute capability with ``wgmma.mma_async``."""
 
 
-# -- statistics that several share -----------------------------------------------------------------------------------
-def _coalesced(
-    stats: Callable[[Program], CoalescingStats], kernels: Callable[[Program], Sequence[Program]] | None = None
-) -> FamilyStatistics:
-    """Of families whose accesses are known from their schedules (`schedule.gpu.coalescing`)."""
-    return FamilyStatistics(
-        traffic=lambda program, blocks, threads: gpu_traffic.coalesced_traffic(program, stats(program)),
-        bytes_in_flight=lambda program: max(stats(program).under_way, 1.0),
-        coalescing=stats,
-        kernels=kernels,
-    )
-
-
-_REGISTER_TILES = FamilyStatistics(traffic=gpu_traffic.thread_tile_traffic)
-_TENSOR_CORE_GEMM = FamilyStatistics(gpu_traffic.mma_unit, gpu_traffic.gemm_traffic, gpu_traffic.gemm_bytes_in_flight)
-_SIMT_GEMM = FamilyStatistics(gpu_traffic.ffma_unit, gpu_traffic.gemm_traffic, gpu_traffic.gemm_bytes_in_flight)
-
-
 # -- what they propose ------------------------------------------------------------------------------------------------
 def _register_tiles(problem: GpuProblem) -> Iterable[Candidate]:
     if problem.is_map:
         return elementwise_schedules.register_tiles(problem.collapsed, problem.machine)
     return window_schedules.register_tiles(problem.collapsed, problem.machine) if problem.is_window else ()
+
+
+def _register_tile_time(program: Program, machine: GpuMachine) -> KernelTime:
+    """Of register tiles: windows by their own model, all others as memory-bound launches."""
+    is_window = len(program.phases) == 1 and bool(program.phases[0].reds)
+    if is_window and {"split", "block"}.isdisjoint(dict(program.params)):
+        return window_schedules.window_time(program, machine)
+    return memory_time(program, stats.REGISTER_TILES, machine)
 
 
 def _row_teams(problem: GpuProblem) -> Iterable[Candidate]:
@@ -107,7 +99,8 @@ _enter(
         templates=("map", "window", "reduction", *CONTRACTIONS),
         propose=_register_tiles,
         excluded=("walk",),
-        statistics=_REGISTER_TILES,
+        statistics=stats.REGISTER_TILES,
+        time=_register_tile_time,
     ),
     ScheduleFamily(
         "sliding_window",
@@ -117,7 +110,8 @@ _enter(
         templates=("window", *CONTRACTIONS),
         propose=lambda p: window_schedules.sliding_tiles(p.collapsed, p.machine) if p.is_window else (),
         required=("walk",),
-        statistics=_REGISTER_TILES,
+        statistics=stats.REGISTER_TILES,
+        time=window_schedules.window_time,
     ),
     ScheduleFamily(
         "smem_transpose",
@@ -126,7 +120,7 @@ _enter(
         "docs/kernels/elementwise.md",
         templates=("map",),
         propose=lambda p: elementwise_schedules.smem_transposes(p.collapsed, p.machine) if p.is_map else (),
-        statistics=_coalesced(gpu_coalescing.transpose_access),
+        statistics=stats.TRANSPOSES,
     ),
     ScheduleFamily(
         "horizontal",
@@ -149,7 +143,7 @@ _enter(
         "docs/kernels/reduction.md",
         templates=("rows", "reduction", *CONTRACTIONS),
         propose=_row_teams,
-        statistics=_coalesced(gpu_coalescing.row_access),
+        statistics=stats.ROWS,
     ),
     ScheduleFamily(
         "column_reduction",
@@ -158,7 +152,8 @@ _enter(
         "docs/kernels/reduction.md",
         templates=("reduction", *CONTRACTIONS),
         propose=lambda p: reduction_column.columns(p.collapsed, p.machine) if p.is_column_reduction else (),
-        statistics=_coalesced(gpu_coalescing.column_access),
+        statistics=stats.COLUMNS,
+        time=column_time.column_reduction_time,
     ),
     ScheduleFamily(
         "column_softmax",
@@ -167,7 +162,8 @@ _enter(
         "docs/kernels/reduction.md",
         templates=("rows",),
         propose=lambda p: reduction_column.column_softmax(p.collapsed, p.machine) if p.is_column_norm else (),
-        statistics=_coalesced(gpu_coalescing.column_points_access),
+        statistics=stats.COLUMN_POINTS,
+        time=column_time.softmax_time,
     ),
     ScheduleFamily(
         "welford",
@@ -176,9 +172,8 @@ _enter(
         "docs/kernels/reduction.md",
         templates=("rows",),
         propose=lambda p: reduction_column.welford(p.collapsed, p.machine) if p.is_welford else (),
-        statistics=_coalesced(
-            gpu_coalescing.column_points_access, lambda program: welford.split_kernels(program).programs
-        ),
+        statistics=stats.WELFORD,
+        time=column_time.welford_time,
     ),
     ScheduleFamily(
         "scan_rows",
@@ -187,6 +182,8 @@ _enter(
         "docs/kernels/scan.md",
         templates=("scan",),
         propose=lambda p: reduction_column.row_scans(p.program, p.machine) if p.is_scan else (),
+        statistics=stats.SCANS,
+        time=column_time.scan_time,
     ),
     ScheduleFamily(
         "scan_columns",
@@ -195,6 +192,8 @@ _enter(
         "docs/kernels/scan.md",
         templates=("scan",),
         propose=lambda p: reduction_column.column_scans(p.program, p.machine) if p.is_scan else (),
+        statistics=stats.SCANS,
+        time=column_time.scan_time,
     ),
 )
 _enter(
@@ -209,7 +208,8 @@ _enter(
         condition=lambda program: not _is_float64(program),
         capability=TENSOR_CORES,
         tile_of=gemm_tile,
-        statistics=_TENSOR_CORE_GEMM,
+        statistics=stats.TENSOR_CORE_GEMM,
+        time=times.mma_time,
     ),
     ScheduleFamily(
         "mma_f64",
@@ -222,7 +222,8 @@ _enter(
         condition=_is_float64,
         capability=TENSOR_CORES,
         tile_of=gemm_tile,
-        statistics=_TENSOR_CORE_GEMM,
+        statistics=stats.TENSOR_CORE_GEMM,
+        time=times.mma_time,
     ),
     ScheduleFamily(
         "simt_gemm",
@@ -234,7 +235,8 @@ _enter(
         required=("fma",),
         capability=TENSOR_CORES,
         tile_of=gemm_tile,
-        statistics=_SIMT_GEMM,
+        statistics=stats.SIMT_GEMM,
+        time=times.mma_time,
     ),
     ScheduleFamily(
         "wgmma",
@@ -247,7 +249,8 @@ _enter(
         excluded=("fed", "pixels"),
         capability=WARPGROUPS,
         tile_of=gemm_tile,
-        statistics=_TENSOR_CORE_GEMM,
+        statistics=stats.TENSOR_CORE_GEMM,
+        time=times.wgmma_time,
     ),
     ScheduleFamily(
         "implicit_gemm",
@@ -260,7 +263,8 @@ _enter(
         excluded=("fed",),
         capability=WARPGROUPS,
         tile_of=gemm_tile,
-        statistics=_TENSOR_CORE_GEMM,
+        statistics=stats.TENSOR_CORE_GEMM,
+        time=times.implicit_gemm_time,
     ),
     ScheduleFamily(
         "warp_specialized",
@@ -272,7 +276,8 @@ _enter(
         required=("fed",),
         capability=WARPGROUPS,
         tile_of=gemm_tile,
-        statistics=_TENSOR_CORE_GEMM,
+        statistics=stats.TENSOR_CORE_GEMM,
+        time=times.warp_specialized_time,
     ),
     ScheduleFamily(
         "gemv",
@@ -281,7 +286,8 @@ _enter(
         "docs/kernels/gemv.md",
         CONTRACTIONS,
         lambda p: gemv_schedules.gemv_schedules(p.gemm, p.machine) if p.gemm and p.is_matvec else (),
-        statistics=_coalesced(gpu_coalescing.gemv_access),
+        statistics=stats.GEMV,
+        time=times.gemv_time,
     ),
     ScheduleFamily(
         "few_channels_conv",
@@ -292,9 +298,8 @@ _enter(
         lambda p: few_channels.products(p.program, p.machine) if p.is_convolution else (),
         capability=TENSOR_CORES,
         tile_of=few_channels_tile.shape_of,
-        statistics=FamilyStatistics(
-            gpu_traffic.conv_unit, gpu_traffic.few_channels_traffic, gpu_traffic.few_channels_bytes_in_flight
-        ),
+        statistics=stats.FEW_CHANNELS,
+        time=times.few_channels_time,
     ),
 )
 _enter(
@@ -307,11 +312,8 @@ _enter(
         lambda p: inverted_residual_schedules.products(p.program, p.machine) if p.is_inverted_residual else (),
         capability=TENSOR_CORES,
         tile_of=inverted_residual_tile.shape_of,
-        statistics=FamilyStatistics(
-            gpu_traffic.inverted_residual_unit,
-            gpu_traffic.inverted_residual_traffic,
-            gpu_traffic.inverted_residual_bytes_in_flight,
-        ),
+        statistics=stats.INVERTED_RESIDUAL,
+        time=times.inverted_residual_time,
     ),
     ScheduleFamily(
         "flash_attention",
@@ -322,7 +324,8 @@ _enter(
         lambda p: attention_schedules.products(p.program, p.machine) if p.is_attention else (),
         capability=TENSOR_CORES,
         tile_of=attention_tile.shape_of,
-        statistics=FamilyStatistics(gpu_traffic.attention_unit, gpu_traffic.attention_traffic),
+        statistics=stats.ATTENTION,
+        time=times.attention_time,
     ),
 )
 

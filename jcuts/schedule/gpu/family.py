@@ -1,39 +1,19 @@
 """Interface of a GPU kernel family to the scheduler: what it matches, which schedules it proposes, what launches move.
 
-`FamilyStatistics` are what the performance model reads: traffic, bytes in flight, compute unit.
+`family_statistics.FamilyStatistics` are what the performance model of memory-bound kernels reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from jcuts.estimate.time_model import KernelTime
 from jcuts.kernel_ir.program import Program
-from jcuts.schedule.gpu import traffic as gpu_traffic
-from jcuts.schedule.gpu.coalescing import CoalescingStats
+from jcuts.schedule.gpu.family_statistics import FamilyStatistics
 from jcuts.schedule.gpu.machine import Candidate, GpuMachine
 from jcuts.schedule.gpu.problem import GpuProblem
-from jcuts.schedule.gpu.traffic import Traffic
-
-
-@dataclass(frozen=True)
-class FamilyStatistics:
-    """What `schedule.gpu.launch_stats` has to know of a family.
-
-    Attributes:
-        unit: the compute unit that does the work, as `jcuts.estimate` names it.
-        traffic: bytes and lines that a launch of so many blocks and threads moves.
-        bytes_in_flight: bytes that a thread asks for before it needs the first of them.
-        coalescing: how accesses use 128-byte lines, of families whose schedules say it; else None.
-        kernels: the kernels of a program, of families whose kernels are independent of each other; else None.
-    """
-
-    unit: Callable[[Program], str] = gpu_traffic.ffma_unit
-    traffic: Callable[[Program, int, int], Traffic] = gpu_traffic.compulsory_traffic
-    bytes_in_flight: Callable[[Program], float] = gpu_traffic.load_bytes_in_flight
-    coalescing: Callable[[Program], CoalescingStats] | None = None
-    kernels: Callable[[Program], Sequence[Program]] | None = None
 
 
 def _no_schedules(problem: GpuProblem) -> Iterable[Candidate]:
@@ -64,6 +44,7 @@ class ScheduleFamily:
         capability: the least compute capability that its instructions need.
         tile_of: the tile that a scheduled program's block computes: a record of the family, or `schedule_parameters`.
         statistics: what its launches move, and on which unit they compute.
+        time: its time model of a scheduled program; None: that of memory-bound kernels, from its statistics.
     """
 
     name: str
@@ -78,6 +59,7 @@ class ScheduleFamily:
     capability: tuple[int, int] = (0, 0)
     tile_of: Callable[[Program], Any] = schedule_parameters
     statistics: FamilyStatistics = FamilyStatistics()
+    time: Callable[[Program, GpuMachine], KernelTime] | None = None
 
     def match(self, program: Program) -> bool:
         """Whether a scheduled program is of this family; of every schedule one family's is true."""

@@ -89,6 +89,11 @@ class GpuMachine:
         return self.arch.bw_global
 
     @property
+    def clock_hertz(self) -> float:
+        """Clock at which cycles of the fitted models pass [Hz]: below the highest one, as under load."""
+        return self.coefficients("gpu/window", "cost").clock_hertz
+
+    @property
     def limits(self) -> SmLimits:
         """What a multiprocessor has, by capability."""
         return nearest_limits(self.capability)

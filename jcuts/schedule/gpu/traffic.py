@@ -157,12 +157,12 @@ def thread_tile_traffic(program: Program, blocks: int, threads: int) -> Traffic:
     places = sorted({int(blocks * part) for part in SAMPLES})
     found = np.mean([_block(program, phase, place, threads) for place in places], axis=0)
     longer = max(1.0, terms / TERMS)
-    small = sum(b.bytes for b in program.inputs if b.name in _l1_resident(program))
+    small = sum(b.bytes for b in program.inputs if b.name in l1_resident(program))
     moved = max(compulsory(program), SECTOR * blocks * float(found[0]) * longer + small)
     return Traffic(moved, blocks * float(found[1]), float(found[2]))
 
 
-def _l1_resident(program: Program) -> set[str]:
+def l1_resident(program: Program) -> set[str]:
     """Operands that the L1 cache keeps: they move once."""
     most = min(CACHED, compulsory(program) / SMALL)
     return {b.name for b in program.inputs if b.bytes <= most}
@@ -210,7 +210,7 @@ def _block(program: Program, phase: Phase, block: int, threads: int) -> tuple[fl
     """Of one block: distinct sectors that it loads and stores, lines of all its warps' accesses, active threads."""
     env = _points(program, phase, block, threads)
     sizes = {b.name: ITEM_SIZE[b.dtype] for b in program.buffers}
-    kept = _l1_resident(program)
+    kept = l1_resident(program)
     touched: dict[str, list[np.ndarray]] = {}
     inside = np.asarray(True)
     for axis in phase.axes:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator
 
 from jcuts.base.errors import Refusal
-from jcuts.estimate.time_model import Resource, TimeTerm, longest, overlap, per_sm, quadrature, repeat, serial, term
+from jcuts.estimate.time_model import Resource, TimeTerm, longest, overlap, per_sm, soft_maximum, repeat, serial, term
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.attention import Attention, match
 from jcuts.schedule import fit
@@ -173,7 +173,7 @@ def time(shape: FlashTile, program: Program, machine: GpuMachine) -> TimeTerm:
             term(Resource.L2, shape.keys * line / rates.l2_bytes_per_cycle),
         ]
         work = repeat(blocks * shape.tiles, overlap(OVERLAP, limits))
-        return per_sm(times, quadrature(work, own), resident=blocks, blocks=of_all, sms=machine.sms)
+        return per_sm(times, soft_maximum(2, work, own), resident=blocks, blocks=of_all, sms=machine.sms)
 
     waves = [wave(full, resident, min(all_blocks, full * resident * machine.sms))] if full else []
     if rest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +12,8 @@ from jcuts.kernel_ir.loop_transforms import map_indices
 from jcuts.kernel_ir.node import Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program
 from jcuts.lower.tensor_graph import MOST_SWITCHED
-from jcuts.schedule import fit
+from jcuts.schedule.gpu import family_statistics as stats
+from jcuts.schedule.gpu.launch_stats import memory_score
 from jcuts.schedule.gpu.machine import (
     ACCESS,
     SHARED,
@@ -24,9 +26,6 @@ from jcuts.schedule.gpu.machine import (
     vectors,
 )
 
-_SCORES = fit.coefficients("gpu/elementwise", "scores")
-_CONCAT = fit.coefficients("gpu/elementwise", "concat")
-_TRANSPOSE = fit.coefficients("gpu/elementwise", "transpose")
 SWITCH = "part"  # the axis that numbers a concatenation's operands
 
 
@@ -39,7 +38,6 @@ def register_tiles(program: Program, machine: GpuMachine) -> Iterator[Candidate]
     switched = _with_operand_axis(program)
     if switched is not None:
         yield from _concat_switch(switched, machine)
-    points = math.prod(a.extent for a in phase.axes)
     lane = phase.axes[-1]
     size = narrowest(program)
     crossed = transposed_axis(phase, lane.name)
@@ -50,26 +48,15 @@ def register_tiles(program: Program, machine: GpuMachine) -> Iterator[Candidate]
             options = [[*tiles, (crossed.name, n)] for n in (4, 8) if n <= crossed.extent] or options
         elif len(phase.axes) > 1 and phase.axes[-2].extent % 2 == 0:
             options.append([*tiles, (phase.axes[-2].name, 2)])
-        for option in options:
-            unroll = dict(option)
-            for threads in (256, 128):
-                work = points / math.prod(unroll.values())
-                fill = min(1.0, work / machine.threads)
-                access = min(1.0, vector * size / ACCESS)
-                score = _SCORES.access_base + _SCORES.access_slope * access
-                score *= _SCORES.occupancy_base + _SCORES.occupancy_slope * fill
-                score *= 1.0 if threads == 256 else _SCORES.threads_128_factor
-                if crossed is not None:
-                    score *= _SCORES.strided_factor
-                elif len(option) > 1:
-                    score *= _SCORES.two_rows_factor
-                tiled = unrolled(program, unroll)
-                if crossed is not None:
-                    for along in (8, 16):  # threads along the operand's own direction: whole lines of it per block
-                        shape = ((crossed.name, along), (lane.name, threads // along))
-                        yield scheduled(tiled, "point", threads, ("block", shape)), score
-                    score *= _SCORES.strided_unblocked_factor
-                yield scheduled(tiled, "point", threads), score
+        for option, threads in itertools.product(options, (256, 128)):
+            tiled = unrolled(program, dict(option))
+            if crossed is not None:
+                for along in (8, 16):  # threads along the operand's own direction: whole lines of it per block
+                    shape = ((crossed.name, along), (lane.name, threads // along))
+                    made = scheduled(tiled, "point", threads, ("block", shape))
+                    yield made, memory_score(made, stats.REGISTER_TILES, machine)
+            made = scheduled(tiled, "point", threads)
+            yield made, memory_score(made, stats.REGISTER_TILES, machine)
 
 
 def _with_operand_axis(program: Program) -> Program | None:
@@ -99,8 +86,6 @@ def _concat_switch(program: Program, machine: GpuMachine) -> Iterator[Candidate]
     """Concatenations: threads of a block mostly copy from one operand, and branch to code for it alone."""
     phase = program.phases[0]
     lane = phase.axes[-1]
-    size = narrowest(program)
-    points = math.prod(a.extent for a in phase.axes)
     rows = phase.axes[-2]
     for vector in vectors(lane.extent, ITEM_SIZE[program.outputs[0].dtype]):
         for deep in (1, 2, 4):
@@ -108,11 +93,8 @@ def _concat_switch(program: Program, machine: GpuMachine) -> Iterator[Candidate]
                 continue
             tiled = unrolled(program, {lane.name: vector, rows.name: deep})
             for threads in (128, 256):
-                fill = min(1.0, points / (vector * deep) / machine.threads)
-                score = _CONCAT.occupancy_base + _CONCAT.occupancy_slope * fill
-                score *= _CONCAT.access_base + _CONCAT.access_slope * min(1.0, vector * size / ACCESS)
-                score = min(1.0, score * _CONCAT.switch_factor)
-                yield scheduled(tiled, "point", threads, ("switch", SWITCH)), score
+                made = scheduled(tiled, "point", threads, ("switch", SWITCH))
+                yield made, memory_score(made, stats.REGISTER_TILES, machine)
 
 
 def smem_staged_loads(phase: Phase, crossed: str) -> list[Node]:
@@ -152,15 +134,6 @@ def smem_transposes(program: Program, machine: GpuMachine) -> Iterator[Candidate
                 continue
             if threads % (columns // vector) or rows * columns * max(size, held) > SHARED:
                 continue
-            covered = 1.0
-            for axis, side in ((crossed, rows), (lane, columns)):
-                covered *= axis.extent / (-(-axis.extent // side) * side)
-            tiles = math.prod(a.extent for a in phase.axes) / (rows * columns)
-            fill = min(1.0, tiles * threads / machine.threads)
-            score = covered * (_TRANSPOSE.occupancy_base + _TRANSPOSE.occupancy_slope * fill)
-            score *= _TRANSPOSE.access_base + _TRANSPOSE.access_slope * min(1.0, vector * size / ACCESS)
-            score *= 1.0 if columns == lines else _TRANSPOSE.wide_tile_factor
-            other = 1.0 if rows == 64 else _TRANSPOSE.other_rows_factor
-            score *= other * (1.0 if threads == 256 else _TRANSPOSE.threads_512_factor)
             params = (("crossed", crossed.name), ("rows", rows), ("columns", columns))
-            yield scheduled(unrolled(program, {lane.name: vector}), "transposed", threads, *params), score
+            made = scheduled(unrolled(program, {lane.name: vector}), "transposed", threads, *params)
+            yield made, memory_score(made, stats.TRANSPOSES, machine)

@@ -193,8 +193,7 @@ def registers_of(counter: GemmProblem, tiling: MmaTile) -> float:
 def warp_time(counter: GemmProblem, tiling: MmaTile) -> TimeTerm:
     """Cycles of a launch by warps, and of the second one where terms are split."""
     rates = rates_of(counter)
-    rows, columns, (along, across, deep) = tiling.rows, tiling.columns, tiling.warps
-    high, wide, count = rows // along, columns // across, along * across * deep
+    rows, columns, deep, count = tiling.rows, tiling.columns, tiling.warps[2], math.prod(tiling.warps)
     alone = bool(counter.fma) or counter.double  # nothing but the products of all warps decides
     registers = min(registers_of(counter, tiling), OWN_REGISTERS.maximum)
     tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)

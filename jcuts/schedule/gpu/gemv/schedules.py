@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from jcuts.estimate.time_model import Resource, TimeTerm, quadrature, serial, term
+from jcuts.estimate.time_model import Resource, TimeTerm, soft_maximum, serial, term
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.gemm import COLUMNS, K, gemm_operands
 from jcuts.schedule import fit
@@ -208,7 +208,7 @@ def time(problem: GemvProblem, made: GemvSchedule, machine: GpuMachine) -> TimeT
         fixed.append(term(Resource.BARRIER, _COST.cluster_seconds))
     if made.split > 1:
         fixed.append(term(Resource.REDUCE, _COST.split_seconds))
-    return serial([quadrature(memory, latency), *fixed])
+    return serial([soft_maximum(4, memory, latency), *fixed])
 
 
 def estimated_seconds(problem: GemvProblem, made: GemvSchedule, machine: GpuMachine) -> float:

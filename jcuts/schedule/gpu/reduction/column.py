@@ -31,6 +31,14 @@ from jcuts.schedule.gpu.machine import (
     tiled,
     vectors,
 )
+from jcuts.schedule.gpu.reduction.column_time import (
+    ColumnSchedule,
+    column_time,
+    memory_of,
+    scan_ratios,
+    softmax_ratios,
+    welford_ratios,
+)
 from jcuts.schedule.gpu.window import filter_gradient
 from jcuts.schedule.gpu.window.filter_gradient import inner_reduction, innermost, taps_of
 
@@ -39,17 +47,6 @@ _COLUMN = fit.coefficients("gpu/reduction", "column")
 _SOFTMAX = fit.coefficients("gpu/reduction", "column_softmax")
 _WELFORD = fit.coefficients("gpu/reduction", "welford")
 _SCAN = fit.coefficients("gpu/reduction", "scan")
-COLUMN_FLIGHTS = {4: 1.0, 8: _COLUMN.flight_8_factor, 2: _COLUMN.flight_2_factor, 1: _COLUMN.flight_1_factor}
-"""Factor on the time, by loads in flight of a thread."""
-COLUMN_WAVES = {2: _COLUMN.waves_2_factor, 4: _COLUMN.waves_4_factor}
-"""Factor on the time, by waves of blocks that split the reduction."""
-SOFTMAX_THREADS = {
-    1024: _SOFTMAX.threads_1024_factor,
-    512: 1.0,
-    256: _SOFTMAX.threads_256_factor,
-    128: _SOFTMAX.threads_128_factor,
-}
-"""Factor on the score, by threads of a block."""
 
 
 def columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -80,7 +77,7 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                 score *= _POINT.access_base + _POINT.access_slope * access
                 yield scheduled(tiled(program, {lane.name: vector}, whole_tile), "point", threads), score
     splittable = not any(acc.index_dtype for acc in phase.accs)
-    moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
+    memory = memory_of(program, machine)
     for taps, tile in _column_tiles(phase):
         terms = math.prod(r.extent // tile.get(r.name, 1) for r in phase.reds)
         inside = math.prod(tile.values())
@@ -98,46 +95,19 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                     continue
                 if across * vector > threads or (threads > (512 if taps else 768) and kept + flight * loads > 40):
                     continue
-                lanes = -(-wide // across)
-                held = 1 if kept + flight * loads > 80 else 2 if kept + flight * loads > 40 else 3
-                resident = machine.sms * max(1, held * 768 // threads)  # blocks that run at once
+                once = ColumnSchedule(
+                    wide, outer, vector, size, across, threads, kept, loads, inside, flight, 1, bool(taps)
+                )
+                resident = machine.sms * once.resident  # blocks that run at once
                 for waves in (1, 2, 4, 0):
-                    split = 1 if waves == 0 else min(waves * resident // (lanes * outer), terms // (2 * deep * flight))
+                    split = 1 if waves == 0 else min(waves * resident // once.blocks, terms // (2 * deep * flight))
                     if split < 1 or (split == 1) != (waves == 0) or (split > 1 and not splittable):
                         continue
-                    blocks = lanes * outer * split
-                    rounds = -(-blocks // resident)
-                    under_way = min(flight * max(1, loads) * size, 4 * max(16, 96 - kept))  # bytes of a thread
-                    under_way *= min(blocks, resident) * threads
-                    even = -(-blocks // machine.sms) * machine.sms if rounds == 1 else rounds * resident
-                    waste = even / blocks if rounds < 4 else 1.0
-                    lines = min(1.0, _COLUMN.line_share_base + _COLUMN.line_share_slope * across * vector * size / 128)
-                    idle = lanes * across / wide * threads / (across * deep)
-                    whole = moved / machine.bandwidth
-                    spent = whole * max(1.0, IN_FLIGHT / under_way) * max(1.0, idle * _COLUMN.idle_factor) / lines
-                    again = loads / (inside * vector) - 1.0  # what the caches deliver again
-                    spent *= 1.0 + _COLUMN.cached_read_weight * again
-                    spent *= _COLUMN.whole_wave_base + _COLUMN.wave_waste_weight * waste
-                    spent += _COLUMN.launch_seconds
-                    spent += _COLUMN.split_launch_seconds if split > 1 else 0.0
-                    spent += 4 * results * split * (split > 1) / machine.bandwidth
-                    spent *= COLUMN_FLIGHTS[flight]
-                    if threads > 768:
-                        spent *= _COLUMN.large_block_split_factor if split > 1 else _COLUMN.large_block_factor
-                    elif threads < 384:
-                        spent *= _COLUMN.small_block_factor
-                    spent *= (
-                        1.0 if across & (across - 1) == 0 else _COLUMN.no_shuffle_factor
-                    )  # no shuffles: more shared memory
-                    spent *= (
-                        1.0 if not taps or kept <= 20 else _COLUMN.tap_registers_factor
-                    )  # few registers: more threads at once
-                    narrow = 1.0 if vector * size == ACCESS or taps else _COLUMN.narrow_access_factor
-                    spent *= narrow * COLUMN_WAVES.get(waves, 1.0)
+                    spent = column_time(replace(once, split=split), results, memory, machine).value
                     params = (("across", across), ("flight", flight), *((("split", split),) if split > 1 else ()))
                     yield (
                         scheduled(tiled(program, {**taps, lane.name: vector}, tile), "columns", threads, *params),
-                        (whole / spent if whole else 1.0),
+                        (memory.value / spent if memory.value else 1.0),
                     )
 
 
@@ -168,17 +138,9 @@ def column_softmax(program: Program, machine: GpuMachine) -> Iterator[Candidate]
                 continue  # too much for registers at full occupancy, too little for a loop
             else:
                 chunks = max(1, 8 // vector)
-            blocks = -(-lane.extent // (vector * across)) * outer
-            fill = min(1.0, blocks * across * deep / machine.threads)
-            lines = min(1.0, _SOFTMAX.line_share_base + _SOFTMAX.line_share_slope * across * vector * size / 128)
-            depth = min(1.0, _SOFTMAX.depth_base + _SOFTMAX.depth_slope * kept / 16)
-            depth = depth if chunks == pieces else _SOFTMAX.looped_depth
-            score = lines * (_SOFTMAX.occupancy_base + _SOFTMAX.occupancy_slope * fill)
-            score = score * depth * length / (pieces * deep)
-            score *= lane.extent / (-(-lane.extent // (vector * across)) * vector * across)
-            score *= SOFTMAX_THREADS[threads]
             params = (("across", across), ("vector", vector), ("chunks", chunks))
-            yield scheduled(program, "column_rows", across * deep, *params), score
+            made = scheduled(program, "column_rows", across * deep, *params)
+            yield made, math.prod(softmax_ratios(made, machine, threads).values())
 
 
 def welford(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -203,17 +165,9 @@ def welford(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                 split = min(waves * machine.sms * (1024 // threads) // blocks, length // (deep * chunks))
                 if split < 2:
                     continue
-                under_way = min(blocks * split * threads, machine.threads // 2) * chunks * vector * size
-                hidden = 1.0 / (1.0 + IN_FLIGHT / 2 / under_way)
-                used = lane.extent / (blocks // outer * across * vector)
-                lines = min(1.0, _WELFORD.line_share_base + _WELFORD.line_share_slope * across * vector * size / 128)
-                access = min(1.0, vector * size / ACCESS)
-                score = lines * hidden * used**0.5 * (_WELFORD.access_base + _WELFORD.access_slope * access)
-                score *= 1.0 if chunks == 8 else _WELFORD.other_chunks_factor
-                score *= 1.0 if waves == 1 else _WELFORD.more_waves_factor
-                score *= 1.0 if threads == 256 else _WELFORD.other_threads_factor
                 params = (("across", across), ("vector", vector), ("chunks", chunks), ("split", split))
-                yield scheduled(program, "moments", across * deep, *params), score
+                made = scheduled(program, "moments", across * deep, *params)
+                yield made, math.prod(welford_ratios(made, machine, threads).values())
 
 
 def _scans_rows(program: Program) -> bool:
@@ -238,13 +192,9 @@ def row_scans(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
         for team in (32, 64, 128, 256, 512):
             if team > 32 and team * vector > 2 * time.extent:
                 continue
-            pieces = -(-time.extent // (team * vector))
-            fill = min(1.0, others * team / machine.threads)
-            score = time.extent / (pieces * team * vector)
-            score *= _SCAN.row_occupancy_base + _SCAN.row_occupancy_slope * fill
-            score *= min(1.0, vector * size / ACCESS)
             params = (("team", team), ("vector", vector))
-            yield scheduled(program, "scan_rows", 128 if team == WARP else team, *params), score
+            made = scheduled(program, "scan_rows", 128 if team == WARP else team, *params)
+            yield made, math.prod(scan_ratios(made, machine).values())
 
 
 def column_scans(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -257,23 +207,17 @@ def column_scans(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     if _scans_rows(program) or lane.name != LANE:
         return  # neighbouring threads would read far apart
     for vector in vectors(lane.extent, size):
-        threads = others / vector
-        fill = min(1.0, threads / machine.threads)
         unroll = max(2, 16 // vector)
         params = (("vector", vector), ("unroll", unroll))
-        score = _SCAN.column_base + _SCAN.column_occupancy_slope * fill
-        yield scheduled(program, "scan_columns", 128, *params), score
-        wanted = int(machine.threads / threads)
+        made = scheduled(program, "scan_columns", 128, *params)
+        yield made, math.prod(scan_ratios(made, machine).values())
+        wanted = int(machine.threads / (others / vector))
         if associates and wanted > 1 and time.extent >= 8 * unroll:
             most = min(wanted, time.extent // (2 * unroll))
             for groups in {min(most, 512), min(most, 128)}:  # their totals are scanned one after another
                 if groups > 1:
-                    covered = min(1.0, threads * groups / machine.threads)
-                    little = covered < _SCAN.split_full_limit * fill
-                    score = _SCAN.column_base + _SCAN.column_occupancy_slope * covered
-                    score *= _SCAN.split_little_factor if little else _SCAN.split_factor
-                    score *= min(1.0, vector * size / ACCESS)
-                    yield scheduled(program, "scan_columns", 128, *params, ("split", groups)), score
+                    made = scheduled(program, "scan_columns", 128, *params, ("split", groups))
+                    yield made, math.prod(scan_ratios(made, machine).values())
 
 
 def _column_tiles(phase: Phase) -> list[tuple[dict[str, int], dict[str, int]]]:

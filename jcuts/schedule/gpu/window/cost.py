@@ -1,28 +1,56 @@
-"""Cost model of window kernels, with and without a sliding window: bytes, lines, instructions, loads in flight.
+"""Cost model of window kernels, with and without a sliding window: footprint of blocks, lines, issue, loads in flight.
 
-    seconds = (bytes / memory + lines / L1 + instructions / issue + repeated reads / L2)
-              * unhidden latency of loads * idle part of the last wave
+    seconds = (memory + shares of L2 cache, L1 lines and issued instructions)
+              * occupancy * latency that loads in flight do not hide * last wave
 
-Narrow accesses are as good as wide ones where the threads of a warp read whole lines; they need fewer registers, and
-the window of a thread may be larger.  The constants are fitted to 1,109 schedules of five operations on an H200; of
-each operation that the fit did not know, the best of eight was within 4 % of the fastest (`docs/gpu_proofs.md`).
+as for other memory-bound launches (`estimate.gpu_kernel`), and the instructions besides: a depthwise convolution has
+nine multiply-adds per output.  The shares are fitted to 3,615 schedules of five operations on an H200, drawn without
+the model; of each operation that a fit did not know, the best of five of about 505 was within 3.6 % of the fastest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jcuts.arch.sm_limits import SM_90
-from jcuts.estimate.time_model import Resource, TimeTerm, scaled, serial, term
-from jcuts.schedule import fit
+from jcuts.estimate.time_model import Resource, TimeTerm, at_least, on_sms, scaled, serial, term
+from jcuts.schedule.gpu.launch_stats import memory_rates
 from jcuts.schedule.gpu.machine import WARP, GpuMachine
 
-_FIT = fit.coefficients("gpu/window", "cost")
-_REGISTERS = fit.coefficients("gpu/window", "registers")
-"""Cycles per second of the GPU that the coefficients are fitted to."""
-LINE = SM_90.cache_line_bytes
+REGISTER_UNIT = 8
+"""Registers of a thread are allocated in portions of this many."""
+MOST_REGISTERS = 255
+SCHEDULERS = 4
+"""Of a multiprocessor: each issues one warp instruction per cycle."""
+
+
+@dataclass(frozen=True)
+class WindowRates:
+    """Fitted coefficients.
+
+    Attributes:
+        clock_hertz: of the GPU while measured.
+        l2_share, l1_share, issue_share: of these resources' times that are not hidden behind the memory's.
+        latency_share: of the latency that loads in flight do not hide. occupancy_exponent: of resident threads.
+        tail_share: what the last, partly filled wave costs at most.
+        access_instructions, exit_instructions, tile_instructions: per access, per operation of the epilogue, per tile.
+        register_base, register_per_value: of a thread; per value that it loads, or makes.
+        sliding_no_prefetch: values of the next tile that are in registers where none are loaded early.
+    """
+
+    clock_hertz: float
+    l2_share: float
+    l1_share: float
+    issue_share: float
+    latency_share: float
+    occupancy_exponent: float
+    tail_share: float
+    access_instructions: float
+    exit_instructions: float
+    tile_instructions: float
+    register_base: float
+    register_per_value: float
+    sliding_no_prefetch: float
 
 
 @dataclass(frozen=True)
@@ -37,11 +65,12 @@ class WindowCost:
         ahead: tiles that are loaded early, -1 without a sliding window.
         lane: neighbouring outputs of a thread.
         taps: values per output.
+        exit_ops: operations per output after the sum.
         size: bytes of a value.
-        tiles: register tiles of the whole operation.
-        waste: points of all tiles over those of the operation.
-        read, written: bytes.
+        tiles: threads with work.
         threads: of a block.
+        compulsory: bytes of operands and results.
+        moved, lines: bytes of sectors that all blocks touch, 128-byte lines of all accesses.
     """
 
     tile: int
@@ -51,65 +80,68 @@ class WindowCost:
     ahead: int
     lane: int
     taps: int
+    exit_ops: int
     size: int
     tiles: int
-    waste: float
-    read: float
-    written: float
     threads: int
+    compulsory: float
+    moved: float
+    lines: float
 
     @property
-    def registers(self) -> float:
+    def blocks(self) -> int:
+        """Of the launch."""
+        return -(-self.tiles // self.threads)
+
+    def registers(self, rates: WindowRates) -> float:
         """Registers of a thread, estimated."""
+        loaded = float(self.values)
         if self.steps > 1:
-            kept = self.values + (self.ahead if self.ahead > 0 else _REGISTERS.sliding_no_prefetch_factor) * self.fresh
-            found = _REGISTERS.sliding_factor * (_REGISTERS.sliding_base + self.tile + kept * self.size / 4)
-            return min(_REGISTERS.maximum, found)
-        return _REGISTERS.point_base + _REGISTERS.point_per_output * self.tile + _REGISTERS.point_per_lane * self.lane
+            loaded += (self.ahead if self.ahead > 0 else rates.sliding_no_prefetch) * self.fresh
+        kept = loaded * max(1.0, self.size / 4) + self.tile
+        return min(float(MOST_REGISTERS), rates.register_base + rates.register_per_value * kept)
+
+    def instructions(self, rates: WindowRates) -> float:
+        """Warp instructions of the launch."""
+        loaded, stored = self.values + (self.steps - 1) * self.fresh, self.tile * self.steps
+        accesses = (loaded + stored) / min(self.lane, max(1, 16 // self.size))
+        each = rates.access_instructions * accesses + stored * (self.taps + rates.exit_instructions * self.exit_ops)
+        return self.tiles / WARP * (each + rates.tile_instructions)
 
     def time(self, machine: GpuMachine) -> TimeTerm:
         """Seconds of a launch by their terms."""
-        rates = machine.coefficients("gpu/window", "cost")
-        loaded = self.values + (self.steps - 1) * self.fresh
-        stored = self.tile * self.steps
-        lines = self.tiles * (loaded + stored) * self.size / LINE / (machine.sms * rates.clock_hertz)
-        accesses = (loaded + stored) / min(self.lane, max(1, 16 // self.size))
-        issued = _FIT.access_instructions * accesses + stored * self.taps + _FIT.tile_instructions
-        issue = self.tiles / WARP * issued / (machine.sms * 4 * rates.clock_hertz)
-        again = max(0.0, loaded / stored - self.read / self.written) * self.written / rates.l2_bytes_per_second
-        moved = self.read + self.written
+        rates, memory = machine.record("gpu/window", "cost", WindowRates), memory_rates(machine)
+        sms, arch, blocks = machine.sms, machine.arch, self.blocks
+        held = self._resident_blocks(machine, rates)
+        resident = min(blocks, held * sms) * self.threads
+        active = self.tiles / (blocks * self.threads)
+        ahead = max(0.5, self.ahead) * self.fresh if self.steps > 1 else self.values
+        in_flight = max(1.0, resident * active * ahead * self.size) / (machine.bandwidth * memory.latency_seconds)
+        occupancy = active * min(1.0, held * self.threads / machine.threads_per_sm)
+        busy = min(1.0, blocks / sms)  # what few multiprocessors ask for, they get at their own rates
+        issued = self.instructions(rates)
+        issue = term(Resource.ISSUE, rates.issue_share * issued / (sms * SCHEDULERS * rates.clock_hertz) / busy)
+        flop = term(Resource.ALU, 0.0, 2.0 * self.tile * self.steps * self.taps * self.tiles / blocks)
         work = serial(
             [
-                term(Resource.DRAM, moved / machine.bandwidth, moved),
-                term(Resource.L1, _FIT.l1_lines_remainder * lines),
-                term(Resource.ISSUE, _FIT.issue_remainder * issue),
-                term(Resource.L2, _FIT.reread_remainder * again),
+                term(Resource.DRAM, self.compulsory / machine.bandwidth, self.compulsory),
+                term(Resource.L2, rates.l2_share * self.moved / arch.bw_l2 / busy, self.moved),
+                term(Resource.L1, rates.l1_share * self.lines / (sms * arch.clock) / busy),
+                issue,
+                on_sms(flop, blocks=blocks, sms=sms),
             ]
         )
-        for name, factor in self._ratios(machine):
-            work = scaled(name, factor, work)
-        return serial([work, term(Resource.LAUNCH, _FIT.launch_seconds)])
+        work = scaled("occupancy", occupancy**-rates.occupancy_exponent, work)
+        work = scaled("loads in flight", 1.0 + rates.latency_share / in_flight, work)
+        work = scaled("last wave", 1.0 + rates.tail_share * min(1.0, held * sms / blocks), work)
+        return at_least(memory.launch_seconds, work)
 
-    def _ratios(self, machine: GpuMachine) -> Iterator[tuple[str, float]]:
-        """What lengthens the work: latency that loads in flight do not hide, occupancy, the last wave, idle points."""
-        taken = 8 * math.ceil(self.registers / 8) * self.threads
-        held = max(1, min(machine.threads_per_sm // self.threads, WARP, int(machine.limits.registers_per_sm // taken)))
-        blocks = -(-self.tiles // self.threads)
-        slots = held * machine.sms
-        there = min(blocks, slots) * self.threads
-        waves = blocks / slots
-        ahead = max(0.5, self.ahead * _FIT.prefetch_loads_factor) * self.fresh if self.steps > 1 else self.values
-        ahead = max(1.0, ahead)  # windows of a number read nothing
-        latency = _FIT.latency_weight * _FIT.latency_seconds
-        yield "loads in flight", 1.0 + latency * machine.bandwidth / (there * ahead * self.size)
-        yield "occupancy", (there / machine.threads) ** -_FIT.occupancy_exponent
-        partial = math.ceil(waves) / waves - 1 if waves < 4 else 0.0
-        yield "last wave", 1.0 + _FIT.last_wave_weight * min(1.0, 1 / waves) + _FIT.partial_wave_weight * partial
-        if self.steps > 1:
-            yield "start of a sliding window", 1.0 + _FIT.sliding_start_weight / self.steps
-        else:
-            yield "registers", 1.0 + _FIT.register_weight * max(0.0, (self.registers - 64) / 64)
-        yield "idle points", 1.0 + _FIT.waste_weight * (self.waste - 1.0)
+    def _resident_blocks(self, machine: GpuMachine, rates: WindowRates) -> int:
+        """Occupancy: blocks that one multiprocessor holds at once."""
+        taken = REGISTER_UNIT * math.ceil(self.registers(rates) / REGISTER_UNIT) * self.threads
+        limits = machine.limits
+        by_registers = int(limits.registers_per_sm // taken)
+        return max(1, min(machine.threads_per_sm // self.threads, limits.blocks_per_sm, by_registers))
 
     def seconds(self, machine: GpuMachine) -> float:
         """Estimated time of a launch."""

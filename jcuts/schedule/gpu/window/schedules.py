@@ -10,9 +10,12 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
+from jcuts.estimate.time_model import KernelTime
 from jcuts.kernel_ir.program import Axis, Phase, Program
 from jcuts.schedule import fit
+from jcuts.schedule.gpu.bound import memory_bound
 from jcuts.schedule.gpu.machine import (
     ACCESS,
     MOST_REGISTERS,
@@ -26,7 +29,9 @@ from jcuts.schedule.gpu.machine import (
     unrolled,
     window_values,
 )
+from jcuts.schedule.gpu.traffic import l1_resident
 from jcuts.schedule.gpu.window.cost import WindowCost
+from jcuts.schedule.gpu.window.footprint import block_footprint
 
 MOST_STRIDE = 4  # of a window, or dilation, whose period a register tile covers
 MOST_POINTS = 64  # of a tile of a walk
@@ -133,26 +138,52 @@ def _time(
 ) -> WindowCost:
     """Counts for the cost model. Args: fresh, steps, ahead: of sliding windows along an axis, in so many pieces."""
     phase = program.phases[0]
-    counts = {a.name: -(-a.extent // unroll.get(a.name, 1)) for a in phase.axes}
-    covered = math.prod(counts[a.name] * unroll.get(a.name, 1) / a.extent for a in phase.axes)
+    tile = {a.name: unroll.get(a.name, 1) for a in phase.axes}
+    tiles = {a.name: -(-a.extent // tile[a.name]) for a in phase.axes}
+    points = math.prod(tile.values())
     if along:
-        covered *= pieces * steps / counts[along]
-        counts[along] = pieces
+        tiles[along], tile[along] = pieces, min(phase.ranges()[along], tile[along] * steps)
+    resident = frozenset(l1_resident(program))
+    footprint = block_footprint(program, tile, tiles, threads, resident)
+    count = math.prod(tiles.values())
+    compulsory = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
+    kept = sum(b.bytes for b in program.inputs if b.name in resident)
     return WindowCost(
-        math.prod(unroll.values()),
+        points,
         values,
         fresh or values,
         steps,
         ahead,
         unroll[phase.axes[-1].name],
         math.prod(r.extent for r in phase.reds),
+        len(phase.exit.nodes),
         narrowest(program),
-        math.prod(counts.values()),
-        covered,
-        float(sum(b.bytes for b in program.inputs)),
-        float(sum(b.bytes for b in program.outputs)),
+        count,
         threads,
+        compulsory,
+        max(compulsory, footprint.bytes * count / threads + kept),
+        footprint.lines * count / threads,
     )
+
+
+def cost_of(program: Program) -> WindowCost:
+    """The counts of a scheduled window, with or without a sliding window."""
+    params: Any = dict(program.params)
+    phase = program.phases[0]
+    unroll = {a.name: a.unroll for a in phase.axes}
+    values, threads = window_values(phase, unroll), int(params["threads"])
+    if "walk" not in params:
+        return _time(program, unroll, values, threads)
+    along, tiles = params["walk"]
+    rows = unroll[along]
+    fresh = max(1, window_values(phase, {**unroll, along: 2 * rows}) - values)
+    count = next(a.extent for a in phase.axes if a.name == along) // rows
+    return _time(program, unroll, values, threads, fresh, tiles, -(-count // tiles), along, int(params["ahead"]))
+
+
+def window_time(program: Program, machine: GpuMachine) -> KernelTime:
+    """The model of a scheduled window: pooling, depthwise convolution, a contraction of few terms."""
+    return KernelTime(cost_of(program).time(machine), unit="ffma", compulsory=memory_bound(program).bytes)
 
 
 def _least(program: Program, machine: GpuMachine) -> float:

@@ -1,0 +1,78 @@
+"""Traffic, launches and compute unit of the kernel families, as the performance model reads them (`FamilyStatistics`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jcuts.kernel_ir.program import Program
+from jcuts.lower import welford
+from jcuts.schedule.gpu import coalescing, launch_shapes, traffic
+from jcuts.schedule.gpu.coalescing import CoalescingStats
+from jcuts.schedule.gpu.launch_shapes import LaunchShape
+from jcuts.schedule.gpu.machine import WARP
+from jcuts.schedule.gpu.traffic import Traffic, compulsory_traffic, ffma_unit, load_bytes_in_flight
+
+
+def _one_launch(program: Program) -> Sequence[LaunchShape]:
+    """Of families whose time is modelled otherwise: one thread per output."""
+    threads = int(str(dict(program.params).get("threads", WARP)))
+    points = max((b.size for b in program.outputs), default=1)
+    return (LaunchShape(-(-points // threads), threads, WARP),)
+
+
+@dataclass(frozen=True)
+class FamilyStatistics:
+    """What `schedule.gpu.launch_stats` has to know of a family.
+
+    Attributes:
+        unit: the compute unit that does the work, as `jcuts.estimate` names it.
+        traffic: bytes and lines that a launch of so many blocks and threads moves.
+        bytes_in_flight: bytes that a thread asks for before it needs the first of them.
+        coalescing: how accesses use 128-byte lines, of families whose schedules say it; else None.
+        kernels: the kernels of a program, of families whose kernels are independent of each other; else None.
+        launches: grid, block and registers of its launches before it is compiled, as far as they can be estimated.
+    """
+
+    unit: Callable[[Program], str] = ffma_unit
+    traffic: Callable[[Program, int, int], Traffic] = compulsory_traffic
+    bytes_in_flight: Callable[[Program], float] = load_bytes_in_flight
+    coalescing: Callable[[Program], CoalescingStats] | None = None
+    kernels: Callable[[Program], Sequence[Program]] | None = None
+    launches: Callable[[Program], Sequence[LaunchShape]] = _one_launch
+
+
+def coalesced(
+    stats: Callable[[Program], CoalescingStats],
+    launches: Callable[[Program], Sequence[LaunchShape]],
+    kernels: Callable[[Program], Sequence[Program]] | None = None,
+) -> FamilyStatistics:
+    """Of families whose accesses are known from their schedules (`schedule.gpu.coalescing`)."""
+    return FamilyStatistics(
+        traffic=lambda program, blocks, threads: traffic.coalesced_traffic(program, stats(program)),
+        bytes_in_flight=lambda program: max(stats(program).under_way, 1.0),
+        coalescing=stats,
+        kernels=kernels,
+        launches=launches,
+    )
+
+
+REGISTER_TILES = FamilyStatistics(traffic=traffic.thread_tile_traffic, launches=launch_shapes.thread_tile_launch)
+TRANSPOSES = coalesced(coalescing.transpose_access, launch_shapes.transpose_launch)
+ROWS = coalesced(coalescing.row_access, launch_shapes.row_launch)
+COLUMNS = coalesced(coalescing.column_access, launch_shapes.column_launch)
+COLUMN_POINTS = coalesced(coalescing.column_points_access, launch_shapes.column_points_launch)
+WELFORD = coalesced(
+    coalescing.column_points_access,
+    launch_shapes.welford_launch,
+    lambda program: welford.split_kernels(program).programs,
+)
+GEMV = coalesced(coalescing.gemv_access, launch_shapes.column_launch)
+SCANS = FamilyStatistics(launches=launch_shapes.scan_launch)
+TENSOR_CORE_GEMM = FamilyStatistics(traffic.mma_unit, traffic.gemm_traffic, traffic.gemm_bytes_in_flight)
+SIMT_GEMM = FamilyStatistics(traffic.ffma_unit, traffic.gemm_traffic, traffic.gemm_bytes_in_flight)
+FEW_CHANNELS = FamilyStatistics(traffic.conv_unit, traffic.few_channels_traffic, traffic.few_channels_bytes_in_flight)
+INVERTED_RESIDUAL = FamilyStatistics(
+    traffic.inverted_residual_unit, traffic.inverted_residual_traffic, traffic.inverted_residual_bytes_in_flight
+)
+ATTENTION = FamilyStatistics(traffic.attention_unit, traffic.attention_traffic)

@@ -1,0 +1,270 @@
+"""Time model of column reductions, column norms, Welford statistics and scans: memory time and ratios that lengthen it.
+
+    seconds = (compulsory bytes / bandwidth) * product of ratios + launches
+
+The ratios are fitted by hand (`fit_h200.toml`): lines that are used in part, loads in flight, idle threads, waves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from jcuts.estimate.time_model import KernelTime, Resource, TimeTerm, by_ratios, scaled, serial, term
+from jcuts.kernel_ir.program import Program
+from jcuts.lower.scan_axes import TIME
+from jcuts.schedule import fit
+from jcuts.schedule.gpu.bound import memory_bound
+from jcuts.schedule.gpu.machine import (
+    ACCESS,
+    IN_FLIGHT,
+    RESIDENT,
+    WARP,
+    GpuMachine,
+    distinct_loads,
+    narrowest,
+)
+from jcuts.schedule.gpu.window import filter_gradient
+
+_COLUMN = fit.coefficients("gpu/reduction", "column")
+_SOFTMAX = fit.coefficients("gpu/reduction", "column_softmax")
+_WELFORD = fit.coefficients("gpu/reduction", "welford")
+_SCAN = fit.coefficients("gpu/reduction", "scan")
+COLUMN_FLIGHTS = {4: 1.0, 8: _COLUMN.flight_8_factor, 2: _COLUMN.flight_2_factor, 1: _COLUMN.flight_1_factor}
+"""Factor on the time, by loads in flight of a thread."""
+COLUMN_WAVES = {2: _COLUMN.waves_2_factor, 4: _COLUMN.waves_4_factor}
+"""Factor on the time, by waves of blocks that split the reduction."""
+SOFTMAX_THREADS = {
+    1024: _SOFTMAX.threads_1024_factor,
+    512: 1.0,
+    256: _SOFTMAX.threads_256_factor,
+    128: _SOFTMAX.threads_128_factor,
+}
+"""Factor on the score, by threads of a block."""
+
+
+def memory_of(program: Program, machine: GpuMachine) -> TimeTerm:
+    """All operands and results by the memory."""
+    moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
+    return term(Resource.DRAM, moved / machine.bandwidth, moved)
+
+
+def of_program(program: Program, root: TimeTerm) -> KernelTime:
+    """The model of a scheduled program with an expression in seconds."""
+    return KernelTime(root, unit="ffma", compulsory=memory_bound(program).bytes)
+
+
+# -- sums of columns ---------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ColumnSchedule:
+    """One schedule of a column reduction, in the counts that decide its time.
+
+    Attributes:
+        lane, outer: vectors of neighbouring outputs; tiles of the other output axes.
+        vector, size: outputs of a thread along the lanes; bytes of an element.
+        across, threads: threads of a block along the lanes; all of them.
+        kept, loads, inside: accumulators of a thread; values that a tile of reduced points loads; such points.
+        flight, split: tiles that are loaded early; groups of blocks that share a reduction.
+        taps: whether outputs share operands (filter gradients).
+    """
+
+    lane: int
+    outer: int
+    vector: int
+    size: int
+    across: int
+    threads: int
+    kept: int
+    loads: int
+    inside: int
+    flight: int
+    split: int
+    taps: bool
+
+    @property
+    def blocks(self) -> int:
+        """Of the launch."""
+        return -(-self.lane // self.across) * self.outer * self.split
+
+    @property
+    def resident(self) -> int:
+        """Blocks that one SM runs at once, as estimated from the registers."""
+        registers = self.kept + self.flight * self.loads
+        held = 1 if registers > 80 else 2 if registers > 40 else 3
+        return max(1, held * 768 // self.threads)
+
+
+def column_schedule(program: Program) -> ColumnSchedule:
+    """The schedule of a scheduled column reduction."""
+    params: Any = dict(program.params)
+    phase = program.phases[0]
+    lane, others = phase.axes[-1], phase.axes[:-1]
+    tile = {r.name: r.unroll for r in phase.reds}
+    counts = {**{a.name: a.unroll for a in phase.axes}, **tile}
+    kept = math.prod(a.unroll for a in phase.axes) * len(phase.accs)
+    return ColumnSchedule(
+        lane.extent // lane.unroll,
+        math.prod(a.extent // a.unroll for a in others),
+        lane.unroll,
+        narrowest(program),
+        int(params["across"]),
+        int(params["threads"]),
+        kept,
+        distinct_loads(phase, counts),
+        math.prod(tile.values()),
+        int(params.get("flight", 1)),
+        int(params.get("split", 1)),
+        any(a.unroll > 1 for a in others),
+    )
+
+
+def column_time(made: ColumnSchedule, results: int, memory: TimeTerm, machine: GpuMachine) -> TimeTerm:
+    """Seconds by their terms. Args: results: outputs of the reduction; memory: its compulsory traffic."""
+    resident, blocks = made.resident * machine.sms, made.blocks
+    rounds = -(-blocks // resident)
+    under_way = min(made.flight * max(1, made.loads) * made.size, 4 * max(16, 96 - made.kept))  # bytes of a thread
+    under_way *= min(blocks, resident) * made.threads
+    even = -(-blocks // machine.sms) * machine.sms if rounds == 1 else rounds * resident
+    waste = even / blocks if rounds < 4 else 1.0
+    line = _COLUMN.line_share_base + _COLUMN.line_share_slope * made.across * made.vector * made.size / 128
+    deep = made.threads // made.across
+    idle = -(-made.lane // made.across) * made.across / made.lane * made.threads / (made.across * deep)
+    again = made.loads / (made.inside * made.vector) - 1.0  # what the caches deliver again
+    ratios = {
+        "loads in flight": max(1.0, IN_FLIGHT / under_way),
+        "idle threads": max(1.0, idle * _COLUMN.idle_factor),
+        "lines": 1.0 / min(1.0, line),
+        "cached reads": 1.0 + _COLUMN.cached_read_weight * again,
+        "waves": _COLUMN.whole_wave_base + _COLUMN.wave_waste_weight * waste,
+    }
+    spent = memory
+    for name, ratio in ratios.items():
+        spent = scaled(name, ratio, spent)
+    parts = [spent, term(Resource.LAUNCH, _COLUMN.launch_seconds)]
+    if made.split > 1:
+        parts.append(term(Resource.LAUNCH, _COLUMN.split_launch_seconds))
+        parts.append(term(Resource.REDUCE, 4 * results * made.split / machine.bandwidth))
+    whole = serial(parts)
+    for name, ratio in _block_ratios(made, blocks / resident):
+        whole = scaled(name, ratio, whole)
+    return whole
+
+
+def _block_ratios(made: ColumnSchedule, waves: float) -> list[tuple[str, float]]:
+    """Small fitted factors: loads in flight, size and shape of a block, registers, width of an access, waves."""
+    found = [("flight", COLUMN_FLIGHTS.get(made.flight, _COLUMN.flight_8_factor))]
+    if made.threads > 768:
+        split = _COLUMN.large_block_split_factor if made.split > 1 else _COLUMN.large_block_factor
+        found.append(("block", split))
+    elif made.threads < 384:
+        found.append(("block", _COLUMN.small_block_factor))
+    if made.across & (made.across - 1):  # no shuffles: more shared memory
+        found.append(("no shuffle", _COLUMN.no_shuffle_factor))
+    if made.taps and made.kept > 20:  # few registers: more threads at once
+        found.append(("registers", _COLUMN.tap_registers_factor))
+    if made.vector * made.size != ACCESS and not made.taps:
+        found.append(("narrow access", _COLUMN.narrow_access_factor))
+    if made.split > 1:
+        found.append(("waves", COLUMN_WAVES.get(2 if 1.5 < waves <= 3 else 4 if waves > 3 else 1, 1.0)))
+    return found
+
+
+def column_reduction_time(program: Program, machine: GpuMachine) -> KernelTime:
+    """The model of a scheduled column reduction, of filter gradients with a sliding window too."""
+    if "walk" in dict(program.params):
+        return filter_gradient.gradient_time(program, machine)
+    results = math.prod(a.extent for a in program.phases[0].axes)
+    root = column_time(column_schedule(program), results, memory_of(program, machine), machine)
+    return of_program(program, root)
+
+
+# -- norms, statistics, scans -------------------------------------------------------------------------------------------
+def softmax_ratios(program: Program, machine: GpuMachine, threads: int) -> dict[str, float]:
+    """Shares of the bandwidth of a norm or softmax of columns. Args: threads: of a block, rounded up."""
+    params: Any = dict(program.params)
+    phase = next(p for p in program.phases if p.reds)
+    lane, size = phase.axes[-1], narrowest(program)
+    length, outer = math.prod(r.extent for r in phase.reds), math.prod(a.extent for a in phase.axes[:-1])
+    across, vector, chunks = int(params["across"]), int(params["vector"]), int(params["chunks"])
+    deep = int(params["threads"]) // across
+    pieces = -(-length // deep)
+    blocks = -(-lane.extent // (vector * across)) * outer
+    fill = min(1.0, blocks * across * deep / machine.threads)
+    lines = min(1.0, _SOFTMAX.line_share_base + _SOFTMAX.line_share_slope * across * vector * size / 128)
+    depth = min(1.0, _SOFTMAX.depth_base + _SOFTMAX.depth_slope * pieces * vector / 16)
+    return {
+        "lines": lines,
+        "occupancy": _SOFTMAX.occupancy_base + _SOFTMAX.occupancy_slope * fill,
+        "depth": depth if chunks == pieces else _SOFTMAX.looped_depth,
+        "idle points": length / (pieces * deep),
+        "idle columns": lane.extent / (-(-lane.extent // (vector * across)) * vector * across),
+        "block": SOFTMAX_THREADS.get(threads, 1.0),
+    }
+
+
+def softmax_time(program: Program, machine: GpuMachine) -> KernelTime:
+    """The model of a scheduled norm or softmax of columns."""
+    threads = int(str(dict(program.params)["threads"]))
+    nominal = next((n for n in sorted(SOFTMAX_THREADS) if n >= threads), threads)
+    return of_program(program, by_ratios(memory_of(program, machine), softmax_ratios(program, machine, nominal)))
+
+
+def welford_ratios(program: Program, machine: GpuMachine, threads: int) -> dict[str, float]:
+    """Shares of the bandwidth of one-pass statistics. Args: threads: of a block, rounded up."""
+    params: Any = dict(program.params)
+    phase = program.phases[0]
+    lane, size = phase.axes[-1], narrowest(program)
+    outer = math.prod(a.extent for a in phase.axes[:-1])
+    across, vector, chunks, split = (int(params[n]) for n in ("across", "vector", "chunks", "split"))
+    blocks = -(-lane.extent // (vector * across)) * outer
+    under_way = min(blocks * split * threads, machine.threads // 2) * chunks * vector * size
+    waves = blocks * split / (machine.sms * max(1, 1024 // threads))
+    access = min(1.0, vector * size / ACCESS)
+    return {
+        "lines": min(1.0, _WELFORD.line_share_base + _WELFORD.line_share_slope * across * vector * size / 128),
+        "loads in flight": 1.0 / (1.0 + IN_FLIGHT / 2 / under_way),
+        "idle columns": math.sqrt(lane.extent / (blocks // outer * across * vector)),
+        "access": _WELFORD.access_base + _WELFORD.access_slope * access,
+        "chunks": 1.0 if chunks == 8 else _WELFORD.other_chunks_factor,
+        "waves": 1.0 if waves <= 1.0 else _WELFORD.more_waves_factor,
+        "block": 1.0 if threads == 256 else _WELFORD.other_threads_factor,
+    }
+
+
+def welford_time(program: Program, machine: GpuMachine) -> KernelTime:
+    """The model of scheduled one-pass statistics."""
+    threads = int(str(dict(program.params)["threads"]))
+    nominal = 256 if threads <= 256 else 512
+    return of_program(program, by_ratios(memory_of(program, machine), welford_ratios(program, machine, nominal)))
+
+
+def scan_ratios(program: Program, machine: GpuMachine) -> dict[str, float]:
+    """Shares of the bandwidth of a scan along rows or columns."""
+    params: Any = dict(program.params)
+    time = next(a for a in program.phases[0].axes if a.name == TIME)
+    others = math.prod(a.extent for a in program.phases[0].axes if a is not time)
+    vector, size = int(params["vector"]), narrowest(program)
+    access = min(1.0, vector * size / ACCESS)
+    if "team" in params:
+        team = int(params["team"])
+        fill = min(1.0, others * team / machine.threads)
+        idle = time.extent / (-(-time.extent // (team * vector)) * team * vector)
+        return {"idle points": idle, "occupancy": _SCAN.row_occupancy_base + _SCAN.row_occupancy_slope * fill,
+                "access": access}
+    threads, groups = others / vector, int(params.get("split", 1))
+    fill = min(1.0, threads / machine.threads)
+    if groups == 1:
+        return {"occupancy": _SCAN.column_base + _SCAN.column_occupancy_slope * fill}
+    covered = min(1.0, threads * groups / machine.threads)
+    little = covered < _SCAN.split_full_limit * fill
+    return {
+        "occupancy": _SCAN.column_base + _SCAN.column_occupancy_slope * covered,
+        "split": _SCAN.split_little_factor if little else _SCAN.split_factor,
+        "access": access,
+    }
+
+
+def scan_time(program: Program, machine: GpuMachine) -> KernelTime:
+    """The model of a scheduled scan."""
+    return of_program(program, by_ratios(memory_of(program, machine), scan_ratios(program, machine)))

@@ -28,6 +28,7 @@ import numpy as np  # noqa: E402
 from benchmarks.pruning import gpu_space as space  # noqa: E402
 from benchmarks.pruning.gpu_operations import OPERATIONS  # noqa: E402
 from jcuts.estimate.kernel_pul import pul_ratios  # noqa: E402
+from jcuts.estimate.time_model import KernelTime  # noqa: E402
 from jcuts.kernel_ir.program import Program  # noqa: E402
 from jcuts.schedule.gpu.kernel_time import kernel_time  # noqa: E402
 from jcuts.schedule.gpu.machine import GpuMachine  # noqa: E402
@@ -75,11 +76,16 @@ def top_loss(values: Sequence[float], times: Sequence[float], digests: Sequence[
     return min(times[k] for k in order[:first]) / min(times) - 1.0
 
 
+def models_of(row: dict[str, Any], machine: GpuMachine) -> list[KernelTime]:
+    """The time model of every recorded schedule of an operation."""
+    program = OPERATIONS[row["operation"]].program
+    return [kernel_time(_made(program, entry), machine) for entry in row["schedules"]]
+
+
 def judged(row: dict[str, Any], gpu: str) -> dict[str, Any]:
-    """The figures of one operation."""
+    """The figures of one operation. Args: gpu: whose rates the model has."""
     machine, program = GpuMachine.named(gpu), OPERATIONS[row["operation"]].program
-    made = [_made(program, entry) for entry in row["schedules"]]
-    models = [kernel_time(one, machine) for one in made]
+    models = models_of(row, machine)
     times = [entry["us"][1] for entry in row["schedules"]]
     digests = [entry["digest"] for entry in row["schedules"]]
     best, count = min(times), len(times)
@@ -117,6 +123,7 @@ def judged(row: dict[str, Any], gpu: str) -> dict[str, Any]:
         "spearman": spearman(values, times),
         "spearman_pul": spearman(pul, times),
         "measured_over_predicted": float(np.median([t / (1e6 * v) for t, v in zip(times, values, strict=True)])),
+        "bound_us": min(limits),
         "violations": sum(e["us"][0] < limit for e, limit in zip(row["schedules"], limits, strict=True)),
         "tightest": max(limit / e["us"][0] for e, limit in zip(row["schedules"], limits, strict=True)),
         "noise": row["noise"],
@@ -138,7 +145,8 @@ def show(found: dict[str, Any]) -> None:
         f"{found['operation']:34} {found['measured']:4} best {found['best_us']:8.2f} median {found['median_us']:8.2f}  "
         f"top {found['top']}: {found['loss_top']:6.1%}{' ' if found['keeps'] else '!'} first "
         f"{found['loss_first']:6.1%} 8: {found['loss_top_8']:6.1%} PUL {found['loss_top_pul']:6.1%} random "
-        f"{found['loss_top_random']:6.1%} measured/predicted {found['measured_over_predicted']:.2f}  best is {found['best_is_ranked']:3}.  "
+        f"{found['loss_top_random']:6.1%} measured/predicted "
+        f"{found['measured_over_predicted']:.2f}  best is {found['best_is_ranked']:3}.  "
         f"tuner's {found['kept']:2}: {found['loss_kept']:6.1%}  now {found['now']} ({found['untimed']} untimed): "
         f"{found['loss_now']:6.1%}  rho {found['spearman']:5.2f} PUL {found['spearman_pul']:5.2f}  "
         f"violations {found['violations']} (tightest {found['tightest']:.2f})",

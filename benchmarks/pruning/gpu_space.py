@@ -19,29 +19,23 @@ from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.kernel_ir.program import Phase, Program
 from jcuts.lower import welford
 from jcuts.lower.patterns.attention import match
-from jcuts.lower.patterns.conv_window import match_conv_window
 from jcuts.lower.patterns.few_channel_conv import as_few_channel_conv
 from jcuts.lower.patterns.gemm import ROWS, as_gemm, gemm_operands
 from jcuts.lower.patterns.inverted_residual import InvertedResidual, match_inverted_residual
 from jcuts.schedule.gpu import candidates as gpu_candidates
-from jcuts.schedule.gpu import contraction
+from jcuts.schedule.gpu import contraction, launch_shapes
 from jcuts.schedule.gpu import machine as gpu_machine
 from jcuts.schedule.gpu.attention import schedules as attention_schedules
 from jcuts.schedule.gpu.attention.tile import FlashTile
-from jcuts.schedule.gpu.attention.tile import shape_of as attention_of
-from jcuts.schedule.gpu.conv import few_channels, implicit_gemm
+from jcuts.schedule.gpu.conv import few_channels
 from jcuts.schedule.gpu.conv.few_channels_tile import FewChannelTile, conv_geometry
-from jcuts.schedule.gpu.conv.few_channels_tile import shape_of as patch_of
-from jcuts.schedule.gpu.gemm import cost as gemm_cost
-from jcuts.schedule.gpu.gemm.problem import STEP, GemmProblem, MmaTile
+from jcuts.schedule.gpu.gemm.problem import STEP, MmaTile
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_schedules
 from jcuts.schedule.gpu.inverted_residual.tile import InvertedResidualTile
-from jcuts.schedule.gpu.inverted_residual.tile import shape_of as block_of
 from jcuts.schedule.gpu.machine import GpuMachine, scheduled, tiled, transposed_axis, unroll_period
 from jcuts.schedule.gpu.reduction import row as gpu_row
-from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
 from jcuts.schedule.gpu.window import schedules as window_schedules
 
 MACHINE = GpuMachine.named("H200")
@@ -259,48 +253,6 @@ def _attention(program: Program) -> Draw:
         return attention_schedules.apply_tile(program, shape)
 
     return drawn
-
-
-def counted(program: Program) -> float | None:
-    """Cycles by which the form's enumeration ranks; None for forms that have no such count."""
-    params: Any = dict(program.params)
-    form = params["cuda"]
-    if form == "product":
-        rows, columns, terms = params["tile"]
-        more = {name: int(params.get(name, 1)) for name in ("split", "cluster")}
-        if "groups" not in params:
-            tiling = MmaTile(rows, columns, terms, tuple(params["warps"]), params["stages"], **more)
-            return gemm_cost.warp_cycles(GemmProblem(program, MACHINE), tiling)
-        counter, groups = WgmmaProblem(program, MACHINE), tuple(params["groups"])
-        if "fed" in params:
-            kept = {name: int(params.get(name, least)) for name, least in (("pixels", 0), ("rounds", 1), ("early", 0))}
-            fed = warp_specialized_schedules.WarpSpecializedTile(
-                rows, columns, groups[0], params["stages"], params["fed"], **kept
-            )
-            return warp_specialized_schedules.cycles(counter, match_conv_window(program) if fed.pixels else None, fed)
-        steps = int(params.get("steps", 1))
-        if "pixels" in params:
-            names = (("rounds", 1), ("spread", 0), ("steps", 1), ("unrolled", 0), ("fetched", 0), ("short", 0))
-            kept = {name: int(params.get(name, least)) for name, least in names}
-            made = implicit_gemm.ImplicitGemmTile(rows, columns, groups[0], params["stages"], params["pixels"], **kept)
-            found = match_conv_window(program)
-            return None if found is None else implicit_gemm.cycles(counter, found, made)
-        names = ("flight", "rounded", "spread", "cached", "push", "early", "held", "paired")
-        more |= {name: int(params.get(name, 0)) for name in names}
-        if "rounds" in params:  # recorded of a form that there is no more
-            return None
-        more |= {"steps": 0 if steps > 2 else steps}
-        tiling = WgmmaTile(rows, columns, terms, groups, params["stages"], **more)
-        return counter.cycles(tiling)
-    if form == "patch":
-        return few_channels.cycles(program, patch_of(program), MACHINE)
-    if form == "block":
-        tile = block_of(program)
-        return None if tile is None else inverted_residual_schedules.cycles(tile, MACHINE)
-    if form == "attention":
-        shape = attention_of(program)
-        return None if isinstance(shape, Refusal) else attention_schedules.cycles(shape, program, MACHINE)
-    return None
 
 
 # -- points and walks -------------------------------------------------------------------------------------------------

@@ -49,14 +49,29 @@ def _table(found: Any) -> Any:
         best = operation.candidates[0] if operation.candidates else None
         text = operations_text(operation.primitives)
         if best is None:
-            rows.append((str(operation.count), text, "", "", "", "", operation.refused.reason))
+            rows.append((str(operation.count), text, "", "", "", "", "", operation.refused.reason))
             continue
         pul = "" if best.pul is None else f"{best.pul:.3f}"
         seconds = "" if best.seconds is None else duration(best.seconds)
+        bound = "" if best.bound is None else duration(best.bound)
         registers = str(best.registers or "")
         rows.append(
-            (str(operation.count), text, pul, seconds, registers, f"{best.score:.3f}", best.rejected or best.schedule)
+            (
+                str(operation.count),
+                text,
+                pul,
+                seconds,
+                bound,
+                registers,
+                f"{best.score:.3f}",
+                best.rejected or best.schedule,
+            )
         )
     assembled = f"assembled for {found.target}" if found.target else "not assembled"
     title = f"{found.arch}, {assembled}: the best candidate of every operation"
-    return table(title, ("n", "operations", "PUL", "time", "regs", "score", "schedule"), rows, right=(0, 2, 3, 4, 5))
+    return table(
+        title,
+        ("n", "operations", "PUL", "predicted", "bound", "regs", "score", "schedule"),
+        rows,
+        right=(0, 2, 3, 4, 5, 6),
+    )

@@ -23,12 +23,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from jcuts.arch.gpu import GpuArch
 
 
-class Resource(str, Enum):
+class Resource(StrEnum):
     """What a term is spent on.  Terms of the first five say how much they do; `PER_SM` and memory bound the time."""
 
     COMPUTE = "compute unit"
@@ -155,7 +155,7 @@ def longest(parts: Sequence[TimeTerm]) -> TimeTerm:
 def soft_longest(remainder: float, total: TimeTerm, memory: TimeTerm, start: TimeTerm) -> TimeTerm:
     """The launch beside its memory traffic: the longer of both, and a share of the shorter.
 
-        max(total, memory + start) + remainder * min(total, memory)
+    max(total, memory + start) + remainder * min(total, memory)
     """
     value = max(total.value, memory.value + start.value) + remainder * min(total.value, memory.value)
     return TimeTerm("overlap", "", value, (total, memory), times=remainder)

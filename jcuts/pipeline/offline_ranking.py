@@ -8,6 +8,7 @@ says so.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -21,10 +22,10 @@ from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.toolchain.target import OLDEST, CudaTarget
 from jcuts.kernel_ir.program import Program
 from jcuts.pipeline.computation import Computation, Fuel, Region, group
-from jcuts.pipeline.predictions import taken_by
+from jcuts.pipeline.predictions import of_schedule, taken_by
 from jcuts.rewrite.simplify import simplify
 from jcuts.schedule.gpu import candidates as gpu_candidates
-from jcuts.schedule.gpu import launch_stats
+from jcuts.schedule.gpu import kernel_time
 from jcuts.schedule.gpu.families import needs_tensor_cores
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
@@ -39,8 +40,9 @@ class Scored:
 
     Attributes:
         schedule: its form and parameters; score: the enumeration's ranking in (0, 1].
-        pul: potential upper limit in [0, 1] of the assembled kernel, None where it was not assembled.
-        seconds: what the model predicts of it; registers, shared: of its largest launch, shared in bytes.
+        pul: processor utilisation level (thesis 3.2), in [0, 1]; seconds: predicted time; bound: its lower bound [s];
+            by the kernel's time model, None where it has none.
+        registers, shared: of its largest launch, shared in bytes.
         rejected: why it cannot be used, or ''.
     """
 
@@ -49,6 +51,7 @@ class Scored:
     score: float
     pul: float | None = None
     seconds: float | None = None
+    bound: float | None = None
     registers: int = 0
     shared: int = 0
     rejected: str = ""
@@ -159,14 +162,17 @@ def _ranked(
 ) -> Operation:
     program = same[0].program
     primitives = dict(Counter(jaxapi.primitive_name(eqn) for eqn in same[0].closed.jaxpr.eqns))
-    found = [Scored(p, schedule(p), score) for p, score in gpu_candidates.candidates(program, machine, limit, percent)]
+    found = []
+    for made, score in gpu_candidates.candidates(program, machine, limit, percent):
+        model = of_schedule(made, machine)
+        found.append(Scored(made, schedule(made), score, model.pul, model.seconds, model.bound))
     refused = None
     if not found:
         product = needs_tensor_cores(program.template) and not machine.multiplies
         refused = Refusal(program.template, NO_FORM if product else NO_SCHEDULE)
     if target is not None:
         found = [_assembled(candidate, arch, target) for candidate in found]
-        found.sort(key=lambda c: (bool(c.rejected), -(c.pul or 0.0), c.program.digest))
+        found.sort(key=lambda c: (bool(c.rejected), c.seconds or math.inf, c.program.digest))
     return Operation(program.name, primitives, len(same), tuple(found), refused)
 
 
@@ -176,10 +182,19 @@ def _assembled(candidate: Scored, arch: GpuArch, target: CudaTarget) -> Scored:
     except CompileRejected as error:
         return replace(candidate, rejected=error.message)
     taken = taken_by(kernel.object_code)
-    made = launch_stats.score_of(candidate.program, taken, arch)
+    machine = gpu_candidates.GpuMachine.of(arch)
+    made = of_schedule(candidate.program, machine, taken)
     registers, shared = max(t[2] for t in taken), max(t[3] for t in taken)
-    rejected = "" if made.pul > 0 else f"a block does not fit on a multiprocessor of the {arch.name}"
-    return replace(candidate, pul=made.pul, seconds=made.seconds, registers=registers, shared=shared, rejected=rejected)
+    no_room = f"a block does not fit on a multiprocessor of the {arch.name}"
+    return replace(
+        candidate,
+        pul=made.pul,
+        seconds=made.seconds,
+        bound=made.bound,
+        registers=registers,
+        shared=shared,
+        rejected="" if kernel_time.fits(taken, machine) else no_room,
+    )
 
 
 def schedule(program: Program) -> str:
@@ -191,7 +206,7 @@ def schedule(program: Program) -> str:
 
 
 def _operation_dict(operation: Operation) -> dict[str, Any]:
-    shown = ("schedule", "score", "pul", "seconds", "registers", "shared", "rejected")
+    shown = ("schedule", "score", "pul", "seconds", "bound", "registers", "shared", "rejected")
     return {
         "name": operation.name,
         "primitives": operation.primitives,

@@ -1,32 +1,41 @@
-"""Performance model of a chosen kernel for `explain`: predicted time and PUL, beside the roofline bound and the score.
+"""Performance model of a chosen kernel for `explain`: predicted time, roofline bound and PUL, beside the score.
 
-GPU: `estimate.gpu_kernel` with the registers, shared memory and launches that the assembler reports.  CPU: the cycle
-model that ranks schedules, of loops.
+GPU: the time model of the kernel's family (`schedule.gpu.kernel_time`); of memory-bound families with the registers,
+shared memory and launches that the assembler reports, where the kernel is compiled.  CPU: the cycle model that ranks
+schedules, of loops.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jcuts.codegen.cuda.toolchain.image import Image
+from jcuts.estimate.kernel_pul import pul_ratios
+from jcuts.kernel_ir.program import Program
 from jcuts.pipeline.outcome import Outcome, Winner
 from jcuts.report.function_report import FunctionReport
 from jcuts.schedule.cpu import time_estimate
-from jcuts.schedule.gpu import launch_stats
+from jcuts.schedule.gpu import kernel_time
+from jcuts.schedule.gpu.launch_stats import Taken
+from jcuts.schedule.gpu.machine import GpuMachine
 from jcuts.xla import devices as xla_devices
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the model says of a kernel. Args: seconds: predicted time; pul: processor utilisation level in [0, 1]; both
-    None where the model has no such kernel, or it was not compiled."""
+    """What the model says of a kernel; None where it has no such kernel.
+
+    Args: seconds: predicted time; bound: no kernel of this schedule is faster [s]; pul: thesis 3.2, in [0, 1].
+    """
 
     seconds: float | None = None
+    bound: float | None = None
     pul: float | None = None
 
 
-def taken_by(image: bytes) -> list[launch_stats.Taken]:
+def taken_by(image: bytes) -> list[Taken]:
     """Blocks, threads, registers and shared bytes of every launch of a compiled GPU kernel."""
     return [
         (math.prod(x.grid), math.prod(x.block), x.resources.registers, x.resources.shared + x.shared)
@@ -41,7 +50,12 @@ def with_predictions(outcome: Outcome) -> FunctionReport:
     """
     found = [predict(winner) for winner in outcome.winners]
     subsets = tuple(
-        replace(subset, predicted_seconds=made.seconds, pul=made.pul)
+        replace(
+            subset,
+            predicted_seconds=made.seconds,
+            pul=made.pul,
+            bound_seconds=subset.bound_seconds if made.bound is None else made.bound,
+        )
         for subset, made in zip(outcome.report.subsets, found, strict=True)
     )
     return replace(outcome.report, subsets=subsets)
@@ -54,8 +68,16 @@ def predict(winner: Winner) -> Prediction:
         return Prediction()
     if "cuda" not in dict(program.params):
         return Prediction(time_estimate.seconds(program))
-    if kernel is None:
-        return Prediction()
     arch, _ = xla_devices.architecture_of(xla_devices.this())
-    made = launch_stats.score_of(program, taken_by(kernel.object_code), arch)
-    return Prediction(made.seconds, made.pul) if made.pul else Prediction()
+    machine = GpuMachine.of(arch)
+    return of_schedule(program, machine, () if kernel is None else taken_by(kernel.object_code))
+
+
+def of_schedule(program: Program, machine: GpuMachine, taken: Sequence[Taken] = ()) -> Prediction:
+    """The model of a scheduled GPU program. Args: taken: its launches as the assembler reports them."""
+    time = kernel_time.kernel_time(program, machine, taken)
+    if not time.root.value:
+        return Prediction()
+    pul = pul_ratios(time, machine.arch).pul if kernel_time.fits(taken, machine) else 0.0
+    # What the kernels before have just written may be in the L2 cache.
+    return Prediction(time.seconds, time.bound(machine.arch, resident=time.compulsory), pul)

@@ -30,6 +30,7 @@ DISPATCHERS = {
     "jcuts.schedule.gpu.families",
     "jcuts.schedule.gpu.launch_stats",
     "jcuts.schedule.gpu.problem",
+    "jcuts.schedule.gpu.tensor_core_times",
     "jcuts.schedule.gpu.traffic",
 }
 """Modules outside the families that may import a GPU family's: these imports are not followed."""

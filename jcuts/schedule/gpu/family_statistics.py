@@ -1,4 +1,4 @@
-"""Traffic, launches and compute unit of the kernel families, as the performance model reads them (`FamilyStatistics`)."""
+"""Traffic, launches and compute unit of the kernel families (`FamilyStatistics`), for the performance model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _one_launch(program: Program) -> Sequence[LaunchShape]:
 
 @dataclass(frozen=True)
 class FamilyStatistics:
-    """What `schedule.gpu.launch_stats` has to know of a family.
+    """What `schedule.gpu.launch_stats.memory_time` has to know of a family.
 
     Attributes:
         unit: the compute unit that does the work, as `jcuts.estimate` names it.

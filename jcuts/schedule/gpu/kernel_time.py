@@ -1,14 +1,14 @@
 """Time model of a scheduled GPU program: predicted seconds, roofline bound and PUL of any kernel family.
 
-`kernel_time` asks the family (`schedule.gpu.families`, ``time``); the expression that it returns is the one by which its
-enumeration ranks (`estimate.time_model`).
+`kernel_time` asks the family (`schedule.gpu.families`, ``time``); the expression that it returns is the one by which
+its enumeration ranks (`estimate.time_model`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jcuts.estimate.gpu_kernel import LaunchUse
+from jcuts.estimate.gpu_kernel import LaunchUse, resident_blocks
 from jcuts.estimate.time_model import KernelTime
 from jcuts.kernel_ir.program import Program
 from jcuts.schedule.gpu import launch_stats as stats
@@ -17,17 +17,21 @@ from jcuts.schedule.gpu.launch_stats import Taken
 from jcuts.schedule.gpu.machine import GpuMachine
 
 
-def kernel_time(program: Program, machine: GpuMachine) -> KernelTime:
-    """The model of a scheduled program on a GPU. Raises CompileRejected where its parameters are no family's."""
+def kernel_time(program: Program, machine: GpuMachine, taken: Sequence[Taken] = ()) -> KernelTime:
+    """The model of a scheduled program on a GPU.
+
+    Args: taken: the launches as the assembler reports them; families that are modelled from their tiles ignore them.
+    Raises: CompileRejected where the schedule's parameters are no family's.
+    """
     family = family_of(program)
     if family.time is not None:
         return family.time(program, machine)
-    return stats.memory_time(program, family.statistics, machine)
+    return stats.memory_time(program, family.statistics, machine, taken)
 
 
-def memory_time(program: Program, taken: Sequence[Taken], machine: GpuMachine) -> KernelTime:
-    """The model of memory-bound kernels with the launches that the assembler reports. Args: taken: one per launch."""
-    return stats.memory_time(program, family_of(program).statistics, machine, taken)
+def fits(taken: Sequence[Taken], machine: GpuMachine) -> bool:
+    """COEF_r: whether a multiprocessor holds a block of every launch that the assembler reports."""
+    return all(resident_blocks(LaunchUse(*one, 0.0, 0.0, 0.0, 0.0, 0.0), machine.arch) for one in taken)
 
 
 def launch_stats(program: Program, taken: Sequence[Taken]) -> list[LaunchUse]:

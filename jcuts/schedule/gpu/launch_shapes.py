@@ -77,9 +77,7 @@ def transpose_launch(program: Program) -> list[LaunchShape]:
     sides = {params["crossed"]: rows, phase.axes[-1].name: columns}
     blocks = math.prod(-(-a.extent // sides.get(a.name, 1)) for a in phase.axes)
     each = rows * columns // int(params["threads"])
-    return [
-        LaunchShape(blocks, int(params["threads"]), ADDRESSES + each, rows * (columns + 1) * narrowest(program))
-    ]
+    return [LaunchShape(blocks, int(params["threads"]), ADDRESSES + each, rows * (columns + 1) * narrowest(program))]
 
 
 def row_launch(program: Program) -> list[LaunchShape]:

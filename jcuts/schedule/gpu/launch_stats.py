@@ -33,7 +33,7 @@ def memory_time(
 ) -> KernelTime:
     """Seconds of a memory-bound kernel by their terms (`estimate.gpu_kernel`).
 
-    Args: statistics: of its family; taken: its launches as the assembler reports them, by default as they are estimated.
+    Args: statistics: of its family; taken: its launches as the assembler reports them, by default estimated.
     """
     rates, unit = memory_rates(machine), statistics.unit(program)
     taken = taken or [shape.taken for shape in statistics.launches(program)]

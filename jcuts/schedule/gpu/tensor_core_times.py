@@ -49,7 +49,8 @@ def mma_tile(program: Program) -> MmaTile:
     """The tile of an ``mma.sync`` or SIMT GEMM."""
     params = _params(program)
     more = _numbers(params, split=1, cluster=1, early=0, fma=0)
-    return MmaTile(*params["tile"], tuple(params["warps"]), params["stages"], **more)
+    rows, columns, terms = params["tile"]
+    return MmaTile(rows, columns, terms, tuple(params["warps"]), params["stages"], **more)
 
 
 def mma_time(program: Program, machine: GpuMachine) -> KernelTime:
@@ -64,11 +65,10 @@ def wgmma_tile(program: Program) -> WgmmaTile:
     params = _params(program)
     more = _numbers(params, flight=0, split=1, cluster=1, rounded=0, spread=0, steps=1, cached=0, push=0, early=0)
     more |= _numbers(params, held=0, paired=0)
-    tile = WgmmaTile(*params["tile"], tuple(params["groups"]), params["stages"], **more)
-    if tile.steps == tile.terms * 4 // STEP > 1:  # all steps of a k-tile are one commit group
+    rows, columns, terms = params["tile"]
+    if more["steps"] == terms * 4 // STEP > 1:  # all steps of a k-tile are one commit group
         more["steps"] = 0
-        tile = WgmmaTile(*params["tile"], tuple(params["groups"]), params["stages"], **more)
-    return tile
+    return WgmmaTile(rows, columns, terms, tuple(params["groups"]), params["stages"], **more)
 
 
 def wgmma_time(program: Program, machine: GpuMachine) -> KernelTime:

@@ -14,7 +14,7 @@ from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import verify
 from jcuts.lower.patterns.few_channel_conv import as_few_channel_conv, conv_geometry
 from jcuts.schedule.gpu import candidates as gpu_candidates
-from jcuts.schedule.gpu import launch_stats
+from jcuts.schedule.gpu import kernel_time
 from jcuts.schedule.gpu.conv import few_channels
 from jcuts.schedule.gpu.conv.few_channels_tile import FewChannelTile, shape_of
 from jcuts.schedule.gpu.gemm import mma as gemm_mma
@@ -164,7 +164,7 @@ def test_a_patch_by_hand():
     assert (shape.threads, shape.warp, shape.counts, shape.tiles) == (128, (2, 16, 64), (14, 7), 64 * 98)
     assert shape.filters == 152 * 72 * 4 and shape.shared == 2 * 21 * shape.pitch * 4 + shape.filters
     assert shape.fragment_row_stride == 2  # 12 elements: eight pixels by four terms meet all banks
-    (use,) = launch_stats.launch_stats(
+    (use,) = kernel_time.launch_stats(
         few_channels.apply_tile(as_few_channel_conv(layer("7x7")), shape), [(1568, 128, 140, shape.shared)]
     )
     read = 64 * 98 * 21 * 116 + 1568 * 152 * 72

@@ -21,7 +21,7 @@ from jcuts.kernel_ir.verify import verify
 from jcuts.lower.patterns.inverted_residual import match_inverted_residual
 from jcuts.pipeline.computation import Computation
 from jcuts.schedule.gpu import candidates as gpu_candidates
-from jcuts.schedule.gpu import launch_stats
+from jcuts.schedule.gpu import kernel_time
 from jcuts.schedule.gpu.bound import memory_bound
 from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_schedules
 from jcuts.schedule.gpu.inverted_residual.tile import InvertedResidualTile, shape_of
@@ -184,8 +184,8 @@ def test_schedules_are_legal_few_and_ranked(name, capability):
             shape.block, machine
         )
         assert dict(candidate.params)["threads"] == shape.threads
-        (use,) = launch_stats.launch_stats(candidate, [(shape.tiles, shape.threads, 128, shape.shared)])
-        assert use.flop > 0 and launch_stats.unit_of(candidate) == "tf32_mma"
+        (use,) = kernel_time.launch_stats(candidate, [(shape.tiles, shape.threads, 128, shape.shared)])
+        assert use.flop > 0 and kernel_time.unit_of(candidate) == "tf32_mma"
         bound = memory_bound(candidate)
         assert bound.bytes <= sum(b.bytes for b in (*program.inputs, *program.outputs))
         assert bound.bytes >= sum(b.bytes for b in program.outputs)

@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator
 
 from jcuts.base.errors import Refusal
-from jcuts.estimate.time_model import Resource, TimeTerm, longest, overlap, per_sm, soft_maximum, repeat, serial, term
+from jcuts.estimate.time_model import Resource, TimeTerm, longest, overlap, per_sm, repeat, serial, soft_maximum, term
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.attention import Attention, match
 from jcuts.schedule import fit

@@ -319,9 +319,7 @@ def time(counter: WgmmaProblem, found: ConvWindow, tiling: ImplicitGemmTile) -> 
     begin = scaled("later waves", 1.0 + (waves - 1) * (AGAIN_BEGUN if beside > 1 else 1.0), begin)
     tile = repeat(tiling.rounds, serial([repeat(found.k_tiles, inner), leave]))
     total = serial([begin, per_sm(waves, tile, resident=beside, blocks=blocks, sms=sms)])
-    memory = term(
-        Resource.DRAM, counter.moved / bound_rates(counter.machine).memory_bytes_per_cycle, counter.moved
-    )
+    memory = term(Resource.DRAM, counter.moved / bound_rates(counter.machine).memory_bytes_per_cycle, counter.moved)
     return soft_longest(LEFT, total, memory, term(Resource.START, BEGIN))
 
 

@@ -134,7 +134,7 @@ def block_smem(counter: GemmProblem, tiling: MmaTile) -> int:
 
 
 def l2_amount(counter: GemmProblem, rows: int, columns: int) -> float:
-    """Bytes along K that a block certainly asks the L2 cache for, per element of a k-tile; none where copies are guarded.
+    """Bytes that a block certainly asks the L2 cache for, per element along K; 0 where copies are guarded.
 
     Blocks at the edges copy less: what is counted is the mean over all blocks.
     """
@@ -238,7 +238,11 @@ def _warp_limits(counter: GemmProblem, tiling: MmaTile, beside: int, share: int)
         quarters = -(-beside * count // 4) * 4 / count
         read = beside * (count * (lanes[0] * high + lanes[1] * wide) / deep + rows + columns) * line
         limits = [
-            term(Resource.COMPUTE, quarters * rows * columns * tiling.terms / rates.products_per_cycle, 2 * beside * products),
+            term(
+                Resource.COMPUTE,
+                quarters * rows * columns * tiling.terms / rates.products_per_cycle,
+                2 * beside * products,
+            ),
             term(Resource.SMEM, read / rates.smem_bytes_per_cycle),
             term(Resource.L2, beside * moved / rates.l2_bytes_per_cycle, beside * asked),
         ]
@@ -250,7 +254,11 @@ def _warp_limits(counter: GemmProblem, tiling: MmaTile, beside: int, share: int)
         read = beside * (count * (high + wide) / deep + rows + columns) * line
         chain = WARP_COST.k_step_chain_cycles + WARP_COST.product_chain_cycles * each
         limits = [
-            term(Resource.COMPUTE, beside * rows * columns * tiling.terms / rates.products_per_cycle, 2 * beside * products),
+            term(
+                Resource.COMPUTE,
+                beside * rows * columns * tiling.terms / rates.products_per_cycle,
+                2 * beside * products,
+            ),
             term(Resource.SMEM, read / rates.smem_bytes_per_cycle),
             term(Resource.ISSUE, WARP_COST.instruction_issue_cycles * issued / 4),
             term(Resource.L2, beside * moved / rates.l2_bytes_per_cycle, beside * asked),
@@ -348,9 +356,7 @@ def group_time(counter: GemmProblem, tiling: WgmmaTile, shared: int, *, before: 
         meet, member = PUSH[kind] if tiling.push else own
         spent = beside * 4 * rows * columns / rates.dsmem_bytes_per_cycle
         leave.append(serial([term(Resource.BARRIER, meet + member * tiling.cluster), term(Resource.DSMEM, spent)]))
-    begin = term(
-        Resource.START, rates.block_start_cycles + rates.warp_start_cycles * beside * tiling.threads / WARP
-    )
+    begin = term(Resource.START, rates.block_start_cycles + rates.warp_start_cycles * beside * tiling.threads / WARP)
     wave = serial([begin, repeat(share, inner), serial(leave)])
     total = per_sm(waves, wave, resident=beside, blocks=blocks, sms=counter.machine.sms)
     return beside_memory(counter, rates, total, tiling.split)

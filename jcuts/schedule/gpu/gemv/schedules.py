@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from jcuts.estimate.time_model import Resource, TimeTerm, soft_maximum, serial, term
+from jcuts.estimate.time_model import Resource, TimeTerm, serial, soft_maximum, term
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.gemm import COLUMNS, K, gemm_operands
 from jcuts.schedule import fit

@@ -13,7 +13,6 @@ from jcuts.lower.scan_axes import LANE, TIME
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.machine import (
     ACCESS,
-    IN_FLIGHT,
     REGISTERS,
     RESIDENT,
     SHARED,
@@ -117,7 +116,6 @@ def column_softmax(program: Program, machine: GpuMachine) -> Iterator[Candidate]
     lane = phase.axes[-1]
     size = narrowest(program)
     length = math.prod(r.extent for r in phase.reds)
-    outer = math.prod(a.extent for a in phase.axes[:-1])
     for vector in vectors(lane.extent, size):
         wide = (8, 32) if length < 64 else ()  # short columns: threads beyond the last one rather than idle rows
         options = dict.fromkeys((*lane_counts(lane.extent // vector), *wide))
@@ -186,7 +184,7 @@ def row_scans(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """Scan schedules along rows: cooperating threads share each."""
     if not _scans_rows(program) or split_scan.scan_operator(program) is None:
         return
-    time, others = _time_axis(program.phases[0])
+    time, _ = _time_axis(program.phases[0])
     size = narrowest(program)
     for vector in vectors(time.extent, size):
         for team in (32, 64, 128, 256, 512):

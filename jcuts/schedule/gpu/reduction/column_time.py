@@ -19,8 +19,6 @@ from jcuts.schedule.gpu.bound import memory_bound
 from jcuts.schedule.gpu.machine import (
     ACCESS,
     IN_FLIGHT,
-    RESIDENT,
-    WARP,
     GpuMachine,
     distinct_loads,
     narrowest,
@@ -166,7 +164,7 @@ def _block_ratios(made: ColumnSchedule, waves: float) -> list[tuple[str, float]]
     if made.vector * made.size != ACCESS and not made.taps:
         found.append(("narrow access", _COLUMN.narrow_access_factor))
     if made.split > 1:
-        found.append(("waves", COLUMN_WAVES.get(2 if 1.5 < waves <= 3 else 4 if waves > 3 else 1, 1.0)))
+        found.append(("waves", COLUMN_WAVES.get(4 if waves > 3 else 2 if 2 * waves > 3 else 1, 1.0)))
     return found
 
 
@@ -179,7 +177,7 @@ def column_reduction_time(program: Program, machine: GpuMachine) -> KernelTime:
     return of_program(program, root)
 
 
-# -- norms, statistics, scans -------------------------------------------------------------------------------------------
+# -- norms, statistics, scans ------------------------------------------------------------------------------------------
 def softmax_ratios(program: Program, machine: GpuMachine, threads: int) -> dict[str, float]:
     """Shares of the bandwidth of a norm or softmax of columns. Args: threads: of a block, rounded up."""
     params: Any = dict(program.params)
@@ -250,8 +248,11 @@ def scan_ratios(program: Program, machine: GpuMachine) -> dict[str, float]:
         team = int(params["team"])
         fill = min(1.0, others * team / machine.threads)
         idle = time.extent / (-(-time.extent // (team * vector)) * team * vector)
-        return {"idle points": idle, "occupancy": _SCAN.row_occupancy_base + _SCAN.row_occupancy_slope * fill,
-                "access": access}
+        return {
+            "idle points": idle,
+            "occupancy": _SCAN.row_occupancy_base + _SCAN.row_occupancy_slope * fill,
+            "access": access,
+        }
     threads, groups = others / vector, int(params.get("split", 1))
     fill = min(1.0, threads / machine.threads)
     if groups == 1:

@@ -45,7 +45,7 @@ def row_reduction(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
 def row_reduction_teams(program: Program, machine: GpuMachine, split: int) -> Iterator[Candidate]:
     """Schedules whose teams of 8 to 1,024 threads share a row, or one of ``split`` parts of it, ranked by the model of
     memory-bound launches (`estimate.gpu_kernel`)."""
-    rows, length = row_shape(program)
+    _, length = row_shape(program)
     size = narrowest(program)
     most = RESIDENT if len(program.phases) > 1 else max(RESIDENT, 256 // size)
     for vector in vectors(length, size):

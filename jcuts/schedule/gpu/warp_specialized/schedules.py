@@ -215,9 +215,7 @@ def time(counter: WgmmaProblem, way: ConvWindow | None, tiling: WarpSpecializedT
     rates = counter.machine.coefficients("gpu/warp_specialized", "cycles")
     products = rows * columns * terms
     units = term(Resource.COMPUTE, products / rates.products_per_cycle, 2.0 * products)
-    memory = term(
-        Resource.DRAM, counter.moved / bound_rates(counter.machine).memory_bytes_per_cycle, counter.moved
-    )
+    memory = term(Resource.DRAM, counter.moved / bound_rates(counter.machine).memory_bytes_per_cycle, counter.moved)
     copied = (rows + columns) * LINE if way is None else way.halo_rows(rows) * LINE / way.taps + columns * LINE
     start = term(Resource.START, BEGIN)
     tiles = -(-counter.rows // rows) * -(-counter.columns // columns)

@@ -1,4 +1,4 @@
-"""Data footprint of a block of register tiles: sectors and 128-byte lines that a thread block touches, without addresses.
+"""Data footprint of a block of register tiles: sectors and 128-byte lines that it touches, without its addresses.
 
 The tiles of a block are taken for a box along the axes (threads fill the last axis first).  Along the axes and window
 taps that move one memory dimension the elements of the box are counted exactly (`coalescing.distinct`), and the counts
@@ -100,7 +100,7 @@ def _box_bytes(index: Index, box: Mapping[str, int], size: int) -> float:
 
 
 def _dimensions(strides: Mapping[str, int], box: Mapping[str, int]) -> list[tuple[int, list[str]]]:
-    """(least stride, axes and taps) of every memory dimension: those that move by multiples within each other's reach."""
+    """(least stride, axes and taps) of every memory dimension: those that move by multiples in each other's reach."""
     found: list[tuple[int, list[str]]] = []
     reach: list[int] = []
     for name in sorted(strides, key=lambda n: (strides[n], n)):

@@ -14,7 +14,7 @@ from jcuts.codegen.cuda import compile as compiler
 from jcuts.lower.patterns.gemm import as_gemm, k_tiles_per_split
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.gemm.problem import MmaTile
-from jcuts.schedule.gpu.launch_stats import unit_of
+from jcuts.schedule.gpu.kernel_time import unit_of
 from tests import programs
 from tests.codegen.cuda.gemm.test_mma import LAYOUTS, SM80, SM90, TILINGS, compare, compiled, normal
 from tests.ops.cases import conv

@@ -14,7 +14,7 @@ from jax import lax
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.lower.excess_precision import drop_bf16_round_trips
 from jcuts.schedule.gpu import candidates as gpu_candidates
-from jcuts.schedule.gpu import launch_stats
+from jcuts.schedule.gpu import kernel_time
 from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_schedules
 from jcuts.schedule.gpu.inverted_residual.tile import InvertedResidualTile, shape_of
 from tests.codegen.cuda.inverted_residual import test_kernel
@@ -183,7 +183,7 @@ def test_what_the_ranking_proposes_is_right(name):
     for candidate, _ in found[::3]:
         compare(results(candidate, traced), wanted(layers, arguments))
         shape = shape_of(candidate)
-        assert shape is not None and launch_stats.unit_of(candidate) == "bf16_mma"
+        assert shape is not None and kernel_time.unit_of(candidate) == "bf16_mma"
         assert inverted_residual_schedules.cycles(shape, MACHINE) >= inverted_residual_schedules.least(
             shape.block, MACHINE
         )

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -316,8 +317,9 @@ def _side(node: Node, outer: str, ranges: dict[str, int], total: int) -> GemmOpe
         starts = range(0, ranges[K], run) if along else range(ranges[K])
         if not along:
             steps[-1] = ranges[outer]
-        terms = side.k_offset
-        steps += {_number(terms, {K: k, S: s}) for s in range(ranges.get(S, 1)) for k in starts}
+        groups = np.arange(ranges.get(S, 1))[:, None]
+        offsets = np.abs(np.asarray(_number(side.k_offset, {K: np.asarray(starts)[None, :], S: groups})))
+        steps.append(int(np.gcd.reduce(offsets, axis=None)))
         for width in (b // side.item for b in COPY if b >= side.item):
             if all(step % width == 0 for step in steps):
                 return replace(side, along_terms=along, width=width)
@@ -342,8 +344,8 @@ def _contiguous_k(index: Index) -> int:
     return found
 
 
-def _number(index: Index, where: Mapping[str, int]) -> int:
-    """The expression at a point (axes that are not named are 0)."""
+def _number(index: Index, where: Mapping[str, Any]) -> Any:
+    """The expression at a point, or at arrays of points (axes that are not named are 0)."""
     total = index.const
     for atom, coef in index.terms:
         part = where.get(atom.name, 0) if atom.inner is None else _number(atom.inner, where)

@@ -1,8 +1,8 @@
 """Data footprint of a block of register tiles: sectors and 128-byte lines that it touches, without its addresses.
 
 The tiles of a block are taken for a box along the axes (threads fill the last axis first).  Along the axes and window
-taps that move one memory dimension the elements of the box are counted exactly (`coalescing.distinct`), and the counts
-of different dimensions multiply; the innermost dimension is rounded up to whole sectors.  Padding, and chunks of
+taps that move one memory dimension the elements of the box are counted exactly, and the counts of different dimensions
+multiply; the innermost dimension is rounded up to whole sectors.  Padding, and chunks of
 threads that are no box, are ignored: `schedule.gpu.traffic` counts addresses, a hundred times slower.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from jcuts.arch.sm_limits import SM_90
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import ITEM_SIZE, Phase, Program
-from jcuts.schedule.gpu.coalescing import LINE, distinct
+from jcuts.schedule.gpu.coalescing import LINE
 from jcuts.schedule.gpu.machine import ACCESS, WARP
 
 SECTOR = SM_90.sector_bytes
@@ -90,29 +90,39 @@ def _accesses(phase: Phase, tile: Mapping[str, int], taps: Mapping[str, int]) ->
 def _box_bytes(index: Index, box: Mapping[str, int], size: int) -> float:
     """Bytes of the sectors that a box of points covers in one buffer."""
     strides = {name: index.stride(name) for name, count in box.items() if count > 1}
-    count = math.prod(max(1, box[name] // 2) for name, stride in strides.items() if stride is None)  # div and mod
-    for base, names in _dimensions({n: abs(s) for n, s in strides.items() if s}, box):
-        points = distinct(index, {name: box[name] for name in names})
-        if base * size < SECTOR:
-            points = max(1, math.ceil(points * base * size / SECTOR))
-        count *= points
+    count = _irregular(strides, box)
+    for base, points in _dimensions(strides, box):
+        near = base * size < SECTOR
+        count *= max(1, math.ceil(points * base * size / SECTOR)) if near else points
     return float(count * SECTOR)
 
 
-def _dimensions(strides: Mapping[str, int], box: Mapping[str, int]) -> list[tuple[int, list[str]]]:
-    """(least stride, axes and taps) of every memory dimension: those that move by multiples in each other's reach."""
-    found: list[tuple[int, list[str]]] = []
-    reach: list[int] = []
-    for name in sorted(strides, key=lambda n: (strides[n], n)):
-        stride = strides[name]
-        for place, (base, names) in enumerate(found):
-            if stride % base == 0 and stride // base <= reach[place]:
-                names.append(name)
-                reach[place] += stride // base * (box[name] - 1)
+def _points(index: Index, counts: Mapping[str, int]) -> int:
+    """Different elements that a box of points covers in one buffer."""
+    strides = {name: index.stride(name) for name, count in counts.items() if count > 1}
+    return _irregular(strides, counts) * math.prod(points for _, points in _dimensions(strides, counts))
+
+
+def _irregular(strides: Mapping[str, int | None], box: Mapping[str, int]) -> int:
+    """Points along axes without a stride (quotients and remainders): neighbours share elements, two on average."""
+    return math.prod(max(1, box[name] // 2) for name, stride in strides.items() if stride is None)
+
+
+def _dimensions(strides: Mapping[str, int | None], box: Mapping[str, int]) -> list[tuple[int, int]]:
+    """(stride, different elements) of every memory dimension.
+
+    An axis that moves by a multiple of another's stride, no further than that one reaches, moves the same dimension: what
+    they cover together has no gaps.
+    """
+    found: list[tuple[int, int]] = []
+    moving = sorted((abs(stride), name) for name, stride in strides.items() if stride)
+    for stride, name in moving:
+        for place, (base, reach) in enumerate(found):
+            if stride % base == 0 and stride // base <= reach:
+                found[place] = base, reach + stride // base * (box[name] - 1)
                 break
         else:
-            found.append((stride, [name]))
-            reach.append(box[name])
+            found.append((stride, box[name]))
     return found
 
 
@@ -135,4 +145,4 @@ def _lines(phase: Phase, access: _Access, beside: Mapping[str, int], size: int) 
         left //= max(1, count)
         if left <= 1:
             break
-    return apart * max(1.0, span / LINE) * distinct(index, dict(access.counts)) / joined
+    return apart * max(1.0, span / LINE) * _points(index, access.counts) / joined

@@ -48,6 +48,9 @@ class GreedyFusion:
         self.clusters: dict[int, FusionGroup] = {}
         self.memo: dict[frozenset[int], Program | Refusal] = {}
         self.readers: dict[frozenset[int], tuple[int, ...]] = {}
+        # A topological order of the quotient graph: clusters, and equations that are in none.
+        self.order = [node.number for node in graph.nodes]
+        self.place = {number: place for place, number in enumerate(self.order)}
 
     def run(self) -> Grouping:
         """Groups all equations."""
@@ -130,7 +133,8 @@ class GreedyFusion:
     def _try_merge(self, first: int, second: int, node: OpNode, template: str = "") -> bool:
         a, b = self.clusters[first], self.clusters[second]
         union = a.members | b.members
-        if len(union) > MAX_SUBSET or self._would_cycle(first, second):
+        between = self._reached_between(first, second) if len(union) <= MAX_SUBSET else None
+        if between is None:
             return False
         program = self._build(union)
         if template and isinstance(program, Program) and program.template != template:
@@ -144,32 +148,46 @@ class GreedyFusion:
         merged = FusionGroup(first, union, a.roots + b.roots, program)
         del self.clusters[second]
         self.clusters[first] = merged
+        self._reorder(first, second, between)
         for member in union:
             self.of[member] = first
         return True
 
-    def _would_cycle(self, first: int, second: int) -> bool:
-        """Whether a path between the two clusters leads through a node outside both (a merge would create a cycle).
+    def _reached_between(self, first: int, second: int) -> set[int] | None:
+        """What the earlier of two clusters reaches before the later one; None where a path through it joins the two.
 
-        Equations that jcuts leaves out count as nodes of their own, so that the union is convex as well.
+        Such a merge would create a cycle.  Equations that jcuts leaves out count as nodes of their own, so that the union
+        is convex as well.  Only what lies between the two in the topological order is looked at (Pearce and Kelly, A
+        dynamic topological sort algorithm, 2006).
         """
-        inside = self.clusters[first].members | self.clusters[second].members
-        highest = max(inside)
-        stack = [u for c in (first, second) for u in self._readers(self.clusters[c].members) if u not in inside]
+        low, high = sorted((first, second), key=self.place.__getitem__)
+        last = self.place[high]
+        stack = [key for key in self._reader_groups(low) if key != high]
         seen: set[int] = set()
         while stack:
-            number = stack.pop()
-            if number in inside:
-                return True
-            group = self.of.get(number)
-            key = number if group is None else group  # clusters bear the number of a member
-            if key in seen:
-                continue
-            seen.add(key)
-            if group is None and number > highest:
-                continue
-            stack += self._readers(frozenset({number}) if group is None else self.clusters[group].members)
-        return False
+            key = stack.pop()
+            if key == high:
+                return None
+            if key not in seen and self.place[key] < last:
+                seen.add(key)
+                stack += self._reader_groups(key)
+        return seen
+
+    def _reorder(self, first: int, second: int, reached: set[int]) -> None:
+        """Puts a merged cluster behind all that it does not reach, in the topological order."""
+        low, high = sorted((self.place[first], self.place[second]))
+        ends = {first, second}
+        segment = [key for key in self.order[low : high + 1] if key not in ends]
+        made = [*(k for k in segment if k not in reached), first, *(k for k in segment if k in reached)]
+        self.order[low : high + 1] = [*made, second]  # the second is no cluster any more; its place stays taken
+        for place, key in enumerate(self.order[low : high + 1], low):
+            self.place[key] = place
+
+    def _reader_groups(self, key: int) -> list[int]:
+        """Clusters, and equations in none, that read the results of one of them."""
+        cluster = self.clusters.get(key)
+        members = cluster.members if cluster is not None else frozenset({key})
+        return [self.of.get(reader, reader) for reader in self._readers(members)]
 
     def _readers(self, members: frozenset[int]) -> tuple[int, ...]:
         """Users of a set's results outside it."""

@@ -156,9 +156,9 @@ class GreedyFusion:
     def _reached_between(self, first: int, second: int) -> set[int] | None:
         """What the earlier of two clusters reaches before the later one; None where a path through it joins the two.
 
-        Such a merge would create a cycle.  Equations that jcuts leaves out count as nodes of their own, so that the union
-        is convex as well.  Only what lies between the two in the topological order is looked at (Pearce and Kelly, A
-        dynamic topological sort algorithm, 2006).
+        Such a merge would create a cycle.  Equations that jcuts leaves out count as nodes of their own, so that the
+        union is convex as well.  Only what lies between the two in the topological order is looked at (Pearce and
+        Kelly, A dynamic topological sort algorithm, 2006).
         """
         low, high = sorted((first, second), key=self.place.__getitem__)
         last = self.place[high]

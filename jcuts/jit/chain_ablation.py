@@ -54,6 +54,7 @@ def ablate_chains(
     donates: bool,
     chunk: float,
     verify: Callable[[str, Any, Any], str | None] | None = None,
+    second_opinion: Callable[[Any, Any], str | None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Decision:
     """The decision with the better of two programs; chains where they are equal within the noise.
@@ -65,10 +66,10 @@ def ablate_chains(
         decision: the last guard's.
         single: name of the program with single calls.
         calls: it, the chosen program and plain XLA, which gives the reference result.
-        fresh_args, donates, chunk, verify, clock: as for `guard.decide`.
+        fresh_args, donates, chunk, verify, second_opinion, clock: as for `guard.decide`.
     """
     chained = decision.chosen
-    why = _wrong(single, calls, fresh_args, verify)
+    why = _wrong(single, calls, fresh_args, verify, second_opinion)
     if why is not None:
         return dataclasses.replace(decision, rejected={**decision.rejected, single: why})
     pair = {name: calls[name] for name in (chained, single)}
@@ -104,6 +105,7 @@ def _wrong(
     calls: Mapping[str, Callable[..., Any]],
     fresh_args: Callable[[], Any],
     verify: Callable[[str, Any, Any], str | None] | None,
+    second_opinion: Callable[[Any, Any], str | None] | None,
 ) -> str | None:
     """Why the program with single calls is out, None if it is right."""
 
@@ -118,9 +120,7 @@ def _wrong(
         raise
     except Exception as error:
         return summary(error)
-    return end_to_end_benchmark.gross_mismatch(reference, result) or (
-        verify(single, reference, result) if verify else None
-    )
+    return end_to_end_benchmark.wrong_result(single, reference, result, verify, second_opinion)
 
 
 def _margin(*errors: float) -> float:

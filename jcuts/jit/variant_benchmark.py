@@ -17,6 +17,7 @@ from jcuts.jit.traced_call import TracedCall
 from jcuts.jit.variant_planning import PlanningResult
 from jcuts.pipeline import microbatch_convs
 from jcuts.pipeline.outcome import Outcome
+from jcuts.tune import time_budget
 from jcuts.tune.baseline import autotune_cache
 
 log = logging.getLogger("jcuts")
@@ -35,6 +36,8 @@ def benchmark(traced: TracedCall, planned: PlanningResult, again: Decision | Non
     start = time.monotonic()
     names = variant_space.programs(planned.racing, variant_space.options(traced.platform))
     out = variant_space.dominated_names(names, planned.behind)
+    if traced.on_gpu and time_budget.current().is_limited:
+        out |= variant_space.beyond_race_limit([name for name in names if name not in out], planned.gains)
     names = [name for name in names if name not in out]
     every = None if traced.on_gpu else _near_ties(traced, planned.outcomes)
     if every is not None:
@@ -60,6 +63,7 @@ def time_programs(traced: TracedCall, names: Sequence[str], barred: Mapping[str,
         traced.copies,
         donates=traced.arguments.donates,
         verify=traced.exact,
+        second_opinion=traced.exact.compare,
         barred=barred,
         chunk=_sample_seconds(traced),
         options_gain=math.inf if traced.on_gpu else end_to_end_benchmark.OPTIONS_GAIN,
@@ -82,6 +86,7 @@ def _ablate_chains(traced: TracedCall, decision: Decision, single: str) -> Decis
         donates=traced.arguments.donates,
         chunk=_sample_seconds(traced),
         verify=traced.exact,
+        second_opinion=traced.exact.compare,
     )
     log.info("chains and single calls compared in %.2f s", time.monotonic() - start)
     return decision

@@ -257,6 +257,29 @@ def dominated_variants(found: Mapping[Variant | None, Outcome]) -> dict[Variant 
     return out
 
 
+def measured_gains(found: Mapping[Variant | None, Outcome]) -> dict[Variant | None, float]:
+    """What the kernels of every form gain on XLA's code by measured sums [s]."""
+    return {form: _sums(outcome)[1] for form, outcome in found.items()}
+
+
+def beyond_race_limit(names: Sequence[str], gains: Mapping[Variant | None, float]) -> dict[str, str]:
+    """Programs that do not race where tuning time is limited, with the reason.
+
+    Every program costs a compilation of the whole function.  Of those that have the same products and convolutions the one
+    whose kernels gain most by measured sums races, with compiler options where there are any; plain XLA always does.
+    """
+    ours = [name for name in names if not is_xla(name)]
+    with_options = {name.partition(":")[0] for name in ours if ":" in name}
+    best: dict[tuple[str, ...], str] = {}
+    for name in ours:
+        if name in with_options:  # the same program again, without options
+            continue
+        rewrites = tuple(r for r in numeric_rewrites(form_of(name)) if r not in (JOINED, TURNED, VECTORS))
+        if rewrites not in best or gains.get(form_of(name), 0.0) > gains.get(form_of(best[rewrites]), 0.0):
+            best[rewrites] = name
+    return {name: "not tried: the time for tuning is limited" for name in ours if name not in best.values()}
+
+
 def dominated_names(names: Sequence[str], behind: Mapping[Variant | None, str]) -> dict[str, str]:
     """Programs of forms that are left behind, with the reason; never XLA's own, which have no form."""
     return {name: behind[form] for name in names if not is_xla(name) and (form := form_of(name)) in behind}

@@ -1,7 +1,8 @@
 """Wall-clock budget of autotuning (anytime search): one deadline for all tuning sessions of a first call.
 
-`jit.variant_selection` opens it (`spending`); `tune.session` hands it to the tuner, which asks it before it prepares,
-compiles or times anything.  What is under way when the time is up is ended, not killed.
+It is the time beyond ``jax.jit``'s own first call: while plain XLA's program compiles for the first time the clock is
+held (`jit.variant_planning`).  `jit.variant_selection` opens it (`spending`); `tune.session` hands it to the tuner, which
+asks it before it prepares, compiles or times anything.  What is under way when the time is up is ended, not killed.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class TimeBudget:
     def __init__(self, seconds: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds, self.clock = seconds, clock
         self.start = clock()
+        self._held: float | None = None
         self._measured: list[float] = []
 
     @property
@@ -38,8 +40,20 @@ class TimeBudget:
         return math.isfinite(self.seconds)
 
     def spent(self) -> float:
-        """Seconds since it began."""
-        return self.clock() - self.start
+        """Seconds since it began, less those while it was held."""
+        held = self._held
+        return (self.clock() if held is None else held) - self.start
+
+    def hold(self) -> None:
+        """Stops the clock: what goes on is what ``jax.jit``'s own first call takes."""
+        if self._held is None:
+            self._held = self.clock()
+
+    def release(self) -> None:
+        """Lets the clock go on; nothing where it is not held."""
+        if self._held is not None:
+            self.start += self.clock() - self._held
+            self._held = None
 
     def left(self) -> float:
         """Seconds until the deadline, < 0 after it; infinite without one."""

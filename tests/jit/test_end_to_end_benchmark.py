@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -212,3 +213,44 @@ def test_options_make_no_program_less_plain():
     assert found.chosen == "jcuts:graphs" and "equal within the noise" in found.reason
     found = end_to_end_benchmark._choose({name: samples(1.0) for name in ("xla", "xla:graphs")}, {})
     assert found.chosen == "xla"
+
+
+def results(**values):
+    """Programs that take no time and return these, the first as plain XLA."""
+    return {name.replace("__", ":"): lambda made=made: made for name, made in values.items()}
+
+
+NOISE = [np.full((4, 4), 1e-7, np.float32), np.ones(3, np.float32)]
+"""A gradient that is zero but for rounding, and one that is not."""
+
+
+def chosen(second_opinion, **others):
+    return end_to_end_benchmark.benchmark_variants(
+        results(xla=[jnp.asarray(x) for x in NOISE], **others),
+        lambda: ((), {}),
+        donates=False,
+        seconds=0.01,
+        second_opinion=second_opinion,
+    )
+
+
+def test_what_differs_grossly_is_judged_by_float64():
+    asked = []
+
+    def exact(reference, result):
+        asked.append(
+            [float(np.abs(np.asarray(r) - np.asarray(x)).max()) for r, x in zip(result, reference, strict=True)]
+        )
+        return "is off by 3 of float64" if asked[-1][1] else None
+
+    noise = [jnp.full((4, 4), -1e-7), jnp.ones(3)]
+    wrong = [jnp.full((4, 4), 1e-7), jnp.full(3, 4.0)]
+    decision = chosen(exact, jcuts=noise, jcuts__graphs=wrong)
+    assert "jcuts" not in decision.rejected and len(asked) == 2
+    assert decision.rejected["jcuts:graphs"].endswith("; is off by 3 of float64")
+    assert "differs from plain jax.jit" in chosen(None, jcuts=noise).rejected["jcuts"]
+
+
+def test_no_second_opinion_makes_a_nan_right():
+    nan = [jnp.full((4, 4), np.nan), jnp.ones(3)]
+    assert "NaN" in chosen(lambda *_: None, jcuts=nan).rejected["jcuts"]

@@ -14,11 +14,12 @@ import jcuts
 from jcuts import api
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import Variant
-from jcuts.jit import end_to_end_benchmark, float64_check, variant_space
+from jcuts.jit import end_to_end_benchmark, float64_check, variant_planning, variant_space
 from jcuts.jit.precompile import precompile_variants
 from jcuts.pipeline import computation
 from jcuts.report.function_report import FunctionReport, RefusalReport, SubsetReport
 from jcuts.trace import jaxapi
+from jcuts.tune import time_budget
 
 RNG = np.random.default_rng(5)
 
@@ -197,7 +198,7 @@ def test_rewrites_that_cannot_be_checked_are_not_used(monkeypatch):
         raise MemoryError("no room")
 
     monkeypatch.setattr(float64_check, "evaluate", fail)
-    assert "cannot be checked: MemoryError: no room" in judge("jcuts/dots", [x], [x])
+    assert "cannot be checked against float64: MemoryError: no room" in judge("jcuts/dots", [x], [x])
 
 
 def test_plain_xla_is_compiled_before_all_others_and_alone():
@@ -352,3 +353,32 @@ def test_the_float64_program_is_compiled_apart_from_its_run(monkeypatch):
     (found,) = judge.reference()
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, np.sin(np.asarray(x).astype(np.float64)), rtol=1e-15)
+
+
+def test_few_programs_race_where_time_is_limited():
+    """Of those with the same products the one with the largest measured gain, with compiler options; plain XLA always."""
+    plain, dots, turned = None, Variant(("dots",), "none"), Variant(("dots", "turns"), "all")
+    anchored = Variant((), "anchored")
+    names = ["xla", "xla:graphs", *variant_space.programs([plain, anchored, dots, turned], ["graphs"])[2:]]
+    out = variant_space.beyond_race_limit(names, {plain: 1e-4, anchored: 2e-4, dots: 0.0, turned: 3e-4})
+    left = [name for name in names if name not in out]
+    assert left == ["xla", "xla:graphs", "jcuts/plain/anchored:graphs", "jcuts/dots+turns:graphs"]
+    assert variant_space.beyond_race_limit(["xla", "jcuts"], {plain: 0.0}) == {}
+
+
+def test_the_clock_of_a_tuning_budget_is_held_while_plain_xla_compiles():
+    now = [0.0]
+    budget = time_budget.TimeBudget(60.0, lambda: now[0])
+
+    def compiles():
+        now[0] += 40.0
+        raise RuntimeError("no memory")
+
+    todo = variant_planning.beyond_plain_jit({"xla compiled": compiles, "xla run": lambda: None}, budget)
+    now[0] += 5.0
+    assert budget.spent() == 0.0 and list(todo) == ["xla compiled", "xla run"]
+    with pytest.raises(RuntimeError):
+        todo["xla compiled"]()
+    now[0] += 7.0
+    assert budget.spent() == 7.0
+    assert variant_planning.beyond_plain_jit({}, budget) == {} and budget.spent() == 7.0

@@ -350,5 +350,5 @@ def _number(index: Index, where: Mapping[str, Any]) -> Any:
     for atom, coef in index.terms:
         part = where.get(atom.name, 0) if atom.inner is None else _number(atom.inner, where)
         part = part // atom.modulus if atom.kind == "div" else part % atom.modulus if atom.kind == "mod" else part
-        total += coef * part
+        total = total + coef * part
     return total

@@ -2,7 +2,7 @@
 
 The grid follows from the schedule as the kernel's launch code computes it; registers are an estimate from the values
 that a thread keeps, shared memory what the schedule asks for.  After compilation the assembler's figures take their
-place (`schedule.gpu.launch_stats.launch_stats`).
+place (`schedule.gpu.kernel_time.launch_stats`).
 """
 
 from __future__ import annotations

@@ -273,3 +273,18 @@ def test_impossible_variables_are_refused(value):
 
 def test_the_option_is_part_of_no_key():
     assert repr(Settings(tune_seconds=5)) == repr(Settings()) and Settings(tune_seconds=5) != Settings()
+
+
+def test_a_held_clock_stands_still():
+    """What jax.jit's own first call takes does not count."""
+    clock = Clock()
+    budget = TimeBudget(20.0, clock)
+    clock.now += 3.0
+    budget.hold()
+    budget.hold()  # as good as once
+    clock.now += 100.0
+    assert (budget.spent(), budget.left(), budget.is_spent()) == (3.0, 17.0, False)
+    budget.release()
+    budget.release()
+    clock.now += 17.0
+    assert budget.spent() == 20.0 and budget.is_spent()

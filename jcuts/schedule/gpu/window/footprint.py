@@ -111,8 +111,8 @@ def _irregular(strides: Mapping[str, int | None], box: Mapping[str, int]) -> int
 def _dimensions(strides: Mapping[str, int | None], box: Mapping[str, int]) -> list[tuple[int, int]]:
     """(stride, different elements) of every memory dimension.
 
-    An axis that moves by a multiple of another's stride, no further than that one reaches, moves the same dimension: what
-    they cover together has no gaps.
+    An axis that moves by a multiple of another's stride, no further than that one reaches, moves the same dimension:
+    what they cover together has no gaps.
     """
     found: list[tuple[int, int]] = []
     moving = sorted((abs(stride), name) for name, stride in strides.items() if stride)

@@ -265,8 +265,8 @@ def measured_gains(found: Mapping[Variant | None, Outcome]) -> dict[Variant | No
 def beyond_race_limit(names: Sequence[str], gains: Mapping[Variant | None, float]) -> dict[str, str]:
     """Programs that do not race where tuning time is limited, with the reason.
 
-    Every program costs a compilation of the whole function.  Of those that have the same products and convolutions the one
-    whose kernels gain most by measured sums races, with compiler options where there are any; plain XLA always does.
+    Every program costs a compilation of the whole function.  Of those that have the same products and convolutions the
+    one whose kernels gain most by measured sums races, with compiler options where there are any; plain XLA always.
     """
     ours = [name for name in names if not is_xla(name)]
     with_options = {name.partition(":")[0] for name in ours if ":" in name}

@@ -1,8 +1,9 @@
 """Wall-clock budget of autotuning (anytime search): one deadline for all tuning sessions of a first call.
 
 It is the time beyond ``jax.jit``'s own first call: while plain XLA's program compiles for the first time the clock is
-held (`jit.variant_planning`).  `jit.variant_selection` opens it (`spending`); `tune.session` hands it to the tuner, which
-asks it before it prepares, compiles or times anything.  What is under way when the time is up is ended, not killed.
+held (`jit.variant_planning`).  `jit.variant_selection` opens it (`spending`); `tune.session` hands it to the tuner,
+which asks it before it prepares, compiles or times anything.  What is under way when the time is up is ended, not
+killed.
 """
 
 from __future__ import annotations

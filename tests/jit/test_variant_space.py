@@ -356,7 +356,7 @@ def test_the_float64_program_is_compiled_apart_from_its_run(monkeypatch):
 
 
 def test_few_programs_race_where_time_is_limited():
-    """Of those with the same products the one with the largest measured gain, with compiler options; plain XLA always."""
+    """Of those with the same products the one with the largest measured gain; plain XLA always."""
     plain, dots, turned = None, Variant(("dots",), "none"), Variant(("dots", "turns"), "all")
     anchored = Variant((), "anchored")
     names = ["xla", "xla:graphs", *variant_space.programs([plain, anchored, dots, turned], ["graphs"])[2:]]

@@ -191,6 +191,11 @@ class Computation:
                 kept.append(subset)
         self.subsets = kept
 
+    def leave_equations(self, members: Members) -> None:
+        """Leaves equations to XLA, and takes the subsets that contain any of them apart."""
+        self.subsets = [s for s in self.subsets if not s.members & members]
+        self.left_out.update({m: Refusal(self.graph.nodes[m].prim, BETWEEN) for m in members})
+
     def merge_into(self, subset: Region) -> None:
         """Makes one subset of what its operations are in now: others, or left to XLA."""
         for kept in (self.subsets, self.library):

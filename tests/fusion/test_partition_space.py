@@ -12,7 +12,7 @@ import pytest
 from jcuts.arch.cpu import CpuArch
 from jcuts.fusion.dag import is_acyclic_cover
 from jcuts.fusion.greedy import group
-from jcuts.fusion.partition_space import TOTAL, WORTH, Space, explore
+from jcuts.fusion.partition_space import TOTAL, WORTH, Incumbent, Space, explore
 from jcuts.lower.region import lower_region
 from jcuts.schedule.cpu.time_estimate import CALL_SECONDS, seconds, traffic_seconds
 from tests import programs
@@ -39,7 +39,7 @@ ARCH = CpuArch(
 
 def space_of(fn, *arguments) -> Space:
     graph = programs.trace(fn, *arguments).graph
-    return explore(graph, group(graph))
+    return explore(graph, Incumbent(group(graph).subsets))
 
 
 def residual(x, w):

@@ -1,0 +1,250 @@
+"""The partition search on a GPU: greedy against searched partitions of networks, as whole programs in one process.
+
+    python benchmarks/networks/partition_gpu.py --out results ResNet50:1:closed InceptionV3:1:closed
+    python benchmarks/networks/partition_gpu.py --out results --plan bert:1:closed   # planning alone, without a GPU
+    python benchmarks/networks/partition_gpu.py --out dry --dry MobileNetV2:2:closed  # small, planning alone
+
+Writes ``partition_<row>.json``: what the search explored and measured, seconds that it took, the sum of regions before
+and after, the regions that differ, and on a GPU the times of both programs.  ``--plan`` pretends that an H200 is here
+and that kernels take what the model predicts, times a factor that their programs determine: it shows what the search
+costs in planning, and that it ends the same way each time, but says nothing about networks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.networks import interleaved_timing, modes, on_gpu, roofline  # noqa: E402
+
+
+class Lines(logging.Handler):
+    """Keeps what the log says of partitions."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Takes a line."""
+        if "partition" in (text := record.getMessage()):
+            self.texts.append(text)
+
+    @classmethod
+    def listening(cls) -> Lines:
+        """One that hears what jcuts says."""
+        lines = cls()
+        logging.getLogger("jcuts").setLevel(logging.INFO)
+        logging.getLogger("jcuts").addHandler(lines)
+        return lines
+
+
+def differences(greedy: Any, searched: Any) -> dict[str, list[dict[str, Any]]]:
+    """Regions of only one of two reports."""
+
+    def regions(report: Any) -> dict[str, dict[str, Any]]:
+        return {f"{s.operations} {s.chosen} {s.count}": on_gpu.subset_row(s) for s in report.subsets}
+
+    one, other = regions(greedy), regions(searched)
+    return {
+        "greedy only": [row for key, row in one.items() if key not in other],
+        "searched only": [row for key, row in other.items() if key not in one],
+    }
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+def measure(spec: str, dry: bool, seconds: float) -> dict[str, Any]:
+    """Tunes a network, and times the searched program beside the greedy one where they differ."""
+    import jax
+
+    import jcuts
+    from jcuts.base.settings import SEARCHED
+    from jcuts.jit import variant_space
+    from jcuts.pipeline import passes
+    from jcuts.tune import session
+
+    lines = Lines.listening()
+    session.set_progress(on_gpu.Stages())
+    fn, args = on_gpu.workload(spec, dry)
+    jax.block_until_ready(args)
+    ours = jcuts.optimize(on_gpu.named(fn, "ours"))
+    start = time.perf_counter()
+    jax.block_until_ready(ours(*args))
+    row: dict[str, Any] = {
+        "network": spec,
+        "device": str(jax.devices()[0].device_kind),
+        "first_call_seconds": time.perf_counter() - start,
+        "log": lines.texts,
+    }
+    decision, programs = ours.decision(*args), ours.programs(*args)
+    assert decision is not None  # it has just been called
+    row["decision"] = decision.to_dict()
+    forms = {name: variant_space.form_of(name) for name in programs if not variant_space.is_xla(name)}
+    searched = {name: form for name, form in forms.items() if form is not None and form.regions == SEARCHED}
+    pairs = {}
+    for name, form in searched.items():
+        greedy = variant_space.name_of(dataclasses.replace(form, regions="all"), name.partition(":")[2])
+        pairs |= {other: name for other in (greedy, greedy.replace("/plain", "")) if other in programs}
+    calls = {name: functools.partial(on_gpu_call, programs[name], args) for pair in pairs.items() for name in pair}
+    row["pairs"] = pairs
+    row["times"] = interleaved_timing.timed(calls, seconds) if calls else {}
+    closed = roofline.traced(fn, args)
+
+    def report(form: Any) -> Any:
+        settings = dataclasses.replace(jcuts.base.settings.Settings(), form=form)
+        return passes.optimize_jaxpr(closed, settings, platform="cuda", may_measure=False).report
+
+    row["differences"] = {
+        name: differences(report(forms[greedy]), report(forms[name])) for greedy, name in pairs.items()
+    }
+    return row
+
+
+def on_gpu_call(program: Any, args: Sequence[Any]) -> Any:
+    """One call of a whole program."""
+    return program(*args)
+
+
+# -- planning alone ---------------------------------------------------------------------------------------------------
+def plan(spec: str, dry: bool) -> dict[str, Any]:
+    """Plans the greedy and the searched variant of a network for a pretended H200, and the searched one once more."""
+    from jcuts.base.settings import Settings
+    from jcuts.jit import variant_space
+    from jcuts.pipeline import passes
+    from jcuts.tune import session
+    from jcuts.tune.database import Store
+
+    lines = Lines.listening()
+    fn, args = on_gpu.workload(spec, dry)
+    closed = roofline.traced(fn, args)
+    tuned: dict[str, Any] = {}
+    no_kernels = dict.fromkeys(("compile", "rebuild", "chain"), lambda state: state)
+    passes.PASSES = passes.with_substitutes(no_kernels)
+
+    def outcome(form: Any, may_measure: bool = True) -> tuple[float, Any]:
+        passes.forget()
+        settings = dataclasses.replace(Settings(), form=form)
+        start = time.perf_counter()
+        found = passes.optimize_jaxpr(closed, settings, platform="cuda", may_measure=may_measure)
+        return time.perf_counter() - start, found
+
+    session.set_store(Store(None, device="pretended", versions="none"))
+    with modes.pretended(tuned, made_up):
+        worth = variant_space.candidate_variants(closed, "cuda")
+        spent = {form: outcome(form) for form in worth if form is None or form.regions == "all"}
+        known = len(tuned)
+        form = variant_space.variant_to_search({f: found for f, (_, found) in spent.items()})
+        if form is None:
+            return {"network": spec, "searched": None, "finished": True}
+        greedy = next(f for f in spent if (f.rewrites if f else ()) == form.rewrites)
+        cold, searched = outcome(form)
+        warm, again = outcome(form, may_measure=False)
+    return {
+        "network": spec,
+        "part": "planning",
+        "searched": str(form),
+        "greedy_seconds": {str(f or "plain"): seconds for f, (seconds, _) in spent.items()},
+        "problems": known,
+        "further_problems": len(tuned) - known,
+        "search_seconds": cold,
+        "stages": searched.report.seconds,
+        "warm_seconds": warm,
+        "notes": [n for n in searched.report.notes if "partition" in str(n)],
+        "restored": regions(again.report) == regions(searched.report),
+        "differences": differences(spent[greedy][1].report, searched.report),
+        "log": lines.texts,
+        "finished": True,
+    }
+
+
+def regions(report: Any) -> Counter[str]:
+    """Regions of a report, with what is chosen for them."""
+    return Counter({f"{s.operations} {s.chosen}": s.count for s in report.subsets})
+
+
+def made_up(problem: Any) -> list[float]:
+    """Times of a problem's candidates and of XLA: the model's, times a factor from one half to two."""
+    from jcuts.kernel_ir.verify import read
+    from jcuts.schedule.gpu import time_estimate
+    from jcuts.schedule.gpu.machine import GpuMachine
+
+    machine = GpuMachine.named("H200")
+    times = []
+    for candidate in problem.candidates:
+        least = time_estimate.seconds(read(candidate.payload), machine)
+        times.append(least * factor(candidate.digest))
+    least = min(times, default=1e-6)
+    return [*times, least * factor(problem.digest)]
+
+
+def factor(text: str) -> float:
+    """A number from 0.5 to 2 that a text determines."""
+    return 2.0 ** (int(hashlib.sha256(text.encode()).hexdigest()[:6], 16) / 0x800000 - 1.0)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+def line(row: dict[str, Any]) -> str:
+    """One network as text."""
+    if "failed" in row:
+        return f"{row.get('network')}: {row['failed']}"
+    if row.get("part") == "planning":
+        return (
+            f"{row['network']}: {row['searched']}: planned {sum(row['greedy_seconds'].values()):.2f} s, searched "
+            f"{row['search_seconds']:.2f} s, restored {row['warm_seconds']:.2f} s ({row['restored']}); "
+            f"{row['further_problems']} problems beyond {row['problems']}; {'; '.join(row['notes'])}"
+        )
+    times = "; ".join(
+        f"{name} stream {t['stream'][0] * 1e3:.4f} step {t['step'][0] * 1e3:.4f} ms"
+        for name, t in row.get("times", {}).items()
+    )
+    return f"{row['network']}: {row['decision']['chosen']}; {times}; {'; '.join(row['log'])}"
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("networks", nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of timing, per network")
+    parser.add_argument("--budget", type=float, default=900.0, help="seconds for everything")
+    parser.add_argument("--plan", action="store_true", help="planning alone, for a pretended GPU")
+    parser.add_argument("--dry", action="store_true", help="small networks, planning alone")
+    parser.add_argument("--child", choices=("measure", "plan"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.child:
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+        spec = options.networks[0]
+        row = plan(spec, options.dry) if options.child == "plan" else measure(spec, options.dry, options.seconds)
+        print(json.dumps(row), flush=True)
+        return
+    options.gpus = 1
+    what = "plan" if options.plan or options.dry else "measure"
+    start = time.perf_counter()
+    for spec in options.networks:
+        row: dict[str, Any] = {"network": spec}
+        left = options.budget - (time.perf_counter() - start)
+        row |= on_gpu.child(what, spec, options, left, script=__file__) if left > 5 else {"failed": "no time is left"}
+        (options.out / f"partition_{on_gpu.label(spec)}.json").write_text(json.dumps(row, indent=1) + "\n")
+        print(line(row), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except subprocess.SubprocessError as error:
+        sys.exit(str(error))

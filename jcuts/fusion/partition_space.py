@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -80,17 +80,19 @@ class SpaceOptions:
         model: predicts seconds. limits: keep the search fast.
         cheap: cost of an operation that a contraction or window may repeat for every use.
         horizontal: whether subsets that share an input are merged, too.
+        joint: whether equal exchanges are judged, and measured, together: a network has them in every block.
     """
 
     model: TimeModel = ON_CPU
     limits: Limits = LIMITS
     cheap: float = MAX_RECOMPUTED_OPS
     horizontal: bool = False
+    joint: bool = False
 
     @classmethod
     def on_gpu(cls, machine: GpuMachine) -> SpaceOptions:
         """Of a GPU."""
-        return cls(TimeModel.on_gpu(machine), cheap=CHEAP, horizontal=True)
+        return cls(TimeModel.on_gpu(machine), cheap=CHEAP, horizontal=True, joint=True)
 
 
 CPU_OPTIONS = SpaceOptions()
@@ -131,6 +133,7 @@ class Space:
     greedy: list[NodeSet]
     atoms: list[NodeSet]
     dag: Dag
+    options: SpaceOptions = CPU_OPTIONS
     programs: dict[NodeSet, Program] = field(default_factory=dict)
     estimates: dict[NodeSet, float] = field(default_factory=dict)
     fixed: frozenset[NodeSet] = frozenset()
@@ -167,27 +170,31 @@ class Space:
         """Unmeasured regions that could improve the best measured partition, most promising first.
 
         Args: measured: seconds of subsets (kernel or XLA's own code, whatever is allowed and faster); limit: how many.
-        Returns: at most ``limit`` subsets, in groups that replace the same part of the cover together.
+        Returns: at most ``limit`` subsets (equal ones of a ``joint`` search count once), in groups that replace the
+            same part of the cover together.
         """
         predicted = self.predicted_seconds(measured)
         current = self.best_measured_partition(measured)
         hoped = self._cover(predicted)
-        found: list[tuple[float, list[NodeSet]]] = []
-        for old, new in _partition_differences(current, hoped):
+        alike: dict[Hashable, list[tuple[float, list[NodeSet]]]] = {}
+        for number, (old, new) in enumerate(_partition_differences(current, hoped)):
             before, after = sum(predicted[s] for s in old), sum(predicted[s] for s in new)
             fresh = [s for s in new if s not in measured and s in self.programs]
-            if not fresh:
+            if not fresh or before - after < WORTH * before:
                 continue
             fresh += [s for s in old if s not in measured and s in self.alone]
-            if before - after >= WORTH * before:
-                found.append((after - before, fresh))
+            key = tuple(self.programs[s].digest for s in fresh) if self.options.joint else number
+            alike.setdefault(key, []).append((after - before, fresh))
         least = TOTAL * sum(predicted[s] for s in current)
-        found = [(gain, fresh) for gain, fresh in found if -gain >= least]
-        found.sort(key=lambda item: (item[0], min(min(s) for s in item[1])))
+        found = [(sum(gain for gain, _ in same), [fresh for _, fresh in same]) for same in alike.values()]
+        found = [(gain, same) for gain, same in found if -gain >= least]
+        found.sort(key=lambda item: (item[0], min(min(s) for s in item[1][0])))
         picked: list[NodeSet] = []
-        for _, fresh in found:
-            if len(picked) + len(fresh) <= limit:
-                picked += fresh
+        asked = 0
+        for _, same in found:
+            if asked + len(same[0]) <= limit:
+                asked += len(same[0])
+                picked += [s for fresh in same for s in fresh]
         return picked
 
     def best_measured_partition(self, measured: Mapping[NodeSet, float]) -> list[NodeSet]:
@@ -243,7 +250,7 @@ def explore(graph: TensorGraph, incumbent: Incumbent, options: SpaceOptions = CP
     other = [members for members, _ in incumbent.others]
     atoms = _atoms(graph, greedy, other, options.cheap)
     dag = _dag_of(graph, atoms, shared=options.horizontal)
-    space = Space(graph, greedy, atoms, dag, fixed=fixed, alone=incumbent.alone)
+    space = Space(graph, greedy, atoms, dag, options, fixed=fixed, alone=incumbent.alone)
     members_of = {min(atom): atom for atom in atoms}
     refusals: dict[NodeSet, Refusal] = {}
     space.programs.update((*incumbent.others, *incumbent.subsets))

@@ -139,13 +139,14 @@ def warm(spec: str, dry: bool) -> dict[str, Any]:
 # -- planning for a GPU that is not here ----------------------------------------------------------------------------
 @contextlib.contextmanager
 def pretended(
-    tuned: dict[str, Any], seconds: Callable[[Any], Sequence[float]] | None = None
+    tuned: dict[str, Any], seconds: Callable[[Any, Any], Sequence[float]] | None = None
 ) -> Iterator[None]:
     """An H200 is here, and every problem is measured at once; what is pretended to be measured is stored.
 
     Args:
         tuned: filled, by digest.
-        seconds: a problem with its candidates -> times of these and of XLA; by default the first candidate wins.
+        seconds: a problem with its candidates, and its region -> times of these and of XLA; by default the first
+            candidate wins.
     """
     from dataclasses import replace
 
@@ -161,7 +162,7 @@ def pretended(
             if choice is None and settings.tune == "auto":
                 full = prepare_candidates(problem, prepare)
                 tuned[problem.digest] = len(full.candidates)
-                choice = replace(keep_xla(problem), origin="measured", measurements=times_of(full))
+                choice = replace(keep_xla(problem), origin="measured", measurements=times_of(full, prepare))
                 best = min(zip(choice.measurements, (*full.candidates, None), strict=True), key=lambda t: t[0].seconds)[1]
                 if best is not None:
                     choice = replace(
@@ -176,9 +177,11 @@ def pretended(
             found[problem.digest] = choice or keep_xla(problem)
         return found
 
-    def times_of(problem: Any) -> tuple[Any, ...]:
+    def times_of(problem: Any, prepare: Any) -> tuple[Any, ...]:
         labels = [*(c.label for c in problem.candidates), "xla"]
-        times = seconds(problem) if seconds else [1e-6 * (n + 1) for n in range(len(labels))]
+        times: Sequence[float] = [1e-6 * (n + 1) for n in range(len(labels))]
+        if seconds is not None:
+            times = seconds(problem, prepare.__self__.region_of[problem.digest])
         return tuple(Measurement(x, s, s, s, 7, "chain") for x, s in zip(labels, times, strict=True))
 
     old = session.tune, xla_devices.this, xla_devices.unusable

@@ -18,6 +18,7 @@ import functools
 import hashlib
 import json
 import logging
+import statistics
 import subprocess
 import sys
 import time
@@ -120,7 +121,7 @@ def on_gpu_call(program: Any, args: Sequence[Any]) -> Any:
 
 
 # -- planning alone ---------------------------------------------------------------------------------------------------
-def plan(spec: str, dry: bool) -> dict[str, Any]:
+def plan(spec: str, dry: bool, recorded: Sequence[Path] = ()) -> dict[str, Any]:
     """Plans the greedy and the searched variant of a network for a pretended H200, and the searched one once more."""
     from jcuts.base.settings import Settings
     from jcuts.jit import variant_space
@@ -143,7 +144,8 @@ def plan(spec: str, dry: bool) -> dict[str, Any]:
         return time.perf_counter() - start, found
 
     session.set_store(Store(None, device="pretended", versions="none"))
-    with modes.pretended(tuned, made_up):
+    times = RecordedTimes(spec, recorded) if recorded else made_up
+    with modes.pretended(tuned, times):
         worth = variant_space.candidate_variants(closed, "cuda")
         spent = {form: outcome(form) for form in worth if form is None or form.regions == "all"}
         known = len(tuned)
@@ -159,6 +161,7 @@ def plan(spec: str, dry: bool) -> dict[str, Any]:
         "searched": str(form),
         "greedy_seconds": {str(f or "plain"): seconds for f, (seconds, _) in spent.items()},
         "problems": known,
+        "recorded": times.found if isinstance(times, RecordedTimes) else 0,
         "further_problems": len(tuned) - known,
         "search_seconds": cold,
         "stages": searched.report.seconds,
@@ -176,19 +179,55 @@ def regions(report: Any) -> Counter[str]:
     return Counter({f"{s.operations} {s.chosen}": s.count for s in report.subsets})
 
 
-def made_up(problem: Any) -> list[float]:
-    """Times of a problem's candidates and of XLA: the model's, times a factor from one half to two."""
+def predicted(problem: Any) -> list[float]:
+    """What the model predicts of a problem's candidates [s]: of all the same."""
     from jcuts.kernel_ir.verify import read
     from jcuts.schedule.gpu import time_estimate
     from jcuts.schedule.gpu.machine import GpuMachine
 
     machine = GpuMachine.named("H200")
-    times = []
-    for candidate in problem.candidates:
-        least = time_estimate.seconds(read(candidate.payload), machine)
-        times.append(least * factor(candidate.digest))
-    least = min(times, default=1e-6)
-    return [*times, least * factor(problem.digest)]
+    return [time_estimate.seconds(read(c.payload), machine) for c in problem.candidates]
+
+
+def made_up(problem: Any, region: Any) -> list[float]:
+    """Times of a problem's candidates and of XLA: the model's, times a factor from one half to two."""
+    times = [t * factor(c.digest) for t, c in zip(predicted(problem), problem.candidates, strict=True)]
+    return [*times, min(times, default=1e-6) * factor(problem.digest)]
+
+
+class RecordedTimes:
+    """Times of a problem's candidates and of XLA as files of results have them, where they have its region.
+
+    Args: spec: the network; paths: results of `on_gpu.py`, the later ones count.
+    """
+
+    def __init__(self, spec: str, paths: Sequence[Path]) -> None:
+        self.known: dict[tuple[Any, ...], tuple[float, float]] = {}
+        for row in (row for path in paths for row in json.loads(path.read_text())):
+            for s in row.get("subsets", ()) if row.get("network") == spec else ():
+                if s["seconds"] and s["xla_seconds"]:
+                    self.known[key_of(s["operations"], s["bytes"])] = s["seconds"], s["xla_seconds"]
+        self.errors: dict[str, list[float]] = {}
+        self.found = 0
+
+    def __call__(self, problem: Any, region: Any) -> list[float]:
+        """Seconds of every candidate, and of XLA."""
+        times = predicted(problem)
+        operations = Counter(e.primitive.name for e in region.closed.jaxpr.eqns)
+        moved = sum(b.bytes for b in region.program.buffers if b.role != "local")
+        errors = self.errors.setdefault(region.program.template, [])
+        known = self.known.get(key_of(operations, moved))
+        if known is not None and times:
+            self.found += 1
+            errors.append(known[0] / times[0])
+            return [*(known[0] for _ in times), known[1]]
+        usual = statistics.median(errors or [e for found in self.errors.values() for e in found] or [1.0])
+        return [*(t * usual for t in times), times[0] * usual * 1.5 if times else 1e-6]
+
+
+def key_of(operations: dict[str, int], moved: int) -> tuple[Any, ...]:
+    """What tells regions of one network apart in results."""
+    return (*sorted(operations.items()), moved)
 
 
 def factor(text: str) -> float:
@@ -205,7 +244,7 @@ def line(row: dict[str, Any]) -> str:
         return (
             f"{row['network']}: {row['searched']}: planned {sum(row['greedy_seconds'].values()):.2f} s, searched "
             f"{row['search_seconds']:.2f} s, restored {row['warm_seconds']:.2f} s ({row['restored']}); "
-            f"{row['further_problems']} problems beyond {row['problems']}; {'; '.join(row['notes'])}"
+            f"{row['further_problems']} problems beyond {row['problems']} ({row['recorded']} recorded); {'; '.join(row['notes'])}"
         )
     times = "; ".join(
         f"{name} stream {t['stream'][0] * 1e3:.4f} step {t['step'][0] * 1e3:.4f} ms"
@@ -222,6 +261,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="of timing, per network")
     parser.add_argument("--budget", type=float, default=900.0, help="seconds for everything")
     parser.add_argument("--plan", action="store_true", help="planning alone, for a pretended GPU")
+    parser.add_argument("--recorded", type=Path, nargs="+", default=[], help="results with times, for --plan")
     parser.add_argument("--dry", action="store_true", help="small networks, planning alone")
     parser.add_argument("--child", choices=("measure", "plan"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -229,7 +269,7 @@ def main() -> None:
     if options.child:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
         spec = options.networks[0]
-        row = plan(spec, options.dry) if options.child == "plan" else measure(spec, options.dry, options.seconds)
+        row = plan(spec, options.dry, options.recorded) if options.child == "plan" else measure(spec, options.dry, options.seconds)
         print(json.dumps(row), flush=True)
         return
     options.gpus = 1
@@ -238,7 +278,11 @@ def main() -> None:
     for spec in options.networks:
         row: dict[str, Any] = {"network": spec}
         left = options.budget - (time.perf_counter() - start)
-        row |= on_gpu.child(what, spec, options, left, script=__file__) if left > 5 else {"failed": "no time is left"}
+        extra = ["--recorded", *map(str, options.recorded)] if options.recorded else []
+        if left > 5:
+            row |= on_gpu.child(what, spec, options, left, script=__file__, extra=extra)
+        else:
+            row["failed"] = "no time is left"
         (options.out / f"partition_{on_gpu.label(spec)}.json").write_text(json.dumps(row, indent=1) + "\n")
         print(line(row), flush=True)
 

@@ -223,7 +223,7 @@ class _GpuSearch(_Search):
         alone = [s for s in level.library if s.ranked and self._has_no_neighbours(level, s, kernels)]
         subsets = [*level.subsets, *alone]
         cover = {s.members for s in subsets}
-        others = [s for s in level.subset_cache.values() if s.members not in cover]
+        others = [s for s in level.subset_cache.values() if s.members not in cover and s.chosen is not None]
         unknown = [s for s in level.subsets if self.seconds_of(level, s) is None]
         incumbent = Incumbent(
             [(s.members, s.program) for s in subsets],

@@ -67,6 +67,18 @@ def differences(greedy: Any, searched: Any) -> dict[str, list[dict[str, Any]]]:
     }
 
 
+def workload(spec: str, dry: bool) -> tuple[Any, tuple[Any, ...]]:
+    """Function and arguments of a row: of `on_gpu.py`, else of the registry of workloads (nothing is donated)."""
+    from benchmarks.networks import baseline
+    from benchmarks.networks.workload_row import Row
+
+    row = Row.parse(spec)
+    if row.name in (*on_gpu.NETWORKS, *on_gpu.DRY):
+        return on_gpu.workload(spec, dry)
+    form = baseline.built(row, dry)
+    return form.function, tuple(form.arguments)
+
+
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
 def measure(spec: str, dry: bool, seconds: float) -> dict[str, Any]:
     """Tunes a network, and times the searched program beside the greedy one where they differ."""
@@ -80,7 +92,7 @@ def measure(spec: str, dry: bool, seconds: float) -> dict[str, Any]:
 
     lines = Lines.listening()
     session.set_progress(on_gpu.Stages())
-    fn, args = on_gpu.workload(spec, dry)
+    fn, args = workload(spec, dry)
     jax.block_until_ready(args)
     ours = jcuts.optimize(on_gpu.named(fn, "ours"))
     start = time.perf_counter()
@@ -130,7 +142,7 @@ def plan(spec: str, dry: bool, recorded: Sequence[Path] = ()) -> dict[str, Any]:
     from jcuts.tune.database import Store
 
     lines = Lines.listening()
-    fn, args = on_gpu.workload(spec, dry)
+    fn, args = workload(spec, dry)
     closed = roofline.traced(fn, args)
     tuned: dict[str, Any] = {}
     no_kernels = dict.fromkeys(("compile", "rebuild", "chain"), lambda state: state)

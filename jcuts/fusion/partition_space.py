@@ -252,6 +252,7 @@ def explore(graph: TensorGraph, incumbent: Incumbent, options: SpaceOptions = CP
     dag = _dag_of(graph, atoms, shared=options.horizontal)
     space = Space(graph, greedy, atoms, dag, options, fixed=fixed, alone=incumbent.alone)
     members_of = {min(atom): atom for atom in atoms}
+    unpaid = {min(atom) for atom in atoms if atom in fixed}
     refusals: dict[NodeSet, Refusal] = {}
     space.programs.update((*incumbent.others, *incumbent.subsets))
 
@@ -262,6 +263,8 @@ def explore(graph: TensorGraph, incumbent: Incumbent, options: SpaceOptions = CP
         members = expand(numbers)
         if members in space.programs:
             return True
+        if len(numbers) > 1 and numbers <= unpaid:  # no kernel for them costs less than nothing
+            return False
         if members not in refusals:
             if len(members) > MAX_SUBSET:
                 refusals[members] = Refusal("subset", f"more than {MAX_SUBSET} equations")

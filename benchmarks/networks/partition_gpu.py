@@ -137,7 +137,7 @@ def plan(spec: str, dry: bool, recorded: Sequence[Path] = ()) -> dict[str, Any]:
     """Plans the greedy and the searched variant of a network for a pretended H200, and the searched one once more."""
     from jcuts.base.settings import Settings
     from jcuts.jit import variant_space
-    from jcuts.pipeline import passes
+    from jcuts.pipeline import computation, passes
     from jcuts.tune import session
     from jcuts.tune.database import Store
 
@@ -149,7 +149,10 @@ def plan(spec: str, dry: bool, recorded: Sequence[Path] = ()) -> dict[str, Any]:
     passes.PASSES = passes.with_substitutes(no_kernels)
 
     def outcome(form: Any, may_measure: bool = True) -> tuple[float, Any]:
-        passes.forget()
+        if not may_measure:  # another process
+            passes.forget()
+            for remembered in (computation._rankings, computation._grouped):
+                remembered.clear()
         settings = dataclasses.replace(Settings(), form=form)
         start = time.perf_counter()
         found = passes.optimize_jaxpr(closed, settings, platform="cuda", may_measure=may_measure)

@@ -12,7 +12,7 @@ import pytest
 from jcuts.base.settings import SEARCHED, Settings, Variant
 from jcuts.jit import variant_planning, variant_space
 from jcuts.pipeline import computation, kernel_selection, measured_partition, partition_store
-from jcuts.pipeline.measured_partition import GPU_CANDIDATES, LEAST_MOVED, MOST_PER_ROUND, ROUNDS
+from jcuts.pipeline.measured_partition import GPU_CANDIDATES, MOST_PER_ROUND, ROUNDS
 from jcuts.rewrite.simplify import simplify
 from jcuts.schedule.gpu.machine import GpuMachine
 from jcuts.trace.inline import inline
@@ -262,26 +262,18 @@ def test_loop_bodies_are_searched(clock):
     assert summary.origin == "stored" and [cover(a) for a in again.walk()] == [cover(a) for a in top.walk()]
 
 
-def test_small_pieces_that_are_cut_off_stay_with_xla_at_its_time(clock):
-    """An element-wise tail of little traffic is no kernel of its own: it counts what XLA takes."""
-
-    def function(x, w):
-        y = x[:256, :256]
-        return jax.nn.relu(jnp.exp(y @ w[:256, :256] + y) * 2) @ w[:256], x @ w, x @ w[:, :384]
-
-    def seconds(region):
-        mine, _ = predicted(region)
-        names = {e.primitive.name for e in region.closed.jaxpr.eqns}
-        product = "dot_general" in names
-        return (100 * mine if product and "exp" in names else mine), 200 * mine if product else 2e-6
-
-    clock(seconds)
-    top, summary = selected(function)
-    assert summary.measured > 0
-    for region in top.subsets:
-        moved = sum(b.bytes for b in region.program.buffers)
-        assert moved >= LEAST_MOVED or top.has_reduction(region.members)
-    assert computation.TO_FUSE in {r.reason for r in top.left_out.values()}
+def test_small_pieces_that_are_cut_off_stay_with_xla_at_its_time(clock, monkeypatch):
+    """An element-wise tail of little traffic is no kernel of its own: it counts what XLA takes, which is more."""
+    for module in (kernel_selection, measured_partition):
+        monkeypatch.setattr(module, "LEAST_MOVED", 1 << 30)
+    measuring = clock(slow_if_fused)
+    top, summary = selected(lambda x, w: (jax.nn.relu(jnp.exp(x @ w) * 2), w @ w, x @ w.T))
+    assert summary.seconds < summary.greedy_seconds
+    left = {m for m, refusal in top.left_out.items() if refusal.reason == computation.TO_FUSE}
+    tails = [s for s in measuring.asked if s.members <= left]
+    assert tails and all(top.has_reduction(s.members) for s in top.subsets)
+    kept = sum(s.choice.seconds(s.choice.winner) for s in top.subsets)
+    assert summary.seconds == pytest.approx(kept + sum(s.choice.seconds(LIBRARY) for s in tails))
 
 
 # -- the race -------------------------------------------------------------------------------------------------------

@@ -138,9 +138,7 @@ def warm(spec: str, dry: bool) -> dict[str, Any]:
 
 # -- planning for a GPU that is not here ----------------------------------------------------------------------------
 @contextlib.contextmanager
-def pretended(
-    tuned: dict[str, Any], seconds: Callable[[Any, Any], Sequence[float]] | None = None
-) -> Iterator[None]:
+def pretended(tuned: dict[str, Any], seconds: Callable[[Any, Any], Sequence[float]] | None = None) -> Iterator[None]:
     """An H200 is here, and every problem is measured at once; what is pretended to be measured is stored.
 
     Args:
@@ -163,7 +161,8 @@ def pretended(
                 full = prepare_candidates(problem, prepare)
                 tuned[problem.digest] = len(full.candidates)
                 choice = replace(keep_xla(problem), origin="measured", measurements=times_of(full, prepare))
-                best = min(zip(choice.measurements, (*full.candidates, None), strict=True), key=lambda t: t[0].seconds)[1]
+                pairs = zip(choice.measurements, (*full.candidates, None), strict=True)
+                best = min(pairs, key=lambda pair: pair[0].seconds)[1]
                 if best is not None:
                     choice = replace(
                         choice,

@@ -259,7 +259,8 @@ def line(row: dict[str, Any]) -> str:
         return (
             f"{row['network']}: {row['searched']}: planned {sum(row['greedy_seconds'].values()):.2f} s, searched "
             f"{row['search_seconds']:.2f} s, restored {row['warm_seconds']:.2f} s ({row['restored']}); "
-            f"{row['further_problems']} problems beyond {row['problems']} ({row['recorded']} recorded); {'; '.join(row['notes'])}"
+            f"{row['further_problems']} problems beyond {row['problems']} ({row['recorded']} recorded); "
+            f"{'; '.join(row['notes'])}"
         )
     times = "; ".join(
         f"{name} stream {t['stream'][0] * 1e3:.4f} step {t['step'][0] * 1e3:.4f} ms"
@@ -284,7 +285,10 @@ def main() -> None:
     if options.child:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S")
         spec = options.networks[0]
-        row = plan(spec, options.dry, options.recorded) if options.child == "plan" else measure(spec, options.dry, options.seconds)
+        if options.child == "plan":
+            row = plan(spec, options.dry, options.recorded)
+        else:
+            row = measure(spec, options.dry, options.seconds)
         print(json.dumps(row), flush=True)
         return
     options.gpus = 1

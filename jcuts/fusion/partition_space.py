@@ -12,8 +12,8 @@ Measuring every region would take minutes, so regions are measured only where th
    promise to save at least `WORTH` of what they replace, those are measured, the most promising first; repeat.
 3. The answer is the best cover among measured subsets: never worse than the incumbent by these measurements.
 
-On a GPU most of what XLA keeps has no time of its own: XLA fuses it into what surrounds it.  Such equations are *fixed*:
-they cost nothing, so that a kernel that takes one over has to be no slower than the kernel without it.
+On a GPU most of what XLA keeps has no time of its own: XLA fuses it into what surrounds it.  Such equations are
+*fixed*: they cost nothing, so that a kernel that takes one over has to be no slower than the kernel without it.
 
 Source: thesis 3.1, Algorithm 1.
 """
@@ -30,11 +30,11 @@ from jcuts.base.errors import Refusal
 from jcuts.fusion.dag import Dag, NodeSet, is_convex
 from jcuts.fusion.exact_cover import exact_partition
 from jcuts.fusion.greedy import MAX_SUBSET
+from jcuts.fusion.move_epilogue import CHEAP
 from jcuts.fusion.partition_search import Limits, grow_subsets
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
 from jcuts.lower.region import MAX_RECOMPUTED_OPS, lower_region
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
-from jcuts.fusion.move_epilogue import CHEAP
 from jcuts.schedule.cpu import time_estimate as cpu_time
 from jcuts.schedule.gpu import time_estimate as gpu_time
 from jcuts.schedule.gpu.machine import GpuMachine

@@ -63,6 +63,7 @@ class Partition:
         origin: 'none' (the variant has no kernels), 'stored', or 'greedy', which measured times may still improve.
         shares: candidates per region identity where the partition decides them.
         blocks: regions that could be one kernel in place of several, each with its computation and its parts.
+        found: of a stored partition, what its search said.
     """
 
     top: Computation
@@ -72,6 +73,7 @@ class Partition:
     origin: str = "greedy"
     shares: dict[str, int] | None = None
     blocks: tuple[tuple[Computation, Region, list[Region]], ...] = ()
+    found: Summary | None = None
 
     @property
     def levels(self) -> list[Computation]:
@@ -124,7 +126,7 @@ def choose_partition(top: Computation, settings: Settings, platform: str = "cpu"
     use_stored = chosen.is_searched or (chosen.is_lasting and platform != "cpu")
     stored = _stored(chosen.key, platform) if use_stored else None
     if stored is not None and _restore(chosen.levels, stored, platform):
-        chosen = replace(chosen, origin="stored", shares=_shares(stored))
+        chosen = replace(chosen, origin="stored", shares=_shares(stored), found=Summary.stored(stored.get("search")))
         if chosen.takes_near_ties:
             for level in chosen.levels:
                 _add_small_regions(level)
@@ -220,7 +222,7 @@ def search(partition: Partition, problems: RegionProblems, *, may_measure: bool)
     if partition.origin == "stored" and partition.settings.tune == "auto" and may_measure:
         session.store().adopt_partition(partition.key, keys.partition_code(partition.platform))
     if partition.origin != "greedy":
-        return Summary(partition.origin)
+        return partition.found or Summary(partition.origin)
     levels, shares, on_gpu = partition.levels, dict(problems.shares), partition.platform != "cpu"
     unknown = postponed([s for level in levels for s in level.subset_cache.values()])
     if partition.settings.tune != "auto" or not may_measure or unknown:
@@ -230,9 +232,9 @@ def search(partition: Partition, problems: RegionProblems, *, may_measure: bool)
         found = measured_partition.search(levels, partition.settings, shares, _device(partition.platform))
     is_known = all(s.choice is not None and s.choice.origin == "measured" for s in partition.regions)
     if found.is_complete and on_gpu and partition.is_lasting and is_known:
-        _store_partition(levels, shares, partition.key)
+        _store_partition(levels, shares, partition.key, found.summary)
     elif found.is_complete and found.summary.origin == "measured" and not on_gpu:
-        _store_sets(levels, shares, partition.key)
+        _store_sets(levels, shares, partition.key, found.summary)
     return found.summary
 
 
@@ -240,7 +242,7 @@ def _device(platform: str) -> str:
     return "" if platform == "cpu" else xla_devices.this().identity()
 
 
-def _store_partition(levels: Sequence[Computation], shares: dict[str, int], key: str) -> None:
+def _store_partition(levels: Sequence[Computation], shares: dict[str, int], key: str, found: Summary) -> None:
     """Stores the cover of a GPU's form: with it a later process need not rank what has a kernel form at all."""
     used = {s.identity for s in _subsets(levels)}
     session.store().put_partition(
@@ -249,12 +251,13 @@ def _store_partition(levels: Sequence[Computation], shares: dict[str, int], key:
             "covers": [partition_store.load_partition(level) for level in levels],
             "schedules": keys.partition_code("cuda"),
             "shares": {k: n for k, n in sorted(shares.items()) if k in used},
+            **({"search": found.to_json()} if found.explored else {}),
         },
         is_news=False,  # it is what plans that are remembered have come to
     )
 
 
-def _store_sets(levels: Sequence[Computation], shares: dict[str, int], key: str) -> None:
+def _store_sets(levels: Sequence[Computation], shares: dict[str, int], key: str, found: Summary) -> None:
     """Stores the cover of a CPU's function: lowering makes the programs of its regions again."""
     used = {s.identity for s in _subsets(levels)}
     session.store().put_partition(
@@ -263,6 +266,7 @@ def _store_sets(levels: Sequence[Computation], shares: dict[str, int], key: str)
             "levels": [[sorted(s.members) for s in level.subsets] for level in levels],
             "schedules": keys.partition_code("cpu"),
             "shares": {k: n for k, n in sorted(shares.items()) if k in used},
+            **({"search": found.to_json()} if found.explored else {}),
         },
     )
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from jcuts.base.settings import Settings
 from jcuts.fusion.dag import NodeSet as Members
@@ -40,7 +41,7 @@ class Summary:
     """Statistics of the search, for the report.
 
     Attributes:
-        origin: 'greedy' (nothing was searched), 'measured' or 'stored'.
+        origin: 'greedy' (nothing was searched), 'measured' or 'stored' (the other numbers are of when it was searched).
         explored: subsets that could be kernels; measured: of these, how many distinct ones beyond the incumbent were
             measured; greedy_seconds, seconds: time of the incumbent and of the chosen cover [s], by measurements and
             predictions; on a GPU without what XLA fuses.
@@ -55,13 +56,29 @@ class Summary:
     is_cut: bool = False
 
     def __str__(self) -> str:
-        if self.origin != "measured":
+        if not self.explored:
             return f"partition: {self.origin}"
-        cut = ", until the tuning budget was spent" if self.is_cut else ""
+        kept = "" if self.origin == "measured" else f"{self.origin}; "
+        end = ", until the tuning budget was spent" if self.is_cut else ""
         return (
-            f"partition: {self.explored} subsets explored, {self.measured} measured beyond the greedy cover{cut}; sum "
-            f"of subsets {self.greedy_seconds * 1e6:,.1f} -> {self.seconds * 1e6:,.1f} us"
+            f"partition: {kept}{self.explored} subsets explored, {self.measured} measured beyond the greedy cover{end}"
+            f"; sum of subsets {self.greedy_seconds * 1e6:,.1f} -> {self.seconds * 1e6:,.1f} us"
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """What is stored beside a partition; inverse of `stored`."""
+        return {k: value for k, value in asdict(self).items() if k != "origin"}
+
+    @classmethod
+    def stored(cls, data: Any) -> Summary:
+        """Of a partition that was taken from the database, with what its search said if that is known."""
+        try:
+            return cls("stored", *(kind(data[name]) for name, kind in _STORED.items()))
+        except (KeyError, TypeError, ValueError):
+            return cls("stored")
+
+
+_STORED = {"explored": int, "measured": int, "greedy_seconds": float, "seconds": float, "is_cut": bool}
 
 
 @dataclass(frozen=True)
@@ -184,10 +201,10 @@ class _Search:
         for level, space, known in zip(self.levels, self.spaces, self.times, strict=True):
             for members, subset in level.subset_cache.items():
                 seconds = self.seconds_of(level, subset)
-                if seconds is not None and members in space.estimates and members not in known:
-                    if members not in space.fixed:
-                        known[members] = seconds
-                        new += 1
+                wanted = members in space.estimates and members not in space.fixed and members not in known
+                if seconds is not None and wanted:
+                    known[members] = seconds
+                    new += 1
         return new
 
     def seconds_of(self, level: Computation, subset: Region) -> float | None:

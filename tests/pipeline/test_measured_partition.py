@@ -1,7 +1,8 @@
-"""The partition search on a GPU that is not here: pretended times decide, the incumbent stays where nothing is better."""
+"""The partition search on a GPU that is not here: pretended times decide, and the incumbent has to be beaten."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 from jcuts.base.settings import SEARCHED, Settings, Variant
 from jcuts.jit import variant_planning, variant_space
 from jcuts.pipeline import computation, kernel_selection, measured_partition, partition_store
-from jcuts.pipeline.measured_partition import GPU_CANDIDATES, MOST_PER_ROUND, ROUNDS
+from jcuts.pipeline.measured_partition import GPU_CANDIDATES, MOST_PER_ROUND, ROUNDS, Summary
 from jcuts.rewrite.simplify import simplify
 from jcuts.schedule.gpu.machine import GpuMachine
 from jcuts.trace.inline import inline
@@ -125,6 +126,7 @@ def test_a_slow_fused_kernel_is_taken_apart_and_a_later_process_takes_the_cover_
     monkeypatch.setattr(computation.gpu_candidates, "candidates", None)
     again, summary = selected(may_measure=False)
     assert summary.origin == "stored" and cover(again) == cover(top)
+    assert "stored; " in str(summary) and summary.measured > 0 and summary.seconds < summary.greedy_seconds
     assert [s.program for s in again.subsets] == [s.program for s in top.subsets]
     assert sorted(s.identity for s in measuring.asked) == sorted(s.identity for s in again.subsets)
     assert partition_store.load_partition(again) == partition_store.load_partition(top)
@@ -144,7 +146,7 @@ def test_measured_parts_that_disappoint_change_nothing(clock):
     """The fused kernel is slow, which makes its parts promising; measured, they are slower still."""
 
     def seconds(region):
-        mine, xla = predicted(region)
+        mine, _ = predicted(region)
         return (40 * mine, 80 * mine) if len(region.members) > 3 else (1.0, 1.0)
 
     clock(seconds)
@@ -224,6 +226,15 @@ def test_no_more_is_measured_than_the_rounds_allow(clock):
     assert 0 < summary.measured <= ROUNDS * MOST_PER_ROUND
     distinct = {s.identity for s in measuring.asked}
     assert summary.measured <= len(distinct)
+
+
+@pytest.mark.parametrize("data", [None, [], {}, {"explored": "x"}, {"explored": 3}])
+def test_statistics_of_a_search_are_stored_with_its_partition(data):
+    made = Summary("measured", 30, 4, 2e-3, 1e-3, True)
+    again = Summary.stored(made.to_json())
+    assert dataclasses.replace(again, origin="measured") == made
+    assert str(again) == str(made).replace("partition: ", "partition: stored; ")
+    assert str(Summary.stored(data)) == "partition: stored"
 
 
 def test_planning_is_deterministic(clock):

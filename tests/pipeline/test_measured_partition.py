@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from jcuts.base.settings import SEARCHED, Settings, Variant
+from jcuts.codegen.cuda import compile as compiler
+from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.jit import variant_planning, variant_space
 from jcuts.pipeline import computation, kernel_selection, measured_partition, partition_store
 from jcuts.pipeline.measured_partition import GPU_CANDIDATES, MOST_PER_ROUND, ROUNDS, Summary
@@ -21,6 +23,7 @@ from jcuts.tune import session, time_budget
 from jcuts.tune.choice import LIBRARY, Choice, Measurement
 from jcuts.tune.database import Store
 from jcuts.tune.select import over_budget
+from tests.ptx import machine as ptx_machine
 
 SETTINGS = Settings(form=Variant((), SEARCHED))
 GREEDY = Settings()
@@ -36,6 +39,11 @@ def residual(x, w):
 def siblings(x, w):
     """Two maps of one argument that no edge joins, large enough for kernels of their own."""
     return jnp.tanh(x) * 2, jnp.exp(x) + 1
+
+
+def tailed(x, w):
+    """A product with a tail, and two without."""
+    return jax.nn.relu(jnp.tanh(x @ w) * 2), w @ w, x @ w.T
 
 
 def looped(x, w):
@@ -278,13 +286,42 @@ def test_small_pieces_that_are_cut_off_stay_with_xla_at_its_time(clock, monkeypa
     for module in (kernel_selection, measured_partition):
         monkeypatch.setattr(module, "LEAST_MOVED", 1 << 30)
     measuring = clock(slow_if_fused)
-    top, summary = selected(lambda x, w: (jax.nn.relu(jnp.exp(x @ w) * 2), w @ w, x @ w.T))
+    top, summary = selected(tailed)
     assert summary.seconds < summary.greedy_seconds
     left = {m for m, refusal in top.left_out.items() if refusal.reason == computation.TO_FUSE}
     tails = [s for s in measuring.asked if s.members <= left]
     assert tails and all(top.has_reduction(s.members) for s in top.subsets)
     kept = sum(s.choice.seconds(s.choice.winner) for s in top.subsets)
     assert summary.seconds == pytest.approx(kept + sum(s.choice.seconds(LIBRARY) for s in tails))
+
+
+@pytest.mark.skipif(bool(compiler.available()), reason=str(compiler.available()))
+@pytest.mark.parametrize(
+    ("function", "seconds", "kernels"),
+    [(tailed, slow_if_fused, 4), (siblings, lambda region: (1e-6, 1.0), 1)],
+    ids=["taken apart", "merged"],
+)
+def test_kernels_of_a_searched_partition_compute_the_function(clock, monkeypatch, function, seconds, kernels):
+    """All regions, one after the other, on the PTX machine; odd sizes, and against float64."""
+    for module in (kernel_selection, measured_partition):
+        monkeypatch.setattr(module, "LEAST_MOVED", 0)
+    clock(seconds)
+    rng = np.random.default_rng(3)
+    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in ((60, 44), (44, 44)))
+    closed = simplify(inline(jax.make_jaxpr(function)(x, w)))
+    top = computation.group(closed, SETTINGS, computation.Fuel(), "cuda", wait=True)
+    summary = kernel_selection.select(top, SETTINGS, may_measure=True, platform="cuda")
+    assert summary.seconds < summary.greedy_seconds and len(top.subsets) == kernels and not top.left_out
+    known = dict(zip(closed.jaxpr.invars, (x, w), strict=True))
+    for region in top.subsets:
+        target = CudaTarget((9, 0))
+        kernel, ptx = compiler.compile_program(region.chosen, target), compiler.ptx_of(region.chosen, target)
+        results = ptx_machine.run_kernel(ptx, kernel, [known[v] for v in region.inputs])
+        known.update(zip(region.outputs, results, strict=True))
+    with jax.enable_x64(True):
+        wanted = jax.tree.leaves(function(x.astype(np.float64), w.astype(np.float64)))
+    for var, want in zip(closed.jaxpr.outvars, wanted, strict=True):
+        np.testing.assert_allclose(known[var], want, rtol=5e-3, atol=5e-2)  # products in TF32
 
 
 # -- the race -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
     python benchmarks/networks/partition_gpu.py --out results ResNet50:1:closed InceptionV3:1:closed
     python benchmarks/networks/partition_gpu.py --out results --plan bert:1:closed   # planning alone, without a GPU
-    python benchmarks/networks/partition_gpu.py --out dry --dry MobileNetV2:2:closed  # small, planning alone
+    python benchmarks/networks/partition_gpu.py --out dry --dry MobileNetV2:2:closed  # small, on this CPU: finds typos
 
 Writes ``partition_<row>.json``: what the search explored and measured, seconds that it took, the sum of regions before
 and after, the regions that differ, and on a GPU the times of both programs.  ``--plan`` pretends that an H200 is here
@@ -85,12 +85,13 @@ def measure(spec: str, dry: bool, seconds: float) -> dict[str, Any]:
     import jax
 
     import jcuts
-    from jcuts.base.settings import SEARCHED
+    from jcuts.base.settings import SEARCHED, Settings
     from jcuts.jit import variant_space
     from jcuts.pipeline import passes
     from jcuts.tune import session
 
     lines = Lines.listening()
+    platform = on_gpu.pretend(dry)
     session.set_progress(on_gpu.Stages())
     fn, args = workload(spec, dry)
     jax.block_until_ready(args)
@@ -111,15 +112,17 @@ def measure(spec: str, dry: bool, seconds: float) -> dict[str, Any]:
     pairs = {}
     for name, form in searched.items():
         greedy = variant_space.name_of(dataclasses.replace(form, regions="all"), name.partition(":")[2])
-        pairs |= {other: name for other in (greedy, greedy.replace("/plain", "")) if other in programs}
+        pairs |= {greedy: name} if greedy in programs else {}
+    if dry and not pairs:  # a CPU's variants are all searched
+        pairs = dict(zip(forms, reversed(forms), strict=True))
     calls = {name: functools.partial(on_gpu_call, programs[name], args) for pair in pairs.items() for name in pair}
     row["pairs"] = pairs
     row["times"] = interleaved_timing.timed(calls, seconds) if calls else {}
     closed = roofline.traced(fn, args)
 
     def report(form: Any) -> Any:
-        settings = dataclasses.replace(jcuts.base.settings.Settings(), form=form)
-        return passes.optimize_jaxpr(closed, settings, platform="cuda", may_measure=False).report
+        settings = dataclasses.replace(Settings(), form=form)
+        return passes.optimize_jaxpr(closed, settings, platform=platform, may_measure=False).report
 
     row["differences"] = {
         name: differences(report(forms[greedy]), report(forms[name])) for greedy, name in pairs.items()
@@ -278,7 +281,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=900.0, help="seconds for everything")
     parser.add_argument("--plan", action="store_true", help="planning alone, for a pretended GPU")
     parser.add_argument("--recorded", type=Path, nargs="+", default=[], help="results with times, for --plan")
-    parser.add_argument("--dry", action="store_true", help="small networks, planning alone")
+    parser.add_argument("--dry", action="store_true", help="small networks on this CPU")
     parser.add_argument("--child", choices=("measure", "plan"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -292,7 +295,7 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         return
     options.gpus = 1
-    what = "plan" if options.plan or options.dry else "measure"
+    what = "plan" if options.plan else "measure"
     start = time.perf_counter()
     for spec in options.networks:
         row: dict[str, Any] = {"network": spec}

@@ -32,6 +32,8 @@ MOST_PER_ROUND = 6
 """Distinct subsets measured per round beyond the incumbent: most of a session's time is compiling candidates."""
 GPU_CANDIDATES = 4
 """Kernels tried per such subset on a GPU: enough to be within a few percent of the best of all."""
+MOST_TRIES = 8
+"""Exact covers per round and level that may turn out to need subsets without a kernel form on a GPU."""
 LEAST_MOVED = 1 << 20
 """Bytes below which an element-wise kernel on a GPU takes as long as its launch, whoever makes it."""
 
@@ -262,16 +264,19 @@ class _GpuSearch(_Search):
 
     def proposals(self, level: Computation, space: Space, known: dict[Members, float]) -> list[Members]:
         """As on a CPU, without those that turn out to have no kernel form."""
-        while True:
+        found: list[Members] = []
+        for _ in range(MOST_TRIES):
             found = super().proposals(level, space, known)
             regions = [level.subset(members, space.programs[members]) for members in found]
             add_candidates(regions, self.platform)
-            unable = [s for s in regions if not s.ranked]
-            for subset in unable:
-                space.forget(subset.members)
-                level.subset_cache.pop(subset.members, None)
+            unable = {s.members for s in regions if not s.ranked}
+            for members in unable:
+                space.forget(members)
+                level.subset_cache.pop(members, None)
+            found = [members for members in found if members not in unable]
             if not unable:
-                return found
+                break
+        return found
 
     def affordable(self, fresh: dict[str, list[Region]]) -> dict[str, list[Region]]:
         """As many as the tuning budget covers, the most promising first."""

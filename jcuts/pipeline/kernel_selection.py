@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jcuts.base import keys, knobs
 from jcuts.base.errors import IRError
 from jcuts.base.settings import SEARCHED, Settings, Variant
+from jcuts.fusion.dag import NodeSet as Members
 from jcuts.fusion.match_inverted_residual import inverted_residual_groups
 from jcuts.fusion.move_epilogue import fuse_prologues, is_library_contraction, move_epilogues, split_prologues
 from jcuts.kernel_ir.program import Program
@@ -136,6 +137,17 @@ def choose_partition(top: Computation, settings: Settings, platform: str = "cpu"
     return chosen
 
 
+def _move_operations(level: Computation, move: Callable[..., list[tuple[Members, Program]]]) -> None:
+    """Moves prologues and epilogues of the level's products to where they have kernels, once for all variants."""
+    key = move.__name__, level.mixed, repr(xla_devices.machine())
+    if key not in level.moved:
+        for cover in (split_prologues, move):
+            level.set_partition(cover(level.graph, [(s.members, s.program) for s in level.subsets], has_gpu_kernel))
+            add_candidates(level.subsets, "cuda")
+        level.moved[key] = [(s.members, s.program) for s in level.subsets]
+    level.set_partition(level.moved[key])
+
+
 def _regions_of(settings: Settings) -> str:
     """Which subsets the variant's regions are (`base.settings.Variant`)."""
     return "all" if settings.form is None else settings.form.regions
@@ -158,11 +170,9 @@ def _choose_on_gpu(chosen: Partition) -> Partition:
     if regions == SEARCHED:  # what it begins with
         regions = "all"
     if settings.mode != "no_fusion":
-        covers = (split_prologues, move_epilogues if regions == "absorbing" else fuse_prologues)
-        for cover in covers:
-            for level in levels:
-                level.set_partition(cover(level.graph, [(s.members, s.program) for s in level.subsets], has_gpu_kernel))
-            add_candidates(_subsets(levels), chosen.platform)
+        for level in levels:
+            _move_operations(level, move_epilogues if regions == "absorbing" else fuse_prologues)
+        add_candidates(_subsets(levels), chosen.platform)
     # Before any are left: the forms that leave some share the problems, and so the times, of those that do not.
     shares = session.candidate_budget([s for s in _subsets(levels) if s.ranked], on_gpu=True)
     blocks: list[tuple[Computation, Region, list[Region]]] = []

@@ -272,6 +272,27 @@ def test_maps_that_share_an_argument_become_one_kernel(clock):
     assert merged.chosen is not None and len(merged.inputs) == 1
 
 
+def test_variants_move_prologues_and_epilogues_once(clock, monkeypatch):
+    """Those of one function share the moved covers, which are what each would find by itself."""
+
+    def function(x, w):
+        return jnp.maximum(x * w[0], 0.0) @ w
+
+    clock(predicted)
+    closed = simplify(inline(jax.make_jaxpr(function)(X, W)))
+    found = []
+    for again in (False, True, False):
+        if not again:
+            computation._grouped.clear()
+        top = computation.group(closed, GREEDY, computation.Fuel(), "cuda", wait=True)
+        with monkeypatch.context() as patch:
+            if again:
+                patch.setattr(kernel_selection, "split_prologues", None)
+            kernel_selection.select(top, GREEDY, may_measure=False, platform="cuda")
+        found.append([(s.members, s.program) for s in top.subsets])
+    assert found[0] == found[1] == found[2] and found[0]
+
+
 def test_loop_bodies_are_searched(clock):
     clock(slow_if_fused)
     top, _ = selected(looped)

@@ -21,7 +21,6 @@ from scripts.import_graph import long_files, long_functions, read_graph
 ROOT = Path(__file__).resolve().parents[1]
 LONG_FUNCTIONS = {"jcuts.jit.end_to_end_benchmark.benchmark_variants"}
 LONG_FILES = {
-    "jcuts.pipeline.kernel_selection",
     "jcuts.tune.session",
 }
 RULES = ("C901", "PLR0913", "PLR0915")

@@ -138,10 +138,13 @@ def warm(spec: str, dry: bool) -> dict[str, Any]:
 
 # -- planning for a GPU that is not here ----------------------------------------------------------------------------
 @contextlib.contextmanager
-def pretended(tuned: dict[str, Any]) -> Iterator[None]:
-    """An H200 is here, and every problem is measured at once: its first candidate wins. Args: tuned: filled, by digest.
+def pretended(tuned: dict[str, Any], seconds: Callable[[Any, Any], Sequence[float]] | None = None) -> Iterator[None]:
+    """An H200 is here, and every problem is measured at once; what is pretended to be measured is stored.
 
-    What is pretended to be measured is stored, as a session's results are.
+    Args:
+        tuned: filled, by digest.
+        seconds: a problem with its candidates, and its region -> times of these and of XLA; by default the first
+            candidate wins.
     """
     from dataclasses import replace
 
@@ -157,9 +160,10 @@ def pretended(tuned: dict[str, Any]) -> Iterator[None]:
             if choice is None and settings.tune == "auto":
                 full = prepare_candidates(problem, prepare)
                 tuned[problem.digest] = len(full.candidates)
-                choice = replace(keep_xla(problem), origin="measured", measurements=times_of(full))
-                if full.candidates:
-                    best = full.candidates[0]
+                choice = replace(keep_xla(problem), origin="measured", measurements=times_of(full, prepare))
+                pairs = zip(choice.measurements, (*full.candidates, None), strict=True)
+                best = min(pairs, key=lambda pair: pair[0].seconds)[1]
+                if best is not None:
                     choice = replace(
                         choice,
                         winner=best.label,
@@ -172,9 +176,12 @@ def pretended(tuned: dict[str, Any]) -> Iterator[None]:
             found[problem.digest] = choice or keep_xla(problem)
         return found
 
-    def times_of(problem: Any) -> tuple[Any, ...]:
+    def times_of(problem: Any, prepare: Any) -> tuple[Any, ...]:
         labels = [*(c.label for c in problem.candidates), "xla"]
-        return tuple(Measurement(x, 1e-6 * (n + 1), 1e-6, 1e-6, 7, "chain") for n, x in enumerate(labels))
+        times: Sequence[float] = [1e-6 * (n + 1) for n in range(len(labels))]
+        if seconds is not None:
+            times = seconds(problem, prepare.__self__.region_of[problem.digest])
+        return tuple(Measurement(x, s, s, s, 7, "chain") for x, s in zip(labels, times, strict=True))
 
     old = session.tune, xla_devices.this, xla_devices.unusable
     session.tune, xla_devices.this, xla_devices.unusable = tune, lambda: xla_devices.Gpu(*PRETENDED), lambda: ""

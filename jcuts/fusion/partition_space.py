@@ -6,11 +6,14 @@ next, which has no fewer points, and the greedy grouping (`fusion.greedy`) kept 
 
 Measuring every region would take minutes, so regions are measured only where the result can change the answer:
 
-1. The greedy cover is measured.
-2. Every other subset gets its estimate (`schedule.cpu.time_estimate`) times the ratio of measured to estimated seconds
-   of its kind of kernel so far.  If the cover of least time then holds subsets without a measurement that
+1. The incumbent is measured: the greedy cover; on a GPU as prologue and epilogue moves and blocks have changed it.
+2. Every other subset gets its estimate (`TimeModel`) times the ratio of measured to estimated seconds of its kind of
+   kernel so far.  If the cover of least time then holds subsets without a measurement that
    promise to save at least `WORTH` of what they replace, those are measured, the most promising first; repeat.
-3. The answer is the best cover among measured subsets: never worse than the greedy one by these measurements.
+3. The answer is the best cover among measured subsets: never worse than the incumbent by these measurements.
+
+On a GPU most of what XLA keeps has no time of its own: XLA fuses it into what surrounds it.  Such equations are
+*fixed*: they cost nothing, so that a kernel that takes one over has to be no slower than the kernel without it.
 
 Source: thesis 3.1, Algorithm 1.
 """
@@ -19,19 +22,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from jcuts.base.errors import Refusal
 from jcuts.fusion.dag import Dag, NodeSet, is_convex
 from jcuts.fusion.exact_cover import exact_partition
-from jcuts.fusion.greedy import MAX_SUBSET, Grouping
+from jcuts.fusion.greedy import MAX_SUBSET
+from jcuts.fusion.move_epilogue import CHEAP
 from jcuts.fusion.partition_search import Limits, grow_subsets
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
-from jcuts.lower.region import lower_region
+from jcuts.lower.region import MAX_RECOMPUTED_OPS, lower_region
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
-from jcuts.schedule.cpu.time_estimate import seconds, traffic_seconds
+from jcuts.schedule.cpu import time_estimate as cpu_time
+from jcuts.schedule.gpu import time_estimate as gpu_time
+from jcuts.schedule.gpu.machine import GpuMachine
 
 WORTH = 0.10
 """Predicted saving, as a share of the time of the subsets to be replaced, that is worth a measurement."""
@@ -41,15 +47,85 @@ TOTAL = 0.01
 
 LIMITS = Limits(max_size=12, max_subsets=1_500, max_evaluations=1_500, beam=3)
 
+Part = tuple[NodeSet, Program]
+
+
+@dataclass(frozen=True)
+class TimeModel:
+    """Predicted seconds of subsets on one platform, from counts: no schedule is looked for.
+
+    Attributes:
+        kernel: unscheduled program -> seconds with a good schedule, > 0.
+        library: bytes that equations move -> seconds of XLA's code for them, > 0.
+    """
+
+    kernel: Callable[[Program], float]
+    library: Callable[[float], float]
+
+    @classmethod
+    def on_gpu(cls, machine: GpuMachine) -> TimeModel:
+        """Of a GPU (`schedule.gpu.time_estimate`)."""
+        return cls(partial(gpu_time.seconds, machine=machine), partial(gpu_time.traffic_seconds, machine=machine))
+
+
+ON_CPU = TimeModel(cpu_time.seconds, cpu_time.traffic_seconds)
+"""Of this CPU (`schedule.cpu.time_estimate`)."""
+
+
+@dataclass(frozen=True)
+class SpaceOptions:
+    """What the search of a platform looks at.
+
+    Attributes:
+        model: predicts seconds. limits: keep the search fast.
+        cheap: cost of an operation that a contraction or window may repeat for every use.
+        horizontal: whether subsets that share an input are merged, too.
+        joint: whether equal exchanges are judged, and measured, together: a network has them in every block.
+    """
+
+    model: TimeModel = ON_CPU
+    limits: Limits = LIMITS
+    cheap: float = MAX_RECOMPUTED_OPS
+    horizontal: bool = False
+    joint: bool = False
+
+    @classmethod
+    def on_gpu(cls, machine: GpuMachine) -> SpaceOptions:
+        """Of a GPU."""
+        return cls(TimeModel.on_gpu(machine), cheap=CHEAP, horizontal=True, joint=True)
+
+
+CPU_OPTIONS = SpaceOptions()
+
+
+@dataclass(frozen=True)
+class Incumbent:
+    """The partition that a search starts from.
+
+    Attributes:
+        subsets: its regions with their programs; every other equation is left to XLA, each by itself.
+        others: measured regions that are not in it: parts of a region, or what contains several.
+        alone: those of ``subsets`` that XLA keeps without a measurement, but has nothing to fuse with: measured if
+            that may decide.
+        fixed: those of ``subsets`` whose time is unknown: they cost nothing, as do equations beside them.  None: all
+            that is unknown is predicted.
+    """
+
+    subsets: Sequence[Part]
+    others: Sequence[Part] = ()
+    alone: frozenset[NodeSet] = frozenset()
+    fixed: frozenset[NodeSet] | None = None
+
 
 @dataclass
 class Space:
     """Candidate regions of one graph, with their estimated or measured times.
 
     Attributes:
-        graph: the tensor graph; greedy: the cover that `find.group` made.
+        graph: the tensor graph; greedy: the cover that the search starts from (`Incumbent`), every equation in it.
         programs: unscheduled program of every subset that can be a kernel (sets of equation numbers).
         estimates: estimated seconds of every subset, also of equations that are left to XLA.
+        fixed, alone: of ``greedy``, see `Incumbent`.
         truncated: whether the limits cut the search short.
     """
 
@@ -57,8 +133,11 @@ class Space:
     greedy: list[NodeSet]
     atoms: list[NodeSet]
     dag: Dag
+    options: SpaceOptions = CPU_OPTIONS
     programs: dict[NodeSet, Program] = field(default_factory=dict)
     estimates: dict[NodeSet, float] = field(default_factory=dict)
+    fixed: frozenset[NodeSet] = frozenset()
+    alone: frozenset[NodeSet] = frozenset()
     truncated: bool = False
 
     def predicted_seconds(self, measured: Mapping[NodeSet, float]) -> dict[NodeSet, float]:
@@ -91,31 +170,50 @@ class Space:
         """Unmeasured regions that could improve the best measured partition, most promising first.
 
         Args: measured: seconds of subsets (kernel or XLA's own code, whatever is allowed and faster); limit: how many.
-        Returns: at most ``limit`` subsets, in groups that replace the same part of the cover together.
+        Returns: at most ``limit`` subsets (equal ones of a ``joint`` search count once), in groups that replace the
+            same part of the cover together.
         """
         predicted = self.predicted_seconds(measured)
         current = self.best_measured_partition(measured)
         hoped = self._cover(predicted)
-        found: list[tuple[float, list[NodeSet]]] = []
-        for old, new in _partition_differences(current, hoped):
+        alike: dict[Hashable, list[tuple[float, list[NodeSet]]]] = {}
+        for number, (old, new) in enumerate(_partition_differences(current, hoped)):
             before, after = sum(predicted[s] for s in old), sum(predicted[s] for s in new)
             fresh = [s for s in new if s not in measured and s in self.programs]
-            if fresh and before - after >= WORTH * before:
-                found.append((after - before, fresh))
+            if not fresh or before - after < WORTH * before:
+                continue
+            fresh += [s for s in old if s not in measured and s in self.alone]
+            key = tuple(self.programs[s].digest for s in fresh) if self.options.joint else number
+            alike.setdefault(key, []).append((after - before, fresh))
         least = TOTAL * sum(predicted[s] for s in current)
-        found = [(gain, fresh) for gain, fresh in found if -gain >= least]
-        found.sort(key=lambda item: (item[0], min(min(s) for s in item[1])))
+        found = [(sum(gain for gain, _ in same), [fresh for _, fresh in same]) for same in alike.values()]
+        found = [(gain, same) for gain, same in found if -gain >= least]
+        found.sort(key=lambda item: (item[0], min(min(s) for s in item[1][0])))
         picked: list[NodeSet] = []
-        for _, fresh in found:
-            if len(picked) + len(fresh) <= limit:
-                picked += fresh
+        asked = 0
+        for _, same in found:
+            if asked + len(same[0]) <= limit:
+                asked += len(same[0])
+                picked += [s for fresh in same for s in fresh]
         return picked
 
     def best_measured_partition(self, measured: Mapping[NodeSet, float]) -> list[NodeSet]:
         """The best partition among measured regions and those of the greedy one, in execution order."""
         known = {*self.greedy, *measured, *(a for a in self.atoms if a not in self.programs)}
-        predicted = self.predicted_seconds(measured)
-        return self._cover({s: predicted[s] for s in self.estimates if s in known})
+        costs = self.known_seconds(measured)
+        return self._cover({s: costs[s] for s in self.estimates if s in known})
+
+    def known_seconds(self, measured: Mapping[NodeSet, float]) -> dict[NodeSet, float]:
+        """`predicted_seconds`, but nothing for what the incumbent leaves to XLA and nobody measured."""
+        unknown = self.alone - measured.keys()
+        return {s: 0.0 if s in unknown else time for s, time in self.predicted_seconds(measured).items()}
+
+    def forget(self, subset: NodeSet) -> None:
+        """Takes a subset out that turns out to have no kernel; parts of the incumbent and atoms stay."""
+        if subset not in self.greedy:
+            self.programs.pop(subset, None)
+            if subset not in self.atoms:
+                self.estimates.pop(subset, None)
 
     def estimated_cover(self) -> list[NodeSet]:
         """The best partition by estimate alone."""
@@ -142,17 +240,21 @@ class Space:
         return {n: min(atom) for atom in self.atoms for n in atom}
 
 
-def explore(graph: TensorGraph, grouping: Grouping, limits: Limits = LIMITS) -> Space:
-    """Grows the candidate regions of a graph from the greedy grouping's atoms."""
-    greedy = [members for members, _ in grouping.subsets]
+def explore(graph: TensorGraph, incumbent: Incumbent, options: SpaceOptions = CPU_OPTIONS) -> Space:
+    """Grows the candidate regions of a graph from the incumbent's atoms."""
+    greedy = [members for members, _ in incumbent.subsets]
     covered = {n for members in greedy for n in members}
-    greedy += [frozenset({n.number}) for n in graph.nodes if n.number not in covered]
-    atoms = _atoms(graph, greedy)
-    dag = _dag_of(graph, atoms)
-    space = Space(graph, greedy, atoms, dag)
+    rest = [frozenset({n.number}) for n in graph.nodes if n.number not in covered]
+    fixed = frozenset() if incumbent.fixed is None else incumbent.fixed.union(rest)
+    greedy += rest
+    other = [members for members, _ in incumbent.others]
+    atoms = _atoms(graph, greedy, other, options.cheap)
+    dag = _dag_of(graph, atoms, shared=options.horizontal)
+    space = Space(graph, greedy, atoms, dag, options, fixed=fixed, alone=incumbent.alone)
     members_of = {min(atom): atom for atom in atoms}
+    unpaid = {min(atom) for atom in atoms if atom in fixed}
     refusals: dict[NodeSet, Refusal] = {}
-    space.programs.update(grouping.subsets)
+    space.programs.update((*incumbent.others, *incumbent.subsets))
 
     def expand(numbers: NodeSet) -> NodeSet:
         return frozenset(n for number in numbers for n in members_of[number])
@@ -161,11 +263,13 @@ def explore(graph: TensorGraph, grouping: Grouping, limits: Limits = LIMITS) -> 
         members = expand(numbers)
         if members in space.programs:
             return True
+        if len(numbers) > 1 and numbers <= unpaid:  # no kernel for them costs less than nothing
+            return False
         if members not in refusals:
             if len(members) > MAX_SUBSET:
                 refusals[members] = Refusal("subset", f"more than {MAX_SUBSET} equations")
             else:
-                found = lower_region(graph, members)
+                found = lower_region(graph, members, cheap=options.cheap)
                 if not isinstance(found, Refusal):
                     space.programs[members] = found
                     return True
@@ -175,15 +279,18 @@ def explore(graph: TensorGraph, grouping: Grouping, limits: Limits = LIMITS) -> 
     def cost(numbers: NodeSet) -> float:
         members = expand(numbers)
         if members not in space.estimates:
-            usable = mergeable(numbers) is True
-            space.estimates[members] = (
-                seconds(space.programs[members]) if usable else traffic_seconds(_bytes(graph, members))
-            )
+            if members in fixed:
+                time = 0.0
+            elif mergeable(numbers) is True:
+                time = options.model.kernel(space.programs[members])
+            else:
+                time = options.model.library(_bytes(graph, members))
+            space.estimates[members] = time
         return space.estimates[members]
 
-    growth = grow_subsets(dag, mergeable, cost, limits=limits)
+    growth = grow_subsets(dag, mergeable, cost, limits=options.limits, horizontal=options.horizontal)
     kept = {expand(numbers) for numbers in growth.costs}
-    for members in greedy:
+    for members in (*greedy, *other):
         cost(frozenset(min(atom) for atom in atoms if atom <= members))
         kept.add(members)
     space.estimates = {s: t for s, t in space.estimates.items() if s in kept}
@@ -192,9 +299,12 @@ def explore(graph: TensorGraph, grouping: Grouping, limits: Limits = LIMITS) -> 
     return space
 
 
-def _atoms(graph: TensorGraph, greedy: Sequence[NodeSet]) -> list[NodeSet]:
-    """Atoms: chains of element-wise operations that no cut would improve (see the module)."""
-    group_of = {n: k for k, members in enumerate(greedy) for n in members}
+def _atoms(graph: TensorGraph, greedy: Sequence[NodeSet], other: Sequence[NodeSet], cheap: float) -> list[NodeSet]:
+    """Atoms: chains of element-wise operations that no cut would improve (see the module), in one subset of each."""
+    group_of: dict[int, list[int]] = {node.number: [] for node in graph.nodes}
+    for k, members in enumerate((*greedy, *other)):
+        for n in members:
+            group_of[n].append(k)
     plain = _dag_of(graph, [frozenset({node.number}) for node in graph.nodes])
     atom_of = {node.number: frozenset({node.number}) for node in graph.nodes}
     for node in graph.nodes:
@@ -204,7 +314,7 @@ def _atoms(graph: TensorGraph, greedy: Sequence[NodeSet]) -> list[NodeSet]:
         if not (_is_simple(node) and _is_simple(user)) or not _as_many_points(graph, node, user):
             continue
         union = atom_of[node.number] | atom_of[user.number]
-        if is_convex(plain, union) and not isinstance(lower_region(graph, union), Refusal):
+        if is_convex(plain, union) and not isinstance(lower_region(graph, union, cheap=cheap), Refusal):
             atom_of.update(dict.fromkeys(union, union))
     return sorted(set(atom_of.values()), key=min)
 
@@ -227,10 +337,15 @@ def _as_many_points(graph: TensorGraph, node: OpNode, user: OpNode) -> bool:
     return node.op.cost == 0 or made >= sum(graph.tensors[t].type.size for t in user.outputs)
 
 
-def _dag_of(graph: TensorGraph, atoms: Sequence[NodeSet]) -> Dag:
+def _dag_of(graph: TensorGraph, atoms: Sequence[NodeSet], *, shared: bool = False) -> Dag:
+    """The graph of atoms. Args: shared: with the arguments and constants of more than one element that they read."""
     owner = {n: min(atom) for atom in atoms for n in atom}
     edges = {(owner[a], owner[b]) for a, b in graph.edges() if owner[a] != owner[b]}
-    return Dag.of(owner.values(), edges)
+    outside: dict[int, list[int]] = {}
+    for atom in atoms if shared else ():
+        reads = (graph.tensors[t] for t in graph.subset_inputs(atom))
+        outside[min(atom)] = [t.number for t in reads if t.producer is None and t.type.size > 1]
+    return Dag.of(owner.values(), edges, outside)
 
 
 def _bytes(graph: TensorGraph, members: NodeSet) -> float:

@@ -24,6 +24,7 @@ from jcuts.pipeline.outcome import Outcome
 from jcuts.primitive import shard_local
 from jcuts.primitive.lowering import Started, plan
 from jcuts.report.function_report import NOT_CHECKED, NOT_MEASURED
+from jcuts.trace import jaxapi
 from jcuts.tune import session, time_budget
 from jcuts.tune.baseline import autotune_cache
 from jcuts.tune.parent import machine_lock
@@ -203,4 +204,19 @@ def _tune_and_plan(
         start = time.monotonic()
         found = variant_space.plan_variants(traced.closed, traced.platform, of_form, worth)
         log.info("variants planned with measured choices in %.2f s", time.monotonic() - start)
+        _add_searched(found, traced.closed, of_form)
     return PlanningResult.of_forms(found, outcomes)
+
+
+def _add_searched(
+    found: dict[Variant | None, Outcome], closed: jaxapi.Closed, plan: Callable[[Variant | None], Outcome]
+) -> None:
+    """Adds the variant of the partition search where it is a program of its own."""
+    form = variant_space.variant_to_search(found)
+    if form is None or time_budget.current().is_spent():
+        return
+    start = time.monotonic()
+    outcome = plan(form)
+    if outcome.closed is not closed and all(outcome.report.source != o.report.source for o in found.values()):
+        found[form] = outcome
+    log.info("partition of %s searched in %.2f s", variant_space.name_of(form), time.monotonic() - start)

@@ -8,7 +8,8 @@
 
 On a CPU there is one variant, times compiler options, and another where kernels lost to XLA by little.  On a GPU the
 cost of a function depends on how many kernels a step launches and on what XLA can still fuse, which no region shows by
-itself: a few whole programs compete.  Their kernels are tuned per region, and most variants share them.
+itself: a few whole programs compete.  Their kernels are tuned per region, and most variants share them.  The last one
+is what the partition search makes of the best of them (`variant_to_search`): searched against greedy, end to end.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import jax
 import numpy as np
 
 from jcuts.base.errors import UsageError
-from jcuts.base.settings import Settings, Variant
+from jcuts.base.settings import SEARCHED, Settings, Variant
 from jcuts.jit import end_to_end_benchmark
 from jcuts.jit.float64_check import NO_AUTOTUNE as NO_AUTOTUNE
 from jcuts.jit.float64_check import Float64Judge as Float64Judge
@@ -173,6 +174,27 @@ def candidate_variants(closed: jaxapi.Closed, platform: str) -> list[Variant | N
             found.append(Variant(every[-1], "absorbing"))
             found += [_form(rules, regions) for regions in ("none", "all", "absorbing")] if with_all else []
     return [form for form in dict.fromkeys(found) if form != Variant((), "none")]
+
+
+def variant_to_search(found: Mapping[Variant | None, Outcome]) -> Variant | None:
+    """The variant whose partition is searched by measured times, None if there is nothing to search.
+
+    It has the rewrites of that variant with all regions whose regions take least together, kernel or XLA's code: the
+    fastest has been one of these in nearly all networks.
+
+    Args: found: the outcomes of all that could race.
+    """
+    sums: dict[Variant | None, tuple[int, float]] = {}
+    for form, outcome in found.items():
+        rows = outcome.report.subsets
+        times = [s.xla_seconds if s.chosen == end_to_end_benchmark.XLA else s.seconds for s in rows]
+        if rows and (form is None or form.regions == "all"):
+            total = sum(s.count * (time or 0.0) for s, time in zip(rows, times, strict=True))
+            sums[form] = sum(time is None for time in times), total
+    if not sums:
+        return None
+    best = min(sums, key=lambda form: sums[form]) or Variant()
+    return Variant(best.rewrites, SEARCHED)
 
 
 def _form(rewrites: Sequence[str], regions: str) -> Variant:

@@ -96,7 +96,8 @@ class Computation:
     """One jaxpr (the function, or a loop body) with its state between passes.
 
     ``library`` are subsets that XLA keeps without a measurement, such as the vendor libraries' products on a GPU.
-    ``parts`` is what its subsets are: the forms of a function share it, as they share its graph.
+    ``parts`` is what its subsets are, ``moved`` its covers after prologue and epilogue moves: the forms of a function
+    share them, as they share its graph.
     ``updated`` are updates in place that kernels took over (`updates`), and what made arrays that they begin;
     ``copied`` those that kernels make of what XLA computed.  The greedy cover, ``grouping``, is looked for when it is
     first asked for: who takes a stored one never does.
@@ -107,6 +108,7 @@ class Computation:
     grouped: Callable[[], greedy.Grouping]
     mixed: bool
     parts: dict[Members, Part] = field(default_factory=dict)
+    moved: dict[tuple[object, ...], list[tuple[Members, Program]]] = field(default_factory=dict)
     chosen_subsets: list[Region] = field(default_factory=list)
     left_out: dict[int, Refusal] = field(default_factory=dict)
     bodies: dict[int, list[Computation]] = field(default_factory=dict)
@@ -191,6 +193,11 @@ class Computation:
                 kept.append(subset)
         self.subsets = kept
 
+    def leave_equations(self, members: Members) -> None:
+        """Leaves equations to XLA, and takes the subsets that contain any of them apart."""
+        self.subsets = [s for s in self.subsets if not s.members & members]
+        self.left_out.update({m: Refusal(self.graph.nodes[m].prim, BETWEEN) for m in members})
+
     def merge_into(self, subset: Region) -> None:
         """Makes one subset of what its operations are in now: others, or left to XLA."""
         for kept in (self.subsets, self.library):
@@ -216,7 +223,7 @@ class Fuel:
         return self.left >= 0
 
 
-_Grouped = tuple[TensorGraph, Callable[[], greedy.Grouping], dict[Members, Part]]
+_Grouped = tuple[TensorGraph, Callable[[], greedy.Grouping], dict[Members, Part], dict[Any, Any]]
 _grouped: OrderedDict[tuple[int, bool, str], tuple[jaxapi.Closed, _Grouped]] = OrderedDict()
 """By the identity of a jaxpr, which is kept with it: forms of a function differ in less than their graph."""
 _grouped_lock = threading.Lock()
@@ -229,6 +236,7 @@ def _grouping(closed: jaxapi.Closed, fuse: bool, fuel: Fuel, platform: str) -> _
     if known is not None and fuel.left is None:
         return known[1]
     parts: dict[Members, Part] = {}
+    moved: dict[Any, Any] = {}
     if platform == "cpu":
         graph = build_graph(closed.jaxpr, place, joined=MOST_JOINED)
     else:
@@ -243,10 +251,10 @@ def _grouping(closed: jaxapi.Closed, fuse: bool, fuel: Fuel, platform: str) -> _
 
     if fuel.left is None:
         with _grouped_lock:
-            _grouped[key] = (closed, (graph, grouped, parts))
+            _grouped[key] = (closed, (graph, grouped, parts, moved))
             while len(_grouped) > MOST_GROUPED:
                 _grouped.popitem(last=False)
-    return graph, grouped, parts
+    return graph, grouped, parts, moved
 
 
 def group(
@@ -256,8 +264,8 @@ def group(
 
     Args: wait: the cover is looked for when it is asked for, unless fusions are counted.
     """
-    graph, grouped, parts = _grouping(closed, settings.mode != "no_fusion", fuel, platform)
-    level = Computation(closed, graph, grouped, settings.mode == "mixed", parts)
+    graph, grouped, parts, moved = _grouping(closed, settings.mode != "no_fusion", fuel, platform)
+    level = Computation(closed, graph, grouped, settings.mode == "mixed", parts, moved)
     if not wait or fuel.left is not None:
         _ = level.grouping  # fuel is spent level by level
     for number, eqn in enumerate(closed.jaxpr.eqns):

@@ -1,7 +1,8 @@
 """Operator fusion and kernel selection by autotuning: which regions of a jaxpr become kernels, and which kernels.
 
-CPU: partition search with measured kernel times (`fusion.partition_space`).  GPU: the greedy partition, with kernels
-per region and merges into inverted residuals chosen by measurement.
+CPU: partition search with measured kernel times (`pipeline.measured_partition`).  GPU: the greedy partition, with
+kernels per region and merges into inverted residuals chosen by measurement; the variant whose regions are ``searched``
+goes on from there with the same search, and races against the others as a whole program.
 
 The result is stored as a whole: a later process, or one that may not measure, takes the stored partition and reads the
 choices of its regions without a search.
@@ -11,19 +12,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jcuts.base import keys, knobs
 from jcuts.base.errors import IRError
-from jcuts.base.settings import Settings, Variant
+from jcuts.base.settings import SEARCHED, Settings, Variant
 from jcuts.fusion.dag import NodeSet as Members
 from jcuts.fusion.match_inverted_residual import inverted_residual_groups
 from jcuts.fusion.move_epilogue import fuse_prologues, is_library_contraction, move_epilogues, split_prologues
-from jcuts.fusion.partition_space import Space, explore
 from jcuts.kernel_ir.program import Program
-from jcuts.pipeline import inplace_update, partition_store
+from jcuts.pipeline import inplace_update, measured_partition, partition_store
 from jcuts.pipeline.computation import (
     CONSTANT,
     NOT_ASKED,
@@ -34,6 +34,7 @@ from jcuts.pipeline.computation import (
     add_candidates,
     has_gpu_kernel,
 )
+from jcuts.pipeline.measured_partition import LEAST_MOVED, Summary, measured_seconds, postponed
 from jcuts.trace.canonical import canonical_digest
 from jcuts.tune import session
 from jcuts.tune.choice import LIBRARY
@@ -43,11 +44,6 @@ from jcuts.xla import devices as xla_devices
 
 log = logging.getLogger("jcuts.pipeline.kernel_selection")
 
-ROUNDS = 2
-MOST_PER_ROUND = 6
-"""Distinct subsets measured per round beyond the greedy cover: most of a session's time is compiling candidates."""
-LEAST_MOVED = 1 << 20
-"""Bytes below which an element-wise kernel on a GPU takes as long as its launch, whoever makes it."""
 BLOCK_CANDIDATES = 8
 """Kernels tried for a block of several reductions."""
 NEAR_TIE_RATIO = 1.25
@@ -56,31 +52,6 @@ MOST_SMALL = 4
 """Distinct subsets with little work that this form tries."""
 MOST_ELEMENTWISE = 12
 """Distinct element-wise subsets that are tried on a GPU."""
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Statistics of the search, for the report.
-
-    Attributes:
-        origin: 'greedy' (nothing was searched), 'measured' or 'stored'.
-        explored: subsets that could be kernels; measured: of these, how many distinct ones beyond the greedy cover
-            were measured; greedy_seconds, seconds: predicted time of the greedy and of the chosen cover [s].
-    """
-
-    origin: str
-    explored: int = 0
-    measured: int = 0
-    greedy_seconds: float = 0.0
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        if self.origin != "measured":
-            return f"partition: {self.origin}"
-        return (
-            f"partition: {self.explored} subsets explored, {self.measured} measured beyond the greedy cover; sum of "
-            f"subsets {self.greedy_seconds * 1e6:,.1f} -> {self.seconds * 1e6:,.1f} us"
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +64,7 @@ class Partition:
         origin: 'none' (the variant has no kernels), 'stored', or 'greedy', which measured times may still improve.
         shares: candidates per region identity where the partition decides them.
         blocks: regions that could be one kernel in place of several, each with its computation and its parts.
+        found: of a stored partition, what its search said.
     """
 
     top: Computation
@@ -102,6 +74,7 @@ class Partition:
     origin: str = "greedy"
     shares: dict[str, int] | None = None
     blocks: tuple[tuple[Computation, Region, list[Region]], ...] = ()
+    found: Summary | None = None
 
     @property
     def levels(self) -> list[Computation]:
@@ -120,8 +93,14 @@ class Partition:
 
     @property
     def is_searched(self) -> bool:
-        """Whether measured times may change which equations are a region (`search`)."""
-        return self.settings.mode != "no_fusion" and self.is_lasting and self.platform == "cpu"
+        """Whether measured times may change which equations are a region (`search`).
+
+        On a GPU in the variant that is there for it; where nothing races (mode ``fusion``) in the plain one.
+        """
+        if self.settings.mode == "no_fusion" or not self.is_lasting:
+            return False
+        alone = self.settings.mode == "fusion" and self.settings.form is None
+        return self.platform == "cpu" or alone or _regions_of(self.settings) == SEARCHED
 
     @property
     def takes_near_ties(self) -> bool:
@@ -148,7 +127,7 @@ def choose_partition(top: Computation, settings: Settings, platform: str = "cpu"
     use_stored = chosen.is_searched or (chosen.is_lasting and platform != "cpu")
     stored = _stored(chosen.key, platform) if use_stored else None
     if stored is not None and _restore(chosen.levels, stored, platform):
-        chosen = replace(chosen, origin="stored", shares=_shares(stored))
+        chosen = replace(chosen, origin="stored", shares=_shares(stored), found=Summary.stored(stored.get("search")))
         if chosen.takes_near_ties:
             for level in chosen.levels:
                 _add_small_regions(level)
@@ -156,6 +135,22 @@ def choose_partition(top: Computation, settings: Settings, platform: str = "cpu"
         return _choose_on_gpu(chosen)
     add_candidates(chosen.regions, platform)
     return chosen
+
+
+def _move_operations(level: Computation, move: Callable[..., list[tuple[Members, Program]]]) -> None:
+    """Moves prologues and epilogues of the level's products to where they have kernels, once for all variants."""
+    key = move.__name__, level.mixed, repr(xla_devices.machine())
+    if key not in level.moved:
+        for cover in (split_prologues, move):
+            level.set_partition(cover(level.graph, [(s.members, s.program) for s in level.subsets], has_gpu_kernel))
+            add_candidates(level.subsets, "cuda")
+        level.moved[key] = [(s.members, s.program) for s in level.subsets]
+    level.set_partition(level.moved[key])
+
+
+def _regions_of(settings: Settings) -> str:
+    """Which subsets the variant's regions are (`base.settings.Variant`)."""
+    return "all" if settings.form is None else settings.form.regions
 
 
 def _stored(key: str, platform: str) -> dict[str, Any] | None:
@@ -171,13 +166,13 @@ def _choose_on_gpu(chosen: Partition) -> Partition:
     """The greedy partition with what the variant's regions are on a GPU."""
     levels, settings = chosen.levels, chosen.settings
     add_candidates(_subsets(levels), chosen.platform)
-    regions = settings.form.regions if settings.form is not None else "all"
+    regions = _regions_of(settings)
+    if regions == SEARCHED:  # what it begins with
+        regions = "all"
     if settings.mode != "no_fusion":
-        covers = (split_prologues, move_epilogues if regions == "absorbing" else fuse_prologues)
-        for cover in covers:
-            for level in levels:
-                level.set_partition(cover(level.graph, [(s.members, s.program) for s in level.subsets], has_gpu_kernel))
-            add_candidates(_subsets(levels), chosen.platform)
+        for level in levels:
+            _move_operations(level, move_epilogues if regions == "absorbing" else fuse_prologues)
+        add_candidates(_subsets(levels), chosen.platform)
     # Before any are left: the forms that leave some share the problems, and so the times, of those that do not.
     shares = session.candidate_budget([s for s in _subsets(levels) if s.ranked], on_gpu=True)
     blocks: list[tuple[Computation, Region, list[Region]]] = []
@@ -220,7 +215,7 @@ def resolve(partition: Partition, problems: RegionProblems, tuned: TunedChoices)
     session.resolve(problems, tuned)
     if partition.takes_near_ties:
         for subset in partition.regions:
-            mine, xla = _measured(subset), None if subset.choice is None else subset.choice.seconds(LIBRARY)
+            mine, xla = measured_seconds(subset), None if subset.choice is None else subset.choice.seconds(LIBRARY)
             if subset.origin != "measured" or mine is None or xla is None or mine > NEAR_TIE_RATIO * xla:
                 subset.chosen = None
     for level, subset, parts in partition.blocks:
@@ -232,29 +227,32 @@ def search(partition: Partition, problems: RegionProblems, *, may_measure: bool)
     """Improves a greedy partition by measured times, and stores it.
 
     Modes without fusion, ``tune="off"`` (estimates rank kernels, they are not fit to overrule the greedy cover), a
-    limited ``JCUTS_FUEL`` and GPUs (`schedule.cpu.time_estimate` knows CPUs only) keep the greedy partition.
+    limited ``JCUTS_FUEL`` and most variants on a GPU keep the greedy partition.
     """
     if partition.origin == "stored" and partition.settings.tune == "auto" and may_measure:
         session.store().adopt_partition(partition.key, keys.partition_code(partition.platform))
     if partition.origin != "greedy":
-        return Summary(partition.origin)
-    levels, regions, shares = partition.levels, partition.regions, dict(problems.shares)
-    unknown = _postponed([s for level in levels for s in level.subset_cache.values()])
+        return partition.found or Summary(partition.origin)
+    levels, shares, on_gpu = partition.levels, dict(problems.shares), partition.platform != "cpu"
+    unknown = postponed([s for level in levels for s in level.subset_cache.values()])
     if partition.settings.tune != "auto" or not may_measure or unknown:
         return Summary("greedy")
-    is_known = all(s.choice is not None and s.choice.origin == "measured" for s in regions)
-    if partition.platform != "cpu" and partition.is_lasting and is_known:
-        _store_partition(levels, shares, partition.key)
-    if not partition.is_searched or not regions:
-        return Summary("greedy")
-    return _search(levels, partition.settings, shares, partition.key)
+    found = measured_partition.NOT_SEARCHED
+    if partition.is_searched and partition.regions:
+        found = measured_partition.search(levels, partition.settings, shares, _device(partition.platform))
+    is_known = all(s.choice is not None and s.choice.origin == "measured" for s in partition.regions)
+    if found.is_complete and on_gpu and partition.is_lasting and is_known:
+        _store_partition(levels, shares, partition.key, found.summary)
+    elif found.is_complete and found.summary.origin == "measured" and not on_gpu:
+        _store_sets(levels, shares, partition.key, found.summary)
+    return found.summary
 
 
 def _device(platform: str) -> str:
     return "" if platform == "cpu" else xla_devices.this().identity()
 
 
-def _store_partition(levels: Sequence[Computation], shares: dict[str, int], key: str) -> None:
+def _store_partition(levels: Sequence[Computation], shares: dict[str, int], key: str, found: Summary) -> None:
     """Stores the cover of a GPU's form: with it a later process need not rank what has a kernel form at all."""
     used = {s.identity for s in _subsets(levels)}
     session.store().put_partition(
@@ -263,8 +261,23 @@ def _store_partition(levels: Sequence[Computation], shares: dict[str, int], key:
             "covers": [partition_store.load_partition(level) for level in levels],
             "schedules": keys.partition_code("cuda"),
             "shares": {k: n for k, n in sorted(shares.items()) if k in used},
+            **({"search": found.to_json()} if found.explored else {}),
         },
         is_news=False,  # it is what plans that are remembered have come to
+    )
+
+
+def _store_sets(levels: Sequence[Computation], shares: dict[str, int], key: str, found: Summary) -> None:
+    """Stores the cover of a CPU's function: lowering makes the programs of its regions again."""
+    used = {s.identity for s in _subsets(levels)}
+    session.store().put_partition(
+        key,
+        {
+            "levels": [[sorted(s.members) for s in level.subsets] for level in levels],
+            "schedules": keys.partition_code("cpu"),
+            "shares": {k: n for k, n in sorted(shares.items()) if k in used},
+            **({"search": found.to_json()} if found.explored else {}),
+        },
     )
 
 
@@ -299,7 +312,7 @@ def _blocks(levels: Sequence[Computation]) -> list[tuple[Computation, Region, li
 
 def _is_better(subset: Region, parts: Sequence[Region]) -> bool:
     """Whether a kernel was measured to be faster than XLA's code for its operations, and than its parts together."""
-    mine, each = _measured(subset), [_measured(part) for part in parts]
+    mine, each = measured_seconds(subset), [measured_seconds(part) for part in parts]
     if subset.chosen is None or mine is None:
         return False
     return mine < sum(time if time is not None else math.inf for time in each)
@@ -349,80 +362,6 @@ def partition_key(top: Computation, settings: Settings, platform: str = "cpu") -
         rounded = [[t.tf32 for t in level.graph.tensors] for level in top.walk()]
         more = (_device(platform), repr(xla_devices.machine()), str(Variant.tuned(settings.form)), repr(rounded))
     return keys.partition(canonical_digest(top.closed), settings.mode, settings.tolerance, more)
-
-
-def _search(levels: Sequence[Computation], settings: Settings, shares: dict[str, int], key: str) -> Summary:
-    spaces = [explore(level.graph, level.grouping) for level in levels]
-    times: list[dict[Members, float]] = [{} for _ in levels]
-    _note_times(levels, spaces, times)
-    before = _total(spaces, times, greedy=True)
-    tried, postponed = 0, False
-    for _ in range(ROUNDS):
-        fresh: dict[str, list[Region]] = {}
-        for level, space, known in zip(levels, spaces, times, strict=True):
-            for members in space.next_to_measure(known, 4 * MOST_PER_ROUND):
-                if level.is_small(space.programs[members]):
-                    continue
-                subset = level.subset(members, space.programs[members])
-                if len(fresh) < MOST_PER_ROUND or subset.identity in fresh:
-                    fresh.setdefault(subset.identity, []).append(subset)
-        if not fresh:
-            break
-        new = [subset for group in fresh.values() for subset in group]
-        tried += len(fresh)
-        add_candidates(new)
-        extra = dict.fromkeys(fresh, session.MIN_CANDIDATES)
-        shares.update({k: n for k, n in extra.items() if k not in shares})
-        session.resolve_choices(new, settings, may_measure=True, shares=shares)
-        postponed = postponed or _postponed(new)
-        if not _note_times(levels, spaces, times):
-            break
-    for level, space, known in zip(levels, spaces, times, strict=True):
-        cover = space.best_measured_partition(known)
-        level.set_partition((members, space.programs[members]) for members in cover if members in space.programs)
-    used = {s.identity for s in _subsets(levels)}
-    if not postponed:  # a later call searches to the end
-        session.store().put_partition(
-            key,
-            {
-                "levels": [[sorted(s.members) for s in level.subsets] for level in levels],
-                "schedules": keys.partition_code("cpu"),
-                "shares": {k: n for k, n in sorted(shares.items()) if k in used},
-            },
-        )
-    found = Summary("measured", sum(len(s.programs) for s in spaces), tried, before, _total(spaces, times))
-    log.info("%s", found)
-    return found
-
-
-def _postponed(subsets: Sequence[Region]) -> bool:
-    """Whether a later call is to measure more: another process was measuring, or the time was up."""
-    return any(s.choice is not None and (s.choice.is_postponed or s.choice.is_cut) for s in subsets)
-
-
-def _note_times(levels: Sequence[Computation], spaces: Sequence[Space], times: list[dict[Members, float]]) -> int:
-    """Takes over what has been measured; returns how many subsets are new."""
-    new = 0
-    for level, space, known in zip(levels, spaces, times, strict=True):
-        for members, subset in level.subset_cache.items():
-            seconds = _measured(subset)
-            if seconds is not None and members in space.estimates and members not in known:
-                known[members] = seconds
-                new += 1
-    return new
-
-
-def _measured(subset: Region) -> float | None:
-    """Time of what was chosen for the subset, kernel or XLA [s]; None if it was not measured."""
-    return None if subset.choice is None else subset.choice.seconds(subset.choice.winner)
-
-
-def _total(spaces: Sequence[Space], times: Sequence[dict[Members, float]], greedy: bool = False) -> float:
-    total = 0.0
-    for space, known in zip(spaces, times, strict=True):
-        predicted = space.predicted_seconds(known)
-        total += sum(predicted[s] for s in (space.greedy if greedy else space.best_measured_partition(known)))
-    return total
 
 
 def _subsets(levels: Sequence[Computation]) -> list[Region]:

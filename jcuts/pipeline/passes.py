@@ -9,7 +9,7 @@
     collect     the tuning problems of its regions                    kernel_selection.py, tune/session.py
     tune        a choice for every problem: stored, or measured now   tune/parent/tuner.py
     resolve     every region's winner                                 kernel_selection.py
-    search      better partitions by measured times (CPU)             kernel_selection.py, fusion/partition_space.py
+    search      better partitions by measured times                   measured_partition.py, fusion/partition_space.py
     prepare     kernels for weights that are arguments (GPU)          weight_prep.py
     compile     winners -> object code                                rebuild.py, xla/kernel_cache.py
     rebuild     jaxpr with calls of the winners                       rebuild.py, xla/rebuild.py

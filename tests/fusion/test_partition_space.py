@@ -12,10 +12,12 @@ import pytest
 from jcuts.arch.cpu import CpuArch
 from jcuts.fusion.dag import is_acyclic_cover
 from jcuts.fusion.greedy import group
-from jcuts.fusion.partition_space import TOTAL, WORTH, Space, explore
+from jcuts.fusion.partition_space import TOTAL, WORTH, Incumbent, Space, SpaceOptions, explore
 from jcuts.lower.region import lower_region
 from jcuts.schedule.cpu.time_estimate import CALL_SECONDS, seconds, traffic_seconds
+from jcuts.schedule.gpu.machine import GpuMachine
 from tests import programs
+from tests.fusion.dags import brute_force
 from tests.fusion.test_greedy import FUNCTIONS, W, X
 
 ARCH = CpuArch(
@@ -39,7 +41,7 @@ ARCH = CpuArch(
 
 def space_of(fn, *arguments) -> Space:
     graph = programs.trace(fn, *arguments).graph
-    return explore(graph, group(graph))
+    return explore(graph, Incumbent(group(graph).subsets))
 
 
 def residual(x, w):
@@ -177,3 +179,83 @@ def test_repeated_work_has_its_price():
     alone = programs.trace(soft, np.zeros((256, 256), np.float32)).program()
     cheap = programs.trace(lambda x: x + 1, np.zeros((256, 256), np.float32)).program()
     assert seconds(alone, ARCH) > seconds(cheap, ARCH)
+
+
+# -- on a GPU -------------------------------------------------------------------------------------------------------
+H200 = GpuMachine.named("H200")
+
+
+def gpu_space(fn, *arguments, **incumbent) -> Space:
+    graph = programs.trace(fn, *arguments).graph
+    subsets = incumbent.pop("subsets", None) or group(graph).subsets
+    return explore(graph, Incumbent(subsets, fixed=frozenset(), **incumbent), SpaceOptions.on_gpu(H200))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_cover_by_gpu_estimates_is_that_of_brute_force(name):
+    """Over all acyclic covers by explored subsets, by estimates and by random times."""
+    fn, arguments = FUNCTIONS[name]
+    space = gpu_space(fn, *arguments)
+    by_atoms = {space._as_atoms(s): s for s in space.estimates}
+    assert len(space.dag.nodes) <= 12
+    rng = random.Random(name)
+    for costs in (space.estimates, {s: rng.uniform(1e-6, 1e-5) for s in space.estimates}):
+        chosen = sum(costs[s] for s in space._cover(costs))
+        assert chosen == pytest.approx(brute_force(space.dag, {a: costs[s] for a, s in by_atoms.items()}), rel=1e-9)
+
+
+def test_what_xla_keeps_costs_nothing_and_is_merged_only_where_a_kernel_gets_no_slower():
+    """The sort has no rule, and the products around it are not in the incumbent."""
+    fn, arguments = FUNCTIONS["all sorts"]
+    graph = programs.trace(fn, *arguments).graph
+    kept = [(members, p) for members, p in group(graph).subsets if p.template == "contraction"]
+    space = gpu_space(fn, *arguments, subsets=kept)
+    outside = {n.number for n in graph.nodes} - {n for members, _ in kept for n in members}
+    assert outside and all(space.estimates[frozenset({n})] == 0.0 for n in outside)
+    times = {members: space.estimates[members] for members, _ in kept}
+    assert set(space.best_measured_partition(times)) == set(space.greedy)
+    larger = [s for s in space.programs if any(s > members for members, _ in kept)]
+    for subset in larger:  # none is faster than the kernel that it contains
+        measured = {**times, subset: 1.01 * sum(times.values())}
+        assert subset not in space.best_measured_partition(measured)
+
+
+def test_what_has_no_kernel_is_forgotten():
+    space = gpu_space(residual, X, W)
+    further = next(s for s in space.programs if s not in space.greedy and s not in space.atoms)
+    atom = next(a for a in space.atoms if a not in space.greedy and a in space.programs)
+    for subset in (further, atom, space.greedy[0]):
+        space.forget(subset)
+    assert further not in space.programs and further not in space.estimates
+    assert atom not in space.programs and atom in space.estimates
+    assert space.greedy[0] in space.programs
+
+
+def test_subsets_left_to_xla_between_kernels_are_measured_with_what_would_replace_them():
+    """Their time is unknown: in the measured cover it counts nothing, in what is hoped for as predicted."""
+    graph = programs.trace(residual, X, W).graph
+    pieces = [(a, lower_region(graph, a)) for a in space_of(residual, X, W).atoms]
+    tail = next(members for members, p in pieces if p.template == "map" and len(members) > 1)
+    space = gpu_space(residual, X, W, subsets=pieces, alone=frozenset({tail}))
+    measured = {s: space.estimates[s] for s in space.greedy if s != tail}
+    assert space.known_seconds(measured)[tail] == 0.0 < space.predicted_seconds(measured)[tail]
+    fresh = space.next_to_measure(measured, 10)
+    assert any(s > tail for s in fresh) and tail in fresh
+    assert set(space.best_measured_partition(measured)) == set(space.greedy)
+
+
+def test_equal_exchanges_are_measured_together():
+    def layers(x, w):
+        for _ in range(6):
+            x = jnp.exp(x @ w) * 2
+            x = jax.lax.sort(x, dimension=1)  # keeps the layers apart
+        return x
+
+    space = gpu_space(layers, X, W)
+    slow = [s for s in space.greedy if len(s) > 2]
+    assert len({space.programs[s].digest for s in slow}) == 1 and len(slow) == 6
+    # a product alone, beside them, is as fast as predicted: the usual ratio of its kind would be theirs
+    measured = {s: (8 if s in slow else 1) * space.estimates[s] for s in space.greedy}
+    measured |= {s: space.estimates[s] for s in space.atoms if space._kind(s) == "contraction"}
+    fresh = space.next_to_measure(measured, 3)
+    assert len({space.programs[s].digest for s in fresh}) <= 3 and len(fresh) == 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from jcuts.arch.cpu import CpuArch
 from jcuts.estimate.cpu import CpuWork
@@ -85,21 +86,29 @@ def _compute_seconds(program: Program, work: CpuWork, arch: CpuArch) -> float:
 
 
 def _element_seconds(phase: Phase, arch: CpuArch) -> float:
+    rate = arch.cores * arch.frequency * max(arch.fma_ports, arch.alu_ports)
+    return element_steps(phase, lambda item: arch.lanes(min(8, max(4, item)))) / rate
+
+
+def element_steps(phase: Phase, lanes: Callable[[int], int] = lambda item: 1) -> float:
+    """Weighted instructions of a phase's element operations, all points together.
+
+    Args: lanes: elements of so many bytes that one instruction works on; by default one.
+    """
     points = math.prod(a.extent for a in phase.axes)
     inner = math.prod(r.extent for r in phase.reds)
-    rate = arch.cores * arch.frequency * max(arch.fma_ports, arch.alu_ports)
-    body = _steps(phase.body, arch, fused={v for acc in phase.accs for v in acc.values}) if phase.reds else 0.0
-    return (points * inner * body + points * _steps(phase.exit, arch)) / rate
+    body = _steps(phase.body, lanes, fused={v for acc in phase.accs for v in acc.values}) if phase.reds else 0.0
+    return points * inner * body + points * _steps(phase.exit, lanes)
 
 
-def _steps(graph: Graph, arch: CpuArch, fused: set[int] | frozenset[int] = frozenset()) -> float:
+def _steps(graph: Graph, lanes: Callable[[int], int], fused: set[int] | frozenset[int] = frozenset()) -> float:
     """Vector instructions per point; a product that is accumulated belongs to the accumulation's FMA."""
     total = 0.0
     for number, node in enumerate(graph.nodes):
         if node.op in FREE or (number in fused and node.op == "mul" and node.dtype in FLOATS):
             continue
         steps = SPECIAL_STEPS if node.op in SPECIAL else COSTLY.get(node.op, 1)
-        total += steps / arch.lanes(min(8, max(4, ITEM_SIZE.get(node.dtype, 4))))
+        total += steps / lanes(ITEM_SIZE.get(node.dtype, 4))
     return total
 
 

@@ -97,7 +97,9 @@ def _tensor_core_gemm(problem: GpuProblem) -> list[Candidate]:
         sums = list(contraction.matvec_reductions(made, machine))
         found += [(p, score / sums[0][1] * found[0][1]) for p, score in sums]
         found += _gemv(problem, found)
-    elif problem.length <= TAPS:  # few terms: a thread may take them all, without rounding them
+        return found
+    found += _gemv(problem, found)
+    if problem.length <= TAPS:  # few terms: a thread may take them all, without rounding them
         found += contraction.simt_reductions(problem.program, machine, found[0][1])
     return found
 

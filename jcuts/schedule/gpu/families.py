@@ -74,6 +74,12 @@ def _row_teams(problem: GpuProblem) -> Iterable[Candidate]:
     return reduction_row.row_reduction(problem.program, problem.machine) if problem.is_row_reduction else ()
 
 
+def _gemv(problem: GpuProblem) -> Iterable[Candidate]:
+    if problem.gemm is None or not (problem.is_matvec or problem.has_few_rows(gemv_schedules.MOST_ROWS)):
+        return ()
+    return gemv_schedules.gemv_schedules(problem.gemm, problem.machine)
+
+
 def _is_float64(program: Program) -> bool:
     return gemm_operands(program)[0].dtype == WIDE
 
@@ -277,10 +283,10 @@ _enter(
     ScheduleFamily(
         "gemv",
         gemv_schedules.FORM,
-        "Split-K GEMV: a matrix times one vector, K split over threads and blocks (DSMEM of a cluster, or scratch).",
+        "Split-K GEMV: a matrix times 1 to 4 vectors, K split over threads and blocks (DSMEM of a cluster, or scratch).",
         "docs/kernels/gemv.md",
         CONTRACTIONS,
-        lambda p: gemv_schedules.gemv_schedules(p.gemm, p.machine) if p.gemm and p.is_matvec else (),
+        _gemv,
         statistics=_coalesced(gpu_coalescing.gemv_access),
     ),
     ScheduleFamily(

@@ -34,6 +34,7 @@ from jcuts.schedule.gpu.machine import Candidate
 from jcuts.schedule.gpu.problem import CONTRACTIONS, GpuProblem
 from jcuts.schedule.gpu.reduction import column as reduction_column
 from jcuts.schedule.gpu.reduction import row as reduction_row
+from jcuts.schedule.gpu.skinny_gemm import schedules as skinny_schedules
 from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
 from jcuts.schedule.gpu.window import schedules as window_schedules
 
@@ -78,6 +79,12 @@ def _gemv(problem: GpuProblem) -> Iterable[Candidate]:
     if problem.gemm is None or not (problem.is_matvec or problem.has_few_rows(gemv_schedules.MOST_ROWS)):
         return ()
     return gemv_schedules.gemv_schedules(problem.gemm, problem.machine)
+
+
+def _skinny_gemm(problem: GpuProblem) -> Iterable[Candidate]:
+    if problem.gemm is None or not skinny_schedules.matches(problem.gemm):
+        return ()
+    return skinny_schedules.skinny_schedules(problem.gemm, problem.machine)
 
 
 def _is_float64(program: Program) -> bool:
@@ -288,6 +295,23 @@ _enter(
         CONTRACTIONS,
         _gemv,
         statistics=_coalesced(gpu_coalescing.gemv_access),
+    ),
+    ScheduleFamily(
+        "skinny_gemm",
+        skinny_schedules.FORM,
+        "Skinny GEMM: 2 to 16 rows by `mma.sync`, weights loaded straight into registers, K split over warps and blocks.",
+        "docs/kernels/skinny_gemm.md",
+        CONTRACTIONS,
+        _skinny_gemm,
+        capability=TENSOR_CORES,
+        tile_of=skinny_schedules.SkinnySchedule.of,
+        statistics=FamilyStatistics(
+            gpu_traffic.mma_unit,
+            lambda program, blocks, threads: gpu_traffic.coalesced_traffic(
+                program, gpu_coalescing.skinny_gemm_access(program)
+            ),
+            lambda program: gpu_coalescing.skinny_gemm_access(program).under_way,
+        ),
     ),
     ScheduleFamily(
         "few_channels_conv",

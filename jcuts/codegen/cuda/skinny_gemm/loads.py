@@ -1,0 +1,164 @@
+"""Loads of the skinny GEMM: 16 bytes of a lane straight from global memory (``ld.global.nc.v4``), and ``mma`` fragments.
+
+The order of k in an ``mma`` is free as long as both operands agree, that of W's columns is free, too.  So a lane keeps
+the neighbouring elements that one 128-bit load brings:
+
+* x, and W[n, k]: lane ``4 g + t`` has the k of 16 bytes beginning at ``16 t`` bytes of row ``g``.  The first two words
+  are what it gives to one ``mma``, the others to the next.
+* W[k, n]: it has the columns of 16 bytes beginning at ``16 g`` bytes, of the same k as x.  Neighbouring columns become
+  rows ``g`` and ``g + 8`` of an ``mma``; of 16-bit elements ``prmt`` puts two k into a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from jcuts.codegen.cuda.ptx import global_memory as M
+from jcuts.codegen.cuda.ptx import mma as ptx_mma
+from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
+from jcuts.codegen.cuda.skinny_gemm.tile import ACCESS, WORDS
+from jcuts.codegen.llvm import lanes as L
+from jcuts.lower.patterns.gemm import GemmOperand, K
+
+Words = list[list[L.Value]]
+"""Registers of a tile of k: [access of 16 bytes][4]."""
+Live = Callable[[int], "L.Value | None"]
+"""Whether the k so many behind the lane's first one is there (None: always)."""
+STREAM = ".L1::no_allocate"
+"""Of loads whose lines nobody reads again."""
+LOW, HIGH = "0x5410", "0x7632"
+"""Selectors of ``prmt``: the lower (upper) halves of two words."""
+
+
+class LaneLoads:
+    """A lane's loads of one operand: tiles of k one behind the other.
+
+    Attributes:
+        places: the address (register, bytes to add) of every group of accesses at the lane's first k.
+        step: bytes from one k to the next.
+    """
+
+    def __init__(self, frame: M.Frame, side: GemmOperand, term: L.Value, hint: str = "") -> None:
+        """Args: term: the lane's first k in the whole product; hint: of the load instructions."""
+        self.builder, self.frame, self.side, self.hint = frame.builder, frame, side, hint
+        self.step = side.step * side.item
+        self.places: list[tuple[L.Value, int]] = []
+        self._skipped = self.builder.mul(self.builder.sext(term, L.I64), L.I64(self.step))
+
+    def address(self, outer: L.Value) -> L.Value:
+        """Address (i64) of the lane's first k in a row (or column)."""
+        builder, side = self.builder, self.side
+        variables = {**self.frame.variables, K: L.I32(0), side.outer: outer}
+        place = M.index(replace(self.frame, variables=variables, cache={}), side.outer_offset)
+        place = builder.mul(builder.sext(place, L.I64), L.I64(side.item))
+        return builder.add(builder.add(self.frame.pointers[side.buffer], place), self._skipped)
+
+    def _word_count(self) -> int:
+        """Registers of one access."""
+        return self.side.width * self.side.item // WORDS
+
+    def moved(self, terms: L.Value) -> list[tuple[L.Value, int]]:
+        """The places so many k (i32) further."""
+        builder = self.builder
+        far = builder.mul(builder.sext(terms, L.I64), L.I64(self.step))
+        found: dict[L.Value, L.Value] = {}
+        for register, _ in self.places:
+            if register not in found:
+                found[register] = builder.add(register, far)
+        return [(found[register], constant) for register, constant in self.places]
+
+    def load(self, places: Sequence[tuple[L.Value, int]], first: int, live: Live) -> Words:
+        """The registers of one tile. Args: places: of its step (`moved`); first: k behind the lane's first one."""
+        raise NotImplementedError
+
+    def _access(self, place: tuple[L.Value, int], far: int, live: L.Value | None) -> list[L.Value]:
+        return ptx_mma.load_words(
+            self.builder, (place[0], place[1] + far), self._word_count(), live, hint=self.hint
+        )
+
+
+class KContiguousLoads(LaneLoads):
+    """Of x, and of W[n, k]: 16 bytes along k of each of several rows (columns)."""
+
+    def add_lines(self, first: L.Value, offsets: Sequence[int], extent: int, whole: bool) -> None:
+        """Rows (columns) at offsets from a first one; beyond the last one it is read. Args: whole: there is none."""
+        builder, stride = self.builder, self.side.index.stride(self.side.outer)
+        base = self.address(first) if whole and stride is not None else None
+        for offset in offsets:
+            if base is not None and stride is not None:
+                self.places.append((base, offset * stride * self.side.item))
+                continue
+            outer, last = builder.add(first, L.I32(offset)), L.I32(extent - 1)
+            inside = outer if whole else builder.select(builder.icmp_signed("<", outer, last), outer, last)
+            self.places.append((self.address(inside), 0))
+
+    def load(self, places: Sequence[tuple[L.Value, int]], first: int, live: Live) -> Words:
+        """See `LaneLoads.load`: [line][4]."""
+        side, found = self.side, []
+        for place in places:
+            words: list[L.Value] = []
+            for begin in range(first, first + ACCESS // side.item, side.width):
+                words += self._access(place, begin * self.step, live(begin))
+            found.append(words)
+        return found
+
+
+class NContiguousLoads(LaneLoads):
+    """Of W[k, n]: 16 bytes along n of each of the lane's k, of several groups of columns."""
+
+    def add_groups(self, first: L.Value, offsets: Sequence[int], extent: int, whole: bool) -> None:
+        """Groups of columns at offsets from the lane's first one; those beyond the last are read there."""
+        builder, side = self.builder, self.side
+        base = self.address(first) if whole else None
+        for offset in offsets:
+            for begin in range(offset, offset + ACCESS // side.item, side.width):
+                if base is not None:
+                    self.places.append((base, begin * side.item))
+                    continue
+                outer, last = builder.add(first, L.I32(begin)), L.I32(extent - side.width)
+                inside = builder.select(builder.icmp_signed("<", outer, last), outer, last)
+                self.places.append((self.address(inside), 0))
+
+    def load(self, places: Sequence[tuple[L.Value, int]], first: int, live: Live) -> Words:
+        """See `LaneLoads.load`: [group, k][4]."""
+        each, vector = WORDS // self._word_count(), ACCESS // self.side.item
+        found = []
+        for group in range(0, len(places), each):
+            for term in range(vector):
+                words: list[L.Value] = []
+                for place in places[group : group + each]:
+                    words += self._access(place, (first + term) * self.step, live(first + term))
+                found.append(words)
+        return found
+
+
+def weight_fragments(builder: GpuBuilder, side: GemmOperand, words: Words) -> list[list[list[L.Value]]]:
+    """Fragments of W as the A operand of ``mma``: [16 columns][k-step][4], not rounded."""
+    if side.along_terms:
+        pairs = zip(words[::2], words[1::2], strict=True)
+        return [[[a[k], b[k], a[k + 1], b[k + 1]] for k in (0, 2)] for a, b in pairs]
+    vector = ACCESS // side.item
+    found = []
+    for start in range(0, len(words), vector):
+        lines = words[start : start + vector]
+        if side.item < WORDS:
+            lines = [_two_terms(builder, a, b) for a, b in zip(lines[::2], lines[1::2], strict=True)]
+        for column in range(0, vector, 2):
+            found.append([[x[c] for x in lines[k : k + 2] for c in (column, column + 1)] for k in (0, 2)])
+    return found
+
+
+def _two_terms(builder: GpuBuilder, first: Sequence[L.Value], second: Sequence[L.Value]) -> list[L.Value]:
+    """Two k of every column in a word, of two lines of 16-bit columns."""
+    pairs = [(a, b, how) for a, b in zip(first, second, strict=True) for how in (LOW, HIGH)]
+    return [asm(builder, f"prmt.b32 $0, $1, $2, {how};", L.I32, [a, b]) for a, b, how in pairs]
+
+
+def fragment_columns(side: GemmOperand, columns: int) -> tuple[int, list[tuple[int, int]]]:
+    """Columns of a lane's results in a warp: (factor of ``lane / 4``, offsets of both rows of every ``mma``)."""
+    if side.along_terms:
+        return 1, [(first, first + 8) for first in range(0, columns, 16)]
+    vector = ACCESS // side.item
+    groups = range(0, columns, 8 * vector)
+    return vector, [(group + column, group + column + 1) for group in groups for column in range(0, vector, 2)]

@@ -1,0 +1,136 @@
+"""Block tile of the skinny GEMM: which columns and which k a block, a warp and a lane take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda.ptx.shuffle import WARP
+from jcuts.kernel_ir.program import Program
+from jcuts.lower.patterns.gemm import COLUMNS, ROWS, B, GemmOperand, K, S, gemm_operands, k_extent, k_tiles_per_split
+from jcuts.lower.patterns.gemm import prologue as gemm_prologue
+
+ACCESS = 16
+"""Bytes of W that a lane takes at a time: four registers."""
+WORDS = 4
+"""Registers of such an access."""
+LANES = 4
+"""Lanes of a warp that have different k (the threads of a group of ``mma``)."""
+N_TILE = 8
+"""Rows of x that an ``mma`` takes as its columns."""
+M_TILE = 16
+"""Columns of W that an ``mma`` takes as its rows."""
+PADDING = 4
+"""Words between lines of partial sums in shared memory, so that a warp's stores have no bank conflicts."""
+
+
+@dataclass(frozen=True)
+class SkinnyTile:
+    """Mapping of a thread block onto columns and k.
+
+    Attributes:
+        left, right: the operands x and W.
+        extents: rows of x and columns of W that there are.
+        rows: rows of x, in whole tiles of 8. columns: of the block.
+        terms: k of a block's step. share: steps of a block. total: k of the whole product.
+        warps: warps along the columns, and along K.
+        flight: tiles of k that a warp has in registers or on the way.
+        cluster: blocks that split K and add up through DSMEM.
+    """
+
+    left: GemmOperand
+    right: GemmOperand
+    extents: tuple[int, int]
+    rows: int
+    columns: int
+    terms: int
+    share: int
+    total: int
+    warps: tuple[int, int]
+    flight: int
+    cluster: int
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return WARP * math.prod(self.warps)
+
+    @property
+    def vector(self) -> int:
+        """Elements of a lane's 16 bytes."""
+        return ACCESS // self.right.item
+
+    @property
+    def depth(self) -> int:
+        """k of a tile: those of the lanes of a group."""
+        return LANES * self.vector
+
+    @property
+    def warp_columns(self) -> int:
+        """Columns of a warp."""
+        return self.columns // self.warps[0]
+
+    @property
+    def group(self) -> int:
+        """Columns of a warp that one set of 16-byte accesses covers."""
+        return M_TILE if self.right.along_terms else N_TILE * self.vector
+
+    @property
+    def blocks_along(self) -> int:
+        """Blocks along the columns."""
+        return -(-self.extents[1] // self.columns)
+
+    @property
+    def rows_per_thread(self) -> int:
+        """Rows of a column whose sums and epilogue a thread has: a divisor of all rows."""
+        rows, beside = self.extents[0], self.threads // self.columns
+        return next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= beside)
+
+    @property
+    def pitch(self) -> int:
+        """Words from a row of partial sums to the next."""
+        return self.columns + PADDING
+
+    @property
+    def partial(self) -> int:
+        """Bytes of the partial sums of a block's warps along K."""
+        return 4 * self.warps[1] * self.rows * self.pitch
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block: partial sums of its warps; of the block, where others read them."""
+        return self.partial + (4 * self.rows * self.columns if self.cluster > 1 else 0)
+
+
+def skinny_tile(program: Program) -> SkinnyTile:
+    """The block tile of a schedule. Raises CompileRejected where its parameters are inconsistent."""
+    params: Any = dict(program.params)
+    (rows, columns, terms), (across, deep) = params["tile"], params["warps"]
+    extents = program.phases[0].ranges()
+    left, right = gemm_operands(program)
+    cluster, flight, total = int(params.get("cluster", 1)), int(params["flight"]), k_extent(program)
+    share, ranks = k_tiles_per_split(extents[K], terms, cluster)
+    found = (extents[ROWS], extents[COLUMNS])
+    tile = SkinnyTile(left, right, found, rows, columns, terms, share, total, (across, deep), flight, cluster)
+    fits = rows % N_TILE == 0 and rows - N_TILE < found[0] <= rows and across * tile.warp_columns == columns
+    fits = fits and tile.warp_columns % tile.group == 0 and terms == deep * flight * tile.depth
+    fits = fits and tile.threads == int(params["threads"]) and columns <= tile.threads
+    fits = fits and ranks == cluster and (cluster == 1 or S not in extents)
+    if not fits or not reads_as_it_lies(program):
+        raise CompileRejected(f"{program.name}: no skinny product of tiles {params['tile']} by warps {params['warps']}")
+    return tile
+
+
+def reads_as_it_lies(program: Program) -> bool:
+    """Whether both operands are plain arrays whose k are evenly spaced, those of x side by side."""
+    left, right = gemm_operands(program)
+    even = all(not s.guards and s.index.stride(K) is not None for s in (left, right))
+    return even and left.along_terms and right.index.stride(COLUMNS) is not None and gemm_prologue(program) is None
+
+
+def block_count(program: Program, tile: SkinnyTile) -> int:
+    """Blocks of the grid."""
+    others = math.prod(a.extent for a in program.phases[0].axes if a.name in (S, B))
+    return others * tile.blocks_along * tile.cluster

@@ -1,0 +1,262 @@
+"""Skinny GEMM schedules: 2 to 16 rows on ``mma.sync`` with W as the 16-row operand, loaded straight into registers.
+
+Every weight is read once, so memory decides, as in `schedule.gpu.gemv`: schedules differ in the bytes that are in
+flight (tiles of k in a lane's registers), in the columns of a block (x is read again for each block of columns, from
+the L2 cache) and in how K is split: over the warps of a block, over a cluster (DSMEM; capability 9.0) or over the grid
+(two launches).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jcuts.kernel_ir.program import Program
+from jcuts.lower.patterns.gemm import COLUMNS, ROWS, K, gemm_operands, prologue
+from jcuts.schedule import fit
+from jcuts.schedule.gpu.coalescing import LINE
+from jcuts.schedule.gpu.machine import ACCESS, MOST_REGISTERS, WARP, Candidate, GpuMachine, scheduled
+
+FORM = "skinny"
+"""The value of the schedule parameter ``cuda``."""
+MOST = 6
+"""Schedules that are proposed."""
+MOST_ROWS = 16
+"""Rows of x: two tiles of ``mma``."""
+N_TILE = 8
+"""Rows of x that an ``mma`` takes."""
+M_TILE = 16
+"""Columns of W that an ``mma`` takes."""
+LANES = 4
+"""Lanes of a warp with different k."""
+WORD = 4
+"""Bytes of a register."""
+CLUSTERS = (9, 0)
+"""The least compute capability with thread-block clusters."""
+CLUSTER_SIZES = (1, 2, 4, 8)
+"""Blocks of a cluster; 8 is the most that every GPU of capability 9.0 allows."""
+WARPS = (4, 8, 16)
+"""Warps of a block."""
+FLIGHTS = (1, 2, 3, 4, 6, 8)
+"""Tiles of k in a warp's registers."""
+MOST_COLUMNS = 256
+"""Of a block."""
+MOST_SHARED = 48 << 10
+"""Bytes of a block's partial sums."""
+OTHER_REGISTERS = 32
+"""Of a thread, beside tiles and accumulators: addresses, counters, operands of ``mma`` that are being rounded."""
+_COST = fit.coefficients("gpu/skinny_gemm", "cost")
+
+
+@dataclass(frozen=True)
+class SkinnyProblem:
+    """A product of few rows, as the schedules see it.
+
+    Attributes:
+        rows, columns, terms: extents of m, n and k. batch: products that are computed side by side.
+        item: bytes of an element.
+        is_k_major: neighbouring k of W are neighbours in memory, else neighbouring n.
+        moved: bytes of all operands and results.
+    """
+
+    rows: int
+    columns: int
+    terms: int
+    batch: int
+    item: int
+    is_k_major: bool
+    moved: int
+
+    @classmethod
+    def of(cls, program: Program) -> SkinnyProblem:
+        """Of a GEMM with few rows (`lower.patterns.gemm.as_gemm`)."""
+        ranges, right = program.phases[0].ranges(), gemm_operands(program)[1]
+        batch = math.prod(a.extent for a in program.phases[0].axes if a.name not in (ROWS, COLUMNS))
+        moved = sum(b.bytes for b in (*program.inputs, *program.outputs))
+        return cls(ranges[ROWS], ranges[COLUMNS], ranges[K], batch, right.item, right.along_terms, moved)
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows in whole tiles."""
+        return N_TILE * -(-self.rows // N_TILE)
+
+    @property
+    def depth(self) -> int:
+        """k of a tile."""
+        return LANES * ACCESS // self.item
+
+    @property
+    def group(self) -> int:
+        """Columns of a warp that one set of 16-byte accesses covers."""
+        return M_TILE if self.is_k_major else N_TILE * ACCESS // self.item
+
+
+@dataclass(frozen=True)
+class SkinnySchedule:
+    """One schedule of a skinny GEMM.
+
+    Attributes:
+        columns: of a warp.
+        across, deep: warps of a block along the columns, and along K.
+        flight: tiles of k in a warp's registers.
+        cluster, split: blocks that share the sums of their columns, by DSMEM or in a second launch.
+    """
+
+    columns: int
+    across: int
+    deep: int
+    flight: int
+    cluster: int = 1
+    split: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return WARP * self.across * self.deep
+
+    @property
+    def block_columns(self) -> int:
+        """Columns of a block."""
+        return self.columns * self.across
+
+    def step(self, problem: SkinnyProblem) -> int:
+        """k of a block's step."""
+        return self.deep * self.flight * problem.depth
+
+    def blocks(self, problem: SkinnyProblem) -> int:
+        """Blocks of the launch."""
+        return -(-problem.columns // self.block_columns) * problem.batch * self.cluster * self.split
+
+    def registers(self, problem: SkinnyProblem) -> int:
+        """Estimated registers of a thread."""
+        tiles = self.columns // M_TILE
+        weights = tiles * 2 * (ACCESS // WORD)  # of a tile of k: two k-steps of four registers
+        rows = problem.padded_rows // N_TILE
+        ring = self.flight * (weights + rows * (ACCESS // WORD))
+        lines = 2 * tiles if problem.is_k_major else self.columns // problem.group
+        ragged = problem.columns % self.block_columns != 0
+        addresses = 2 * (rows + (lines if ragged else 1))
+        return OTHER_REGISTERS + ring + tiles * rows * (ACCESS // WORD) + addresses
+
+    def shared(self, problem: SkinnyProblem) -> int:
+        """Bytes of shared memory of a block, without what is for a cluster."""
+        return WORD * self.deep * problem.padded_rows * (self.block_columns + WORD)
+
+    def apply(self, program: Program, problem: SkinnyProblem) -> Program:
+        """The scheduled program."""
+        more: list[tuple[str, object]] = [("flight", self.flight)]
+        more += [("k_major", 1)] if problem.is_k_major else []
+        more += [("cluster", self.cluster)] if self.cluster > 1 else []
+        more += [("split", self.split)] if self.split > 1 else []
+        tile = (problem.padded_rows, self.block_columns, self.step(problem))
+        return scheduled(program, FORM, self.threads, ("tile", tile), ("warps", (self.across, self.deep)), *more)
+
+    @classmethod
+    def of(cls, program: Program) -> SkinnySchedule:
+        """The schedule of a scheduled program."""
+        params: Any = dict(program.params)
+        (_, columns, _), (across, deep) = params["tile"], params["warps"]
+        return cls(
+            columns // across, across, deep, params["flight"], params.get("cluster", 1), params.get("split", 1)
+        )
+
+
+def matches(program: Program) -> bool:
+    """Whether the kernel computes a GEMM (`lower.patterns.gemm.as_gemm`): 2 to 16 rows, operands as they lie in memory.
+
+    Rows of x lie along k; both operands are plain arrays whose k are evenly spaced.
+    """
+    left, right = gemm_operands(program)
+    even = all(not s.guards and s.index.stride(K) is not None for s in (left, right))
+    even = even and left.along_terms and right.index.stride(COLUMNS) is not None
+    return even and 1 < program.phases[0].ranges()[ROWS] <= MOST_ROWS and prologue(program) is None
+
+
+def skinny_schedules(program: Program, machine: GpuMachine) -> list[Candidate]:
+    """Schedules of a GEMM with few rows, best first, with the share of the memory's bandwidth that they are to reach."""
+    problem = SkinnyProblem.of(program)
+    seen: Counter[object] = Counter()
+    kept = []
+    for made, score in schedule_space(problem, machine):
+        key = (made.columns, made.block_columns, made.cluster, made.split > 1)
+        seen[key] += 1
+        if seen[key] <= 2:
+            kept.append((made.apply(program, problem), score))
+        if len(kept) == MOST:
+            break
+    return kept
+
+
+def schedule_space(problem: SkinnyProblem, machine: GpuMachine) -> list[tuple[SkinnySchedule, float]]:
+    """All schedules, best first, with the same scores."""
+    bound = problem.moved / machine.bandwidth
+    found = [(s, bound / estimated_seconds(problem, s, machine)) for s in _schedules(problem, machine)]
+    return sorted(found, key=lambda item: (-item[1], item[0].threads, str(item[0])))
+
+
+def _schedules(problem: SkinnyProblem, machine: GpuMachine) -> Iterator[SkinnySchedule]:
+    sizes = (1, 2, 4) if problem.is_k_major else (1, 2)
+    for size, across, warps, flight in itertools.product(sizes, (1, 2, 4), WARPS, FLIGHTS):
+        made = SkinnySchedule(size * problem.group, across, warps // across, flight)
+        if _fits(problem, made, machine):
+            yield from _shared_k(problem, made, machine)
+
+
+def _fits(problem: SkinnyProblem, made: SkinnySchedule, machine: GpuMachine) -> bool:
+    """Whether registers, shared memory and threads of a block suffice, and every warp has work."""
+    columns, beside = made.block_columns, made.threads // made.block_columns
+    if columns > min(MOST_COLUMNS, made.threads) or columns >= 2 * max(problem.columns, problem.group):
+        return False
+    if made.shared(problem) > MOST_SHARED or made.registers(problem) > MOST_REGISTERS:
+        return False
+    whole = any(problem.rows % n == 0 and problem.rows // n <= beside for n in range(1, problem.rows + 1))
+    return whole and made.step(problem) < 2 * problem.terms and _resident(problem, made, machine) > 0
+
+
+def _shared_k(problem: SkinnyProblem, tile: SkinnySchedule, machine: GpuMachine) -> Iterator[SkinnySchedule]:
+    """A schedule with all ways in which blocks share K; every block has a step of its own."""
+    steps = -(-problem.terms // tile.step(problem))
+    for cluster in CLUSTER_SIZES if machine.capability >= CLUSTERS else (1,):
+        if _slices(steps, cluster) == cluster:
+            yield replace(tile, cluster=cluster)
+    blocks, resident = tile.blocks(problem), _resident(problem, tile, machine)
+    wanted = {min(steps, machine.sms * n // blocks) for n in {1, 2, resident}}
+    yield from (replace(tile, split=n) for n in sorted({_slices(steps, n) for n in wanted if n > 1}) if n > 1)
+
+
+def _slices(steps: int, count: int) -> int:
+    """Slices of K that have steps, of at most so many."""
+    return -(-steps // -(-steps // count))
+
+
+def _resident(problem: SkinnyProblem, made: SkinnySchedule, machine: GpuMachine) -> int:
+    """Blocks that a multiprocessor holds at once."""
+    return machine.resident_blocks(made.threads, made.registers(problem), made.shared(problem))
+
+
+def estimated_seconds(problem: SkinnyProblem, made: SkinnySchedule, machine: GpuMachine) -> float:
+    """Estimated time: the memory's at the rate that lines and bytes in flight allow, and the fixed parts.
+
+    Little's law gives the rate of the bytes in flight; x passes once per block of columns from the L2 cache.
+    """
+    blocks, resident = made.blocks(problem), _resident(problem, made, machine)
+    beside = problem.depth * made.flight if problem.is_k_major else problem.group
+    line = min(1.0, beside * problem.item / LINE)
+    rate = machine.bandwidth * _COST.bandwidth_share * (1.0 - min(1.0, _COST.line_share) * (1.0 - line))
+    at_once = min(blocks, resident * machine.sms)
+    busy = min(1.0, blocks / machine.sms) * blocks / (at_once * -(-blocks // at_once))
+    memory = problem.moved / rate / busy
+    asked = made.columns * problem.depth * problem.item * made.flight * made.across * made.deep
+    latency = problem.moved / (asked * at_once) * _COST.memory_latency_seconds
+    again = -(-problem.columns // made.block_columns) * problem.rows * problem.terms * problem.item * problem.batch
+    cached = (problem.moved + again) / machine.arch.bw_l2 / busy
+    seconds = math.hypot(memory, latency, cached) + _COST.fixed_seconds
+    seconds += _COST.cluster_seconds if made.cluster > 1 else 0.0
+    if made.split > 1:
+        partial = WORD * problem.rows * problem.columns * problem.batch * made.split
+        seconds += _COST.split_seconds + 2 * partial / machine.bandwidth
+    return seconds

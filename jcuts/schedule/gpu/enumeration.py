@@ -22,7 +22,10 @@ SHORT_SUMS = ("thread_tile", "sliding_window")
 """Families whose threads take all values of an output: tried beside tensor cores where there are few."""
 MATVEC = ("row_reduction", "column_reduction", "thread_tile", "gemv")
 """Families of matrix-vector products without tensor cores."""
+FEW_ROWS = ("skinny_gemm", "gemv")
+"""Families of products of 2 to 16 rows that memory bounds."""
 _GEMV = fit.coefficients("gpu/gemv", "ranking")
+_SKINNY = fit.coefficients("gpu/skinny_gemm", "ranking")
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,12 @@ def _gemv(problem: GpuProblem, others: Sequence[Candidate]) -> list[Candidate]:
     return [(made, _GEMV.score_over_gemm * score) for made, score in found]
 
 
+def _few_rows(problem: GpuProblem, others: Sequence[Candidate]) -> list[Candidate]:
+    """Schedules of 2 to 16 rows, whose scores are shares of the memory's bandwidth, rescaled to stand before others."""
+    found = [candidate for name in FEW_ROWS for candidate in FAMILIES[name].schedules_of(problem)]
+    return [(made, _SKINNY.score_over_gemm * score) for made, score in rescale_to(found, others)]
+
+
 def _is_exact_gemm(problem: GpuProblem) -> bool:
     made = problem.exact_gemm if problem.machine.multiplies else None
     return made is not None and made.phases[0].ranges()[ROWS] > 1
@@ -98,7 +107,7 @@ def _tensor_core_gemm(problem: GpuProblem) -> list[Candidate]:
         found += [(p, score / sums[0][1] * found[0][1]) for p, score in sums]
         found += _gemv(problem, found)
         return found
-    found += _gemv(problem, found)
+    found += _few_rows(problem, found)
     if problem.length <= TAPS:  # few terms: a thread may take them all, without rounding them
         found += contraction.simt_reductions(problem.program, machine, found[0][1])
     return found
@@ -130,7 +139,7 @@ RULES: tuple[EnumerationRule, ...] = (
     ),
     EnumerationRule(
         "GEMM on tensor cores",
-        ("warp_specialized", "implicit_gemm", "wgmma", "mma", *MATVEC, "sliding_window"),
+        ("warp_specialized", "implicit_gemm", "wgmma", "mma", "skinny_gemm", *MATVEC, "sliding_window"),
         lambda p: p.machine.multiplies and p.gemm is not None,
         _tensor_core_gemm,
         is_final=False,

@@ -290,7 +290,7 @@ _enter(
     ScheduleFamily(
         "gemv",
         gemv_schedules.FORM,
-        "Split-K GEMV: a matrix times 1 to 4 vectors, K split over threads and blocks (DSMEM of a cluster, or scratch).",
+        "Split-K GEMV: a matrix times 1 to 4 vectors, K split over threads and blocks (by DSMEM or scratch).",
         "docs/kernels/gemv.md",
         CONTRACTIONS,
         _gemv,
@@ -299,7 +299,7 @@ _enter(
     ScheduleFamily(
         "skinny_gemm",
         skinny_schedules.FORM,
-        "Skinny GEMM: 2 to 16 rows by `mma.sync`, weights loaded straight into registers, K split over warps and blocks.",
+        "Skinny GEMM: 2 to 16 rows by `mma.sync`, a `cp.async` ring per warp for weights, K split over warps and blocks.",
         "docs/kernels/skinny_gemm.md",
         CONTRACTIONS,
         _skinny_gemm,

@@ -1,17 +1,19 @@
-"""Skinny GEMM kernel: ``mma.sync`` with W as its 16-row operand, W loaded straight into registers, K split over warps.
+"""Skinny GEMM kernel: ``mma.sync`` with W as its 16-row operand, a ``cp.async`` ring per warp, K split over warps.
 
-Of a product of 2 to 16 rows the usual tile wastes most rows of the tensor core's 16 or 64, and memory decides.  Here the
-operands change places: 16 columns of W are the rows of an ``mma.m16n8k8`` (TF32) or ``m16n8k16`` (16-bit floats), up to
-8 rows of x its columns.  No weight passes through shared memory: a lane loads 16 bytes of W and uses them as they are
-(`loads`); a ring of ``flight`` tiles of k in registers keeps loads on the way while others are multiplied, with no
-barrier in the loop.  The warps of a block along K leave their sums in shared memory, then threads add them up in a fixed
-order and run the epilogue; blocks of a cluster by DSMEM, as in `gemv.kernel`, or split over the grid (`gemm.split_k`).
+Of a product of 2 to 16 rows the usual tile wastes most rows of the tensor core's 16 or 64, and memory decides.  Here
+the operands change places: 16 columns of W are the rows of an ``mma.m16n8k8`` (TF32) or ``m16n8k16`` (16-bit floats),
+up to 8 rows of x its columns.  A lane copies 16 bytes of W at a time into a place of its own in shared memory and
+multiplies them as they are (`loads`): a ring of ``flight`` tiles of k per warp keeps copies on the way, with no barrier
+in the loop and no ``ldmatrix``.  The warps of a block along K leave their sums in shared memory, then threads add them
+up in a fixed order and run the epilogue; blocks of a cluster by DSMEM, as in `gemv.kernel`, or split over the grid
+(`gemm.split_k`).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 
 from jcuts.base.errors import CompileRejected
@@ -24,23 +26,22 @@ from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.cuda.ptx.shuffle import WARP, write_word
 from jcuts.codegen.cuda.skinny_gemm.loads import (
-    STREAM,
-    KContiguousLoads,
-    LaneLoads,
+    KContiguousCopies,
+    LaneCopies,
     Live,
-    NContiguousLoads,
+    NContiguousCopies,
+    Place,
     Words,
     fragment_columns,
     weight_fragments,
 )
-from jcuts.codegen.cuda.skinny_gemm.tile import LANES, N_TILE, SkinnyTile
+from jcuts.codegen.cuda.skinny_gemm.tile import WORDS, SkinnyTile
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.program import Buffer, Program
 from jcuts.kernel_ir.register_tiling import points
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS, TYPES, B, S
-
-WORD = 4
-"""Bytes of a partial sum."""
+from jcuts.schedule.gpu.machine import ACCESS
+from jcuts.schedule.gpu.skinny_gemm.schedules import LANES, LINE_BYTES, M_TILE, N_TILE, WORD
 
 
 class SkinnyGemmKernel:
@@ -72,7 +73,9 @@ class SkinnyGemmKernel:
 
     def emit(self) -> None:
         """The output tile: mainloop, sums over warps and blocks, epilogue."""
-        self._store_partials(self.mainloop())
+        sums = self.mainloop()
+        ptx_mma.barrier(self.builder)
+        self._store_partials(sums)
         ptx_mma.barrier(self.builder)
         self._finish()
 
@@ -96,51 +99,48 @@ class SkinnyGemmKernel:
         mine = builder.mul(self.deep, L.I32(tile.flight * tile.depth))
         self.term = builder.add(mine, builder.mul(self.part, L.I32(tile.vector)))
         operands = self._operands(builder.add(self.slice, self.term))
-        near = self._load(operands, [o.places for o in operands], self._live(L.I32(0), first=True))
-        zero = L.F32(0.0)
-        wide = tile.warp_columns // (2 * N_TILE)
-        sums: Totals = [[[zero] * 4 for _ in range(tile.rows // N_TILE)] for _ in range(wide)]
-        if tile.share == 1:
-            for words in near:
-                self._multiply(words, sums)
-            return sums
-        loop = CarriedLoop(builder, "terms", [L.I32(0)], near, sums)
-        near, sums = loop.near, loop.sums
-        done = builder.add(loop.numbers[0], L.I32(1))
-        terms = builder.mul(done, L.I32(tile.terms))
-        places, live = [o.moved(terms) for o in operands], self._live(done)
-        following = []
-        for number, words in enumerate(near):
-            self._multiply(words, sums)
-            following.append(self._load_tile(operands, places, live, number))
-        loop.close([done], following, sums, builder.icmp_signed("<", done, L.I32(tile.share)))
+        lane = builder.mul(builder.and_(self.thread, L.I32(WARP - 1)), L.I32(ACCESS))
+        warp = builder.mul(builder.lshr(self.thread, L.I32(5)), L.I32(tile.flight * tile.stage))
+        self.ring = builder.add(self.shared, builder.add(lane, warp))
+        live = self._live(L.I32(0))
+        for number in range(tile.flight):
+            self._start(operands, [o.places for o in operands], live, number)
+        wide = tile.warp_columns // M_TILE
+        sums: Totals = [[[L.F32(0.0)] * 4 for _ in range(tile.rows // N_TILE)] for _ in range(wide)]
+        loop = CarriedLoop(builder, "terms", [L.I32(0)], [], sums)
+        sums, done = loop.sums, builder.add(loop.numbers[0], L.I32(1))
+        places, live = [o.moved(builder.mul(done, L.I32(tile.terms))) for o in operands], self._live(done)
+        again = builder.icmp_signed("<", done, L.I32(tile.share))
+        for number in range(tile.flight):
+            ptx_mma.cp_async_wait(builder, tile.flight - 1)
+            self._multiply(self._read(number), sums)
+            self._start(operands, places, live, number, again)
+        loop.close([done], [], sums, again)
         return sums
 
-    def _operands(self, term: L.Value) -> list[LaneLoads]:
-        """The lane's loads of x and of W. Args: term: its first k in the whole product."""
+    def _operands(self, term: L.Value) -> list[LaneCopies]:
+        """The lane's copies of x and of W. Args: term: its first k in the whole product."""
         builder, tile = self.builder, self.tile
-        x = KContiguousLoads(self.frame, tile.left, term)
+        x = KContiguousCopies(self.frame, tile.left, term, cached=True)
         x.add_lines(self.line, range(0, tile.rows, N_TILE), tile.extents[0], tile.extents[0] % N_TILE == 0)
         whole, extent = tile.extents[1] % tile.columns == 0, tile.extents[1]
         first = builder.add(self.variables[COLUMNS], builder.mul(self.across, L.I32(tile.warp_columns)))
         if tile.right.along_terms:
-            w = KContiguousLoads(self.frame, tile.right, term, STREAM)
+            w = KContiguousCopies(self.frame, tile.right, term, cached=False)
             w.add_lines(builder.add(first, self.line), range(0, tile.warp_columns, N_TILE), extent, whole)
             return [x, w]
-        lines = NContiguousLoads(self.frame, tile.right, term, STREAM)
+        lines = NContiguousCopies(self.frame, tile.right, term, cached=False)
         first = builder.add(first, builder.mul(self.line, L.I32(tile.vector)))
         lines.add_groups(first, range(0, tile.warp_columns, tile.group), extent, whole)
         return [x, lines]
 
-    def _live(self, step: L.Value, first: bool = False) -> Live:
-        """Whether a k of a step is one of the block's. Args: first: whether it is the first step."""
+    def _live(self, step: L.Value) -> Live:
+        """Whether a k of a step is one of the block's; beyond the last one zeros are multiplied."""
         builder, tile = self.builder, self.tile
         slices = tile.terms * tile.share
-        if tile.total % slices == 0:  # all steps are full, if there are any
-            holds = None if first else builder.icmp_signed("<", step, L.I32(tile.share))
-            return lambda term: holds
+        if tile.total % slices == 0:  # all steps are full
+            return lambda term: None
         left = builder.sub(L.I32(tile.total), self.slice)
-        left = builder.select(builder.icmp_signed("<", left, L.I32(slices)), left, L.I32(slices))
         left = builder.sub(left, builder.mul(step, L.I32(tile.terms)))
 
         @functools.cache
@@ -149,15 +149,25 @@ class SkinnyGemmKernel:
 
         return live
 
-    def _load(self, operands: list[LaneLoads], places: list[list[tuple[L.Value, int]]], live: Live) -> list[Words]:
-        return [self._load_tile(operands, places, live, number) for number in range(self.tile.flight)]
+    def _start(
+        self,
+        operands: list[LaneCopies],
+        places: list[list[Place]],
+        live: Live,
+        number: int,
+        where: L.Value | None = None,
+    ) -> None:
+        """Starts the copies of a tile of k, into its stage. Args: where: whether there is a further step."""
+        far = number * self.tile.stage
+        with self.builder.if_then(where) if where is not None else nullcontext():
+            for operand, addresses in zip(operands, places, strict=True):
+                far += operand.start(addresses, number * self.tile.depth, live, (self.ring, far))
+        ptx_mma.cp_async_commit(self.builder)
 
-    def _load_tile(
-        self, operands: list[LaneLoads], places: list[list[tuple[L.Value, int]]], live: Live, number: int
-    ) -> Words:
-        """Registers of a tile of k: accesses of x, then of W."""
-        first = number * self.tile.depth
-        return [words for o, where in zip(operands, places, strict=True) for words in o.load(where, first, live)]
+    def _read(self, number: int) -> Words:
+        """The lane's registers of a stage: accesses of x, then of W."""
+        offsets = range(number * self.tile.stage, (number + 1) * self.tile.stage, LINE_BYTES)
+        return [ptx_mma.read_words(self.builder, self.ring, offset, WORDS) for offset in offsets]
 
     def _multiply(self, words: Words, sums: Totals) -> None:
         """A tile of k: two steps of ``mma``."""
@@ -168,9 +178,7 @@ class SkinnyGemmKernel:
             for step, registers in enumerate(fragment):
                 weights = self._rounded(registers, tile.right.buffer)
                 for j, row in enumerate(x):
-                    sums[i][j] = ptx_mma.mma_sync(
-                        builder, self.kind, weights, row[2 * step : 2 * step + 2], sums[i][j]
-                    )
+                    sums[i][j] = ptx_mma.mma_sync(builder, self.kind, weights, row[2 * step : 2 * step + 2], sums[i][j])
 
     def _rounded(self, words: list[L.Value], buffer: str) -> list[L.Value]:
         if self.kind != "tf32" or self.buffers[buffer].tf32:
@@ -190,7 +198,7 @@ class SkinnyGemmKernel:
         for j, odd in ((j, odd) for j in range(tile.rows // N_TILE) for odd in (0, 1)):
             far = (j * N_TILE + odd) * tile.pitch
             values = {at: sums[i][j][2 * high + odd] for i, pair in enumerate(offsets) for high, at in enumerate(pair)}
-            each = WORD if factor > 1 else 1  # neighbouring columns in one store
+            each = WORDS if factor > 1 else 1  # neighbouring columns in one store
             for at in sorted(values)[::each]:
                 words = [builder.bitcast(values[at + k], L.I32) for k in range(each)]
                 ptx_mma.write_words(builder, place, WORD * (far + at), words)
@@ -214,7 +222,7 @@ class SkinnyGemmKernel:
             self._epilogue(totals, row, column, live)
             return
         mine = builder.add(builder.mul(row, columns), column)
-        mine = builder.add(builder.add(self.shared, L.I32(tile.partial)), builder.mul(mine, L.I32(WORD)))
+        mine = builder.add(builder.add(self.shared, L.I32(tile.totals)), builder.mul(mine, L.I32(WORD)))
         for number, value in enumerate(totals):
             write_word(builder, mine, number * tile.columns * WORD, value, WORD, live)
         ptx_mma.cluster_barrier(builder)

@@ -1,7 +1,7 @@
-"""Loads of the skinny GEMM: 16 bytes of a lane straight from global memory (``ld.global.nc.v4``), and ``mma`` fragments.
+"""Copies of the skinny GEMM: ``cp.async`` of 16 bytes per lane into the lane's own place, and ``mma`` fragments.
 
-The order of k in an ``mma`` is free as long as both operands agree, that of W's columns is free, too.  So a lane keeps
-the neighbouring elements that one 128-bit load brings:
+The order of k in an ``mma`` is free as long as both operands agree, that of W's columns is free, too.  So a lane
+multiplies the neighbouring elements that it has copied itself, and no thread waits for another:
 
 * x, and W[n, k]: lane ``4 g + t`` has the k of 16 bytes beginning at ``16 t`` bytes of row ``g``.  The first two words
   are what it gives to one ``mma``, the others to the next.
@@ -17,33 +17,36 @@ from dataclasses import replace
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
-from jcuts.codegen.cuda.skinny_gemm.tile import ACCESS, WORDS
+from jcuts.codegen.cuda.skinny_gemm.tile import WORDS
 from jcuts.codegen.llvm import lanes as L
 from jcuts.lower.patterns.gemm import GemmOperand, K
+from jcuts.schedule.gpu.machine import ACCESS
+from jcuts.schedule.gpu.skinny_gemm.schedules import LINE_BYTES, M_TILE, N_TILE
 
 Words = list[list[L.Value]]
 """Registers of a tile of k: [access of 16 bytes][4]."""
+Place = tuple[L.Value, int]
+"""An address: register, bytes to add."""
 Live = Callable[[int], "L.Value | None"]
 """Whether the k so many behind the lane's first one is there (None: always)."""
-STREAM = ".L1::no_allocate"
-"""Of loads whose lines nobody reads again."""
 LOW, HIGH = "0x5410", "0x7632"
 """Selectors of ``prmt``: the lower (upper) halves of two words."""
 
 
-class LaneLoads:
-    """A lane's loads of one operand: tiles of k one behind the other.
+class LaneCopies:
+    """A lane's copies of one operand: tiles of k one behind the other.
 
     Attributes:
         places: the address (register, bytes to add) of every group of accesses at the lane's first k.
         step: bytes from one k to the next.
+        cached: whether the L1 cache keeps what is read, for the block's other warps.
     """
 
-    def __init__(self, frame: M.Frame, side: GemmOperand, term: L.Value, hint: str = "") -> None:
-        """Args: term: the lane's first k in the whole product; hint: of the load instructions."""
-        self.builder, self.frame, self.side, self.hint = frame.builder, frame, side, hint
-        self.step = side.step * side.item
-        self.places: list[tuple[L.Value, int]] = []
+    def __init__(self, frame: M.Frame, side: GemmOperand, term: L.Value, *, cached: bool) -> None:
+        """Args: term: the lane's first k in the whole product."""
+        self.builder, self.frame, self.side, self.cached = frame.builder, frame, side, cached
+        self.step, self.size = side.step * side.item, side.width * side.item
+        self.places: list[Place] = []
         self._skipped = self.builder.mul(self.builder.sext(term, L.I64), L.I64(self.step))
 
     def address(self, outer: L.Value) -> L.Value:
@@ -54,11 +57,7 @@ class LaneLoads:
         place = builder.mul(builder.sext(place, L.I64), L.I64(side.item))
         return builder.add(builder.add(self.frame.pointers[side.buffer], place), self._skipped)
 
-    def _word_count(self) -> int:
-        """Registers of one access."""
-        return self.side.width * self.side.item // WORDS
-
-    def moved(self, terms: L.Value) -> list[tuple[L.Value, int]]:
+    def moved(self, terms: L.Value) -> list[Place]:
         """The places so many k (i32) further."""
         builder = self.builder
         far = builder.mul(builder.sext(terms, L.I64), L.I64(self.step))
@@ -68,17 +67,19 @@ class LaneLoads:
                 found[register] = builder.add(register, far)
         return [(found[register], constant) for register, constant in self.places]
 
-    def load(self, places: Sequence[tuple[L.Value, int]], first: int, live: Live) -> Words:
-        """The registers of one tile. Args: places: of its step (`moved`); first: k behind the lane's first one."""
+    def start(self, places: Sequence[Place], first: int, live: Live, target: Place) -> int:
+        """Starts the copies of one tile. Returns: bytes of shared memory from the first access behind the last one.
+
+        Args: places: of its step (`moved`); first: k behind the lane's first one; target: of the first access.
+        """
         raise NotImplementedError
 
-    def _access(self, place: tuple[L.Value, int], far: int, live: L.Value | None) -> list[L.Value]:
-        return ptx_mma.load_words(
-            self.builder, (place[0], place[1] + far), self._word_count(), live, hint=self.hint
-        )
+    def _copy(self, place: Place, far: int, live: L.Value | None, target: Place) -> None:
+        source = (place[0], place[1] + far)
+        ptx_mma.cp_async(self.builder, target, source, self.size, live, cached=self.cached)
 
 
-class KContiguousLoads(LaneLoads):
+class KContiguousCopies(LaneCopies):
     """Of x, and of W[n, k]: 16 bytes along k of each of several rows (columns)."""
 
     def add_lines(self, first: L.Value, offsets: Sequence[int], extent: int, whole: bool) -> None:
@@ -93,18 +94,17 @@ class KContiguousLoads(LaneLoads):
             inside = outer if whole else builder.select(builder.icmp_signed("<", outer, last), outer, last)
             self.places.append((self.address(inside), 0))
 
-    def load(self, places: Sequence[tuple[L.Value, int]], first: int, live: Live) -> Words:
-        """See `LaneLoads.load`: [line][4]."""
-        side, found = self.side, []
-        for place in places:
-            words: list[L.Value] = []
-            for begin in range(first, first + ACCESS // side.item, side.width):
-                words += self._access(place, begin * self.step, live(begin))
-            found.append(words)
-        return found
+    def start(self, places: Sequence[Place], first: int, live: Live, target: Place) -> int:
+        """See `LaneCopies.start`: one access per line."""
+        side = self.side
+        for line, place in enumerate(places):
+            for begin in range(0, ACCESS // side.item, side.width):
+                into = (target[0], target[1] + line * LINE_BYTES + begin * side.item)
+                self._copy(place, (first + begin) * self.step, live(first + begin), into)
+        return len(places) * LINE_BYTES
 
 
-class NContiguousLoads(LaneLoads):
+class NContiguousCopies(LaneCopies):
     """Of W[k, n]: 16 bytes along n of each of the lane's k, of several groups of columns."""
 
     def add_groups(self, first: L.Value, offsets: Sequence[int], extent: int, whole: bool) -> None:
@@ -120,17 +120,15 @@ class NContiguousLoads(LaneLoads):
                 inside = builder.select(builder.icmp_signed("<", outer, last), outer, last)
                 self.places.append((self.address(inside), 0))
 
-    def load(self, places: Sequence[tuple[L.Value, int]], first: int, live: Live) -> Words:
-        """See `LaneLoads.load`: [group, k][4]."""
-        each, vector = WORDS // self._word_count(), ACCESS // self.side.item
-        found = []
-        for group in range(0, len(places), each):
+    def start(self, places: Sequence[Place], first: int, live: Live, target: Place) -> int:
+        """See `LaneCopies.start`: one access per group and k."""
+        each, vector = ACCESS // self.size, ACCESS // self.side.item
+        for number, place in enumerate(places):
+            group, part = divmod(number, each)
             for term in range(vector):
-                words: list[L.Value] = []
-                for place in places[group : group + each]:
-                    words += self._access(place, (first + term) * self.step, live(first + term))
-                found.append(words)
-        return found
+                into = (target[0], target[1] + (group * vector + term) * LINE_BYTES + part * self.size)
+                self._copy(place, (first + term) * self.step, live(first + term), into)
+        return len(places) // each * vector * LINE_BYTES
 
 
 def weight_fragments(builder: GpuBuilder, side: GemmOperand, words: Words) -> list[list[list[L.Value]]]:
@@ -158,7 +156,7 @@ def _two_terms(builder: GpuBuilder, first: Sequence[L.Value], second: Sequence[L
 def fragment_columns(side: GemmOperand, columns: int) -> tuple[int, list[tuple[int, int]]]:
     """Columns of a lane's results in a warp: (factor of ``lane / 4``, offsets of both rows of every ``mma``)."""
     if side.along_terms:
-        return 1, [(first, first + 8) for first in range(0, columns, 16)]
+        return 1, [(first, first + N_TILE) for first in range(0, columns, M_TILE)]
     vector = ACCESS // side.item
-    groups = range(0, columns, 8 * vector)
+    groups = range(0, columns, N_TILE * vector)
     return vector, [(group + column, group + column + 1) for group in groups for column in range(0, vector, 2)]

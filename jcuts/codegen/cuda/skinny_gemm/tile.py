@@ -10,19 +10,12 @@ from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.ptx.shuffle import WARP
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS, B, GemmOperand, K, S, gemm_operands, k_extent, k_tiles_per_split
-from jcuts.lower.patterns.gemm import prologue as gemm_prologue
+from jcuts.schedule.gpu.machine import ACCESS
+from jcuts.schedule.gpu.skinny_gemm.schedules import LANES, LINE_BYTES, M_TILE, N_TILE, WORD, reads_as_it_lies
 
-ACCESS = 16
-"""Bytes of W that a lane takes at a time: four registers."""
-WORDS = 4
-"""Registers of such an access."""
-LANES = 4
-"""Lanes of a warp that have different k (the threads of a group of ``mma``)."""
-N_TILE = 8
-"""Rows of x that an ``mma`` takes as its columns."""
-M_TILE = 16
-"""Columns of W that an ``mma`` takes as its rows."""
-PADDING = 4
+WORDS = ACCESS // WORD
+"""Registers of an access of a lane."""
+PADDING = WORDS
 """Words between lines of partial sums in shared memory, so that a warp's stores have no bank conflicts."""
 
 
@@ -36,7 +29,7 @@ class SkinnyTile:
         rows: rows of x, in whole tiles of 8. columns: of the block.
         terms: k of a block's step. share: steps of a block. total: k of the whole product.
         warps: warps along the columns, and along K.
-        flight: tiles of k that a warp has in registers or on the way.
+        flight: tiles of k that a warp has on the way (stages of its ring in shared memory).
         cluster: blocks that split K and add up through DSMEM.
     """
 
@@ -96,12 +89,22 @@ class SkinnyTile:
     @property
     def partial(self) -> int:
         """Bytes of the partial sums of a block's warps along K."""
-        return 4 * self.warps[1] * self.rows * self.pitch
+        return WORD * self.warps[1] * self.rows * self.pitch
+
+    @property
+    def stage(self) -> int:
+        """Bytes of a tile of k of a warp: accesses of x, then of W."""
+        return (self.rows + self.warp_columns) // N_TILE * LINE_BYTES
+
+    @property
+    def totals(self) -> int:
+        """Where in shared memory the sums of the block lie, which other blocks read."""
+        return max(math.prod(self.warps) * self.flight * self.stage, self.partial)
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory of a block: partial sums of its warps; of the block, where others read them."""
-        return self.partial + (4 * self.rows * self.columns if self.cluster > 1 else 0)
+        """Bytes of shared memory of a block: rings of its warps, in their place partial sums; sums of the block."""
+        return self.totals + (WORD * self.rows * self.columns if self.cluster > 1 else 0)
 
 
 def skinny_tile(program: Program) -> SkinnyTile:
@@ -121,13 +124,6 @@ def skinny_tile(program: Program) -> SkinnyTile:
     if not fits or not reads_as_it_lies(program):
         raise CompileRejected(f"{program.name}: no skinny product of tiles {params['tile']} by warps {params['warps']}")
     return tile
-
-
-def reads_as_it_lies(program: Program) -> bool:
-    """Whether both operands are plain arrays whose k are evenly spaced, those of x side by side."""
-    left, right = gemm_operands(program)
-    even = all(not s.guards and s.index.stride(K) is not None for s in (left, right))
-    return even and left.along_terms and right.index.stride(COLUMNS) is not None and gemm_prologue(program) is None
 
 
 def block_count(program: Program, tile: SkinnyTile) -> int:

@@ -1,10 +1,10 @@
 """Split-K GEMV schedules: 128-bit loads of W, K split over the threads of a block, of a cluster or of the grid.
 
-A dense layer at batch 1 (up to `MOST_ROWS`) reads every weight once, so memory decides: the schedules differ in how many bytes are in
-flight and in how partial sums meet.  W is read as it lies in memory.  Where neighbouring columns are neighbours
-(row-major W[k, n]), a thread has a vector of columns and a warp lies along n; where neighbouring k are (W[n, k]), it
-has a vector of k of a few columns and a warp lies along k.  Few columns: K is split over the blocks of a cluster
-(partial sums by DSMEM, one launch; capability 9.0), or over the grid (scratch memory, two launches).
+A dense layer at batch 1 (or of `MOST_ROWS` at most) reads every weight once, so memory decides: the schedules differ in
+how many bytes are in flight and in how partial sums meet.  W is read as it lies in memory.  Where neighbouring columns
+are neighbours (row-major W[k, n]), a thread has a vector of columns and a warp lies along n; where neighbouring k are
+(W[n, k]), it has a vector of k of a few columns and a warp lies along k.  Few columns: K is split over the blocks of a
+cluster (partial sums by DSMEM, one launch; capability 9.0), or over the grid (scratch memory, two launches).
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class GemvSchedule:
 
 
 def gemv_schedules(program: Program, machine: GpuMachine) -> list[Candidate]:
-    """Schedules of a GEMM with few rows, best first, with the share of the memory's bandwidth that they are to reach."""
+    """Schedules of a GEMM with few rows, best first, with the share of the memory's bandwidth they are to reach."""
     return _diverse(schedule_space(program, machine))
 
 

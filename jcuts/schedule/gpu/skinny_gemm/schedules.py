@@ -1,9 +1,9 @@
-"""Skinny GEMM schedules: 2 to 16 rows on ``mma.sync`` with W as the 16-row operand, loaded straight into registers.
+"""Skinny GEMM schedules: 2 to 16 rows on ``mma.sync`` with W as the 16-row operand, a ``cp.async`` ring per warp.
 
 Every weight is read once, so memory decides, as in `schedule.gpu.gemv`: schedules differ in the bytes that are in
-flight (tiles of k in a lane's registers), in the columns of a block (x is read again for each block of columns, from
-the L2 cache) and in how K is split: over the warps of a block, over a cluster (DSMEM; capability 9.0) or over the grid
-(two launches).
+flight (tiles of k in a warp's ring in shared memory), in the columns of a block (x is read again for each block of
+columns, from the L2 cache) and in how K is split: over the warps of a block, over a cluster (DSMEM; capability 9.0) or
+over the grid (two launches).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ CLUSTER_SIZES = (1, 2, 4, 8)
 """Blocks of a cluster; 8 is the most that every GPU of capability 9.0 allows."""
 WARPS = (4, 8, 16)
 """Warps of a block."""
-FLIGHTS = (1, 2, 3, 4, 6, 8)
-"""Tiles of k in a warp's registers."""
+FLIGHTS = (2, 3, 4, 6, 8)
+"""Tiles of k in a warp's ring."""
 MOST_COLUMNS = 256
 """Of a block."""
-MOST_SHARED = 48 << 10
-"""Bytes of a block's partial sums."""
-OTHER_REGISTERS = 32
-"""Of a thread, beside tiles and accumulators: addresses, counters, operands of ``mma`` that are being rounded."""
+OTHER_REGISTERS = 40
+"""Of a thread, beside a tile of k and accumulators: addresses, counters, operands of ``mma`` that are being rounded."""
+LINE_BYTES = WARP * ACCESS
+"""Of an access of a warp."""
 _COST = fit.coefficients("gpu/skinny_gemm", "cost")
 
 
@@ -102,7 +102,7 @@ class SkinnySchedule:
     Attributes:
         columns: of a warp.
         across, deep: warps of a block along the columns, and along K.
-        flight: tiles of k in a warp's registers.
+        flight: tiles of k in a warp's ring.
         cluster, split: blocks that share the sums of their columns, by DSMEM or in a second launch.
     """
 
@@ -133,18 +133,18 @@ class SkinnySchedule:
 
     def registers(self, problem: SkinnyProblem) -> int:
         """Estimated registers of a thread."""
-        tiles = self.columns // M_TILE
-        weights = tiles * 2 * (ACCESS // WORD)  # of a tile of k: two k-steps of four registers
-        rows = problem.padded_rows // N_TILE
-        ring = self.flight * (weights + rows * (ACCESS // WORD))
+        tiles, rows = self.columns // M_TILE, problem.padded_rows // N_TILE
+        words = (2 * tiles + rows) * (ACCESS // WORD)  # of a tile of k
         lines = 2 * tiles if problem.is_k_major else self.columns // problem.group
         ragged = problem.columns % self.block_columns != 0
-        addresses = 2 * (rows + (lines if ragged else 1))
-        return OTHER_REGISTERS + ring + tiles * rows * (ACCESS // WORD) + addresses
+        return OTHER_REGISTERS + words + tiles * rows * (ACCESS // WORD) + 2 * (rows + (lines if ragged else 1))
 
     def shared(self, problem: SkinnyProblem) -> int:
-        """Bytes of shared memory of a block, without what is for a cluster."""
-        return WORD * self.deep * problem.padded_rows * (self.block_columns + WORD)
+        """Bytes of shared memory of a block: the rings of its warps, later their partial sums."""
+        stage = (problem.padded_rows + self.columns) // N_TILE * LINE_BYTES
+        partial = WORD * self.deep * problem.padded_rows * (self.block_columns + WORD)
+        sums = WORD * problem.padded_rows * self.block_columns if self.cluster > 1 else 0
+        return max(self.across * self.deep * self.flight * stage, partial) + sums
 
     def apply(self, program: Program, problem: SkinnyProblem) -> Program:
         """The scheduled program."""
@@ -160,31 +160,31 @@ class SkinnySchedule:
         """The schedule of a scheduled program."""
         params: Any = dict(program.params)
         (_, columns, _), (across, deep) = params["tile"], params["warps"]
-        return cls(
-            columns // across, across, deep, params["flight"], params.get("cluster", 1), params.get("split", 1)
-        )
+        return cls(columns // across, across, deep, params["flight"], params.get("cluster", 1), params.get("split", 1))
 
 
 def matches(program: Program) -> bool:
-    """Whether the kernel computes a GEMM (`lower.patterns.gemm.as_gemm`): 2 to 16 rows, operands as they lie in memory.
+    """Whether the kernel computes a GEMM (`lower.patterns.gemm.as_gemm`): 2 to 16 rows, operands as they lie."""
+    return 1 < program.phases[0].ranges()[ROWS] <= MOST_ROWS and reads_as_it_lies(program)
 
-    Rows of x lie along k; both operands are plain arrays whose k are evenly spaced.
-    """
+
+def reads_as_it_lies(program: Program) -> bool:
+    """Whether both operands are plain arrays whose k are evenly spaced, those of x side by side."""
     left, right = gemm_operands(program)
     even = all(not s.guards and s.index.stride(K) is not None for s in (left, right))
-    even = even and left.along_terms and right.index.stride(COLUMNS) is not None
-    return even and 1 < program.phases[0].ranges()[ROWS] <= MOST_ROWS and prologue(program) is None
+    return even and left.along_terms and right.index.stride(COLUMNS) is not None and prologue(program) is None
 
 
 def skinny_schedules(program: Program, machine: GpuMachine) -> list[Candidate]:
-    """Schedules of a GEMM with few rows, best first, with the share of the memory's bandwidth that they are to reach."""
+    """Schedules of a GEMM with few rows, at most half of them of one way to split K, best first, with the share of the memory's bandwidth they are to reach."""
     problem = SkinnyProblem.of(program)
     seen: Counter[object] = Counter()
     kept = []
     for made, score in schedule_space(problem, machine):
-        key = (made.columns, made.block_columns, made.cluster, made.split > 1)
-        seen[key] += 1
-        if seen[key] <= 2:
+        kind = (made.cluster > 1, made.split > 1)
+        key = (kind, made.columns, made.block_columns, made.cluster)
+        if seen[key] < 2 and seen[kind] < MOST // 2:
+            seen.update((key, kind))
             kept.append((made.apply(program, problem), score))
         if len(kept) == MOST:
             break
@@ -211,7 +211,7 @@ def _fits(problem: SkinnyProblem, made: SkinnySchedule, machine: GpuMachine) -> 
     columns, beside = made.block_columns, made.threads // made.block_columns
     if columns > min(MOST_COLUMNS, made.threads) or columns >= 2 * max(problem.columns, problem.group):
         return False
-    if made.shared(problem) > MOST_SHARED or made.registers(problem) > MOST_REGISTERS:
+    if made.registers(problem) > MOST_REGISTERS:
         return False
     whole = any(problem.rows % n == 0 and problem.rows // n <= beside for n in range(1, problem.rows + 1))
     return whole and made.step(problem) < 2 * problem.terms and _resident(problem, made, machine) > 0
@@ -235,6 +235,8 @@ def _slices(steps: int, count: int) -> int:
 
 def _resident(problem: SkinnyProblem, made: SkinnySchedule, machine: GpuMachine) -> int:
     """Blocks that a multiprocessor holds at once."""
+    if made.shared(problem) > machine.limits.smem_per_block_bytes:
+        return 0
     return machine.resident_blocks(made.threads, made.registers(problem), made.shared(problem))
 
 

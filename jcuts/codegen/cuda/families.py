@@ -180,6 +180,7 @@ _enter(
             lambda tile: f"skinny_{tile.rows}x{tile.columns}x{tile.terms}",
             skinny_block_count,
             cluster=lambda tile: tile.cluster,
+            least=lambda tile: 1,
         ),
         split=split_k,
     ),

@@ -17,6 +17,7 @@ from jcuts.schedule.gpu.families import FAMILIES
 from jcuts.schedule.gpu.gemm import mma as gemm_mma
 from jcuts.schedule.gpu.machine import TAPS, Candidate, GpuMachine, rescale_to
 from jcuts.schedule.gpu.problem import GpuProblem
+from jcuts.schedule.gpu.skinny_gemm import schedules as skinny_schedules
 
 SHORT_SUMS = ("thread_tile", "sliding_window")
 """Families whose threads take all values of an output: tried beside tensor cores where there are few."""
@@ -81,7 +82,8 @@ def _gemv(problem: GpuProblem, others: Sequence[Candidate]) -> list[Candidate]:
 
 def _few_rows(problem: GpuProblem, others: Sequence[Candidate]) -> list[Candidate]:
     """Schedules of 2 to 16 rows, whose scores are shares of the memory's bandwidth, rescaled to stand before others."""
-    found = [candidate for name in FEW_ROWS for candidate in FAMILIES[name].schedules_of(problem)]
+    families = [made for name in FEW_ROWS if (made := list(FAMILIES[name].schedules_of(problem)))]
+    found = [candidate for made in families for candidate in made[: skinny_schedules.MOST // len(families)]]
     return [(made, _SKINNY.score_over_gemm * score) for made, score in rescale_to(found, others)]
 
 

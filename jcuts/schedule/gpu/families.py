@@ -299,7 +299,7 @@ _enter(
     ScheduleFamily(
         "skinny_gemm",
         skinny_schedules.FORM,
-        "Skinny GEMM: 2 to 16 rows by `mma.sync`, a `cp.async` ring per warp for weights, K split over warps and blocks.",
+        "Skinny GEMM: 2 to 16 rows by `mma.sync`, a `cp.async` ring of weights per warp, K split over warps, blocks.",
         "docs/kernels/skinny_gemm.md",
         CONTRACTIONS,
         _skinny_gemm,

@@ -25,6 +25,8 @@ FORM = "skinny"
 """The value of the schedule parameter ``cuda``."""
 MOST = 6
 """Schedules that are proposed."""
+OF_A_KIND = 2
+"""Those of them, with different tiles, that split K over blocks in the same way, where there are others."""
 MOST_ROWS = 16
 """Rows of x: two tiles of ``mma``."""
 N_TILE = 8
@@ -41,7 +43,7 @@ CLUSTER_SIZES = (1, 2, 4, 8)
 """Blocks of a cluster; 8 is the most that every GPU of capability 9.0 allows."""
 WARPS = (4, 8, 16)
 """Warps of a block."""
-FLIGHTS = (2, 3, 4, 6, 8)
+FLIGHTS = (1, 2, 3, 4, 6, 8)
 """Tiles of k in a warp's ring."""
 MOST_COLUMNS = 256
 """Of a block."""
@@ -176,19 +178,25 @@ def reads_as_it_lies(program: Program) -> bool:
 
 
 def skinny_schedules(program: Program, machine: GpuMachine) -> list[Candidate]:
-    """Schedules of a GEMM with few rows, at most half of them of one way to split K, best first, with the share of the memory's bandwidth they are to reach."""
+    """Schedules of a GEMM with few rows, best first, with the share of the memory's bandwidth they are to reach.
+
+    Two of each way to split K over blocks, if there are as many: which way is faster is not for estimates to say.
+    """
     problem = SkinnyProblem.of(program)
-    seen: Counter[object] = Counter()
-    kept = []
-    for made, score in schedule_space(problem, machine):
+    space = schedule_space(problem, machine)
+    kinds: Counter[object] = Counter()
+    tiles: set[object] = set()
+    first: list[int] = []
+    for number, (made, _) in enumerate(space):
         kind = (made.cluster > 1, made.split > 1)
-        key = (kind, made.columns, made.block_columns, made.cluster)
-        if seen[key] < 2 and seen[kind] < MOST // 2:
-            seen.update((key, kind))
-            kept.append((made.apply(program, problem), score))
-        if len(kept) == MOST:
-            break
-    return kept
+        tile = (kind, made.columns, made.block_columns)
+        if kinds[kind] < OF_A_KIND and tile not in tiles:
+            kinds[kind] += 1
+            tiles.add(tile)
+            first.append(number)
+    rest = [number for number in range(len(space)) if number not in first]
+    kept = sorted([*first, *rest[: MOST - len(first)]])
+    return [(space[number][0].apply(program, problem), space[number][1]) for number in kept]
 
 
 def schedule_space(problem: SkinnyProblem, machine: GpuMachine) -> list[tuple[SkinnySchedule, float]]:

@@ -20,6 +20,7 @@ from tests.codegen.cuda.skinny_gemm.test_skinny_gemm import (
     queries,
     row_major,
 )
+from tests.gpu.test_products import LIMIT
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +43,7 @@ def every_schedule(family, fn, shape, dtype):
     else:
         want = expected(fn, arguments, SM90 if machine.capability >= (9, 0) else SM80)
     scale = np.sqrt(np.mean(want**2)) + np.abs(want)
-    limit = float(jax.numpy.finfo(jax.numpy.dtype(dtype)).eps) + 4e-7 * shape[1] ** 0.5
+    limit = float(jax.numpy.finfo(jax.numpy.dtype(dtype)).eps) + LIMIT * shape[1] ** 0.5
     for program, _ in found:
         kernel = kernel_for(program)
         run = jax.jit(lambda *xs, k=kernel: call_kernel(k, *xs))

@@ -29,8 +29,8 @@ Place = tuple[L.Value, int]
 """An address: register, bytes to add."""
 Live = Callable[[int], "L.Value | None"]
 """Whether the k so many behind the lane's first one is there (None: always)."""
-LOW, HIGH = "0x5410", "0x7632"
-"""Selectors of ``prmt``: the lower (upper) halves of two words."""
+HALVES = ("0x5410", "0x7632")
+"""Selectors of ``prmt``: the lower halves of two words, the upper ones."""
 
 
 class LaneCopies:
@@ -149,7 +149,7 @@ def weight_fragments(builder: GpuBuilder, side: GemmOperand, words: Words) -> li
 
 def _two_terms(builder: GpuBuilder, first: Sequence[L.Value], second: Sequence[L.Value]) -> list[L.Value]:
     """Two k of every column in a word, of two lines of 16-bit columns."""
-    pairs = [(a, b, how) for a, b in zip(first, second, strict=True) for how in (LOW, HIGH)]
+    pairs = [(a, b, how) for a, b in zip(first, second, strict=True) for how in HALVES]
     return [asm(builder, f"prmt.b32 $0, $1, $2, {how};", L.I32, [a, b]) for a, b, how in pairs]
 
 

@@ -29,6 +29,8 @@ Place = tuple[L.Value, int]
 """An address: register, bytes to add."""
 Live = Callable[[int], "L.Value | None"]
 """Whether the k so many behind the lane's first one is there (None: always)."""
+WHOLE_LINES = ".L2::128B"
+"""Has the L2 cache read all of a line whose other part the next tile of k takes."""
 HALVES = ("0x5410", "0x7632")
 """Selectors of ``prmt``: the lower halves of two words, the upper ones."""
 
@@ -76,7 +78,8 @@ class LaneCopies:
 
     def _copy(self, place: Place, far: int, live: L.Value | None, target: Place) -> None:
         source = (place[0], place[1] + far)
-        ptx_mma.cp_async(self.builder, target, source, self.size, live, cached=self.cached)
+        hint = "" if self.cached else WHOLE_LINES
+        ptx_mma.cp_async(self.builder, target, source, self.size, live, cached=self.cached, hint=hint)
 
 
 class KContiguousCopies(LaneCopies):

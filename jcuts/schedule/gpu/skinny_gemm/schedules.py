@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -160,7 +160,11 @@ class SkinnySchedule:
     @classmethod
     def of(cls, program: Program) -> SkinnySchedule:
         """The schedule of a scheduled program."""
-        params: Any = dict(program.params)
+        return cls.from_params(dict(program.params))
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> SkinnySchedule:
+        """The schedule of a scheduled program's parameters."""
         (_, columns, _), (across, deep) = params["tile"], params["warps"]
         return cls(columns // across, across, deep, params["flight"], params.get("cluster", 1), params.get("split", 1))
 

@@ -154,7 +154,10 @@ def measured(
         name: (lambda *xs, k=kernels[name]: call_kernel(k, *(xs[i] for i in places)), FLAGS["xla graphs"])
         for name in chosen
     }
-    chains = bench.compiled(own)
+    try:
+        chains = bench.compiled(own)
+    except Exception:  # then one by one: each says what is wrong with it
+        chains = {}
     for name, entry in (entries | own).items():
         try:
             row["programs"].setdefault(name, {"family": "xla", "params": entry[1]})

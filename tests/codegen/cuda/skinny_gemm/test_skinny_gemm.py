@@ -103,6 +103,7 @@ CASES = {
     "k-major, split over the grid": (k_major, 16, 1028, 21, "float32", SkinnySchedule(16, 2, 2, 2, split=3)),
     "k-major, 16-bit": (k_major, 5, 258, 50, "float16", SkinnySchedule(64, 1, 4, 2)),
     "k-major, 16-bit, split": (k_major, 16, 1000, 37, "bfloat16", SkinnySchedule(32, 1, 4, 2, split=3)),
+    "one row": (k_major, 1, 300, 50, "float32", SkinnySchedule(32, 1, 4, 2)),
     "residual": (residual, 6, 96, 40, "float32", SkinnySchedule(32, 1, 4, 1)),
     "queries": (queries, 4, 72, 24, "float32", SkinnySchedule(32, 1, 4, 1)),
     "queries, cluster": (queries, 9, 300, 44, "bfloat16", SkinnySchedule(64, 1, 4, 1, cluster=2)),

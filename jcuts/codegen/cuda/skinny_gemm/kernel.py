@@ -19,7 +19,9 @@ from dataclasses import replace
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.elementwise.thread_tile import RegisterTileEmitter, TileVariant
 from jcuts.codegen.cuda.gemm.epilogue import Totals
+from jcuts.codegen.cuda.gemm.epilogue_prefetch import prefetch_epilogue_operands
 from jcuts.codegen.cuda.gemm.register_double_buffer import CarriedLoop
+from jcuts.codegen.cuda.gemm.smem_tile import SmemTile
 from jcuts.codegen.cuda.ptx import cluster as ptx_cluster
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
@@ -105,6 +107,7 @@ class SkinnyGemmKernel:
         live = self._live(L.I32(0))
         for number in range(tile.flight):
             self._start(operands, [o.places for o in operands], live, number)
+        self._prefetch_epilogue()
         wide = tile.warp_columns // M_TILE
         sums: Totals = [[[L.F32(0.0)] * 4 for _ in range(tile.rows // N_TILE)] for _ in range(wide)]
         loop = CarriedLoop(builder, "terms", [L.I32(0)], [], sums)
@@ -117,6 +120,14 @@ class SkinnyGemmKernel:
             self._start(operands, places, live, number, again)
         loop.close([done], [], sums, again)
         return sums
+
+    def _prefetch_epilogue(self) -> None:
+        """Bias and residual on their way while K is summed: the kernel is over soon after its last copies."""
+        tile = self.tile
+        sides = zip((tile.left, tile.right), tile.extents, (tile.extents[0], tile.columns), strict=True)
+        rows, columns = (SmemTile(side, extent, size, tile.terms, size) for side, extent, size in sides)
+        thread, rank = (self.thread, tile.threads), (self.rank, tile.cluster)
+        prefetch_epilogue_operands(self.frame, self.phase, (rows, columns), thread, rank)
 
     def _operands(self, term: L.Value) -> list[LaneCopies]:
         """The lane's copies of x and of W. Args: term: its first k in the whole product."""

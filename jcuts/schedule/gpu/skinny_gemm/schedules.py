@@ -255,19 +255,21 @@ def _resident(problem: SkinnyProblem, made: SkinnySchedule, machine: GpuMachine)
 def estimated_seconds(problem: SkinnyProblem, made: SkinnySchedule, machine: GpuMachine) -> float:
     """Estimated time: the memory's at the rate that lines and bytes in flight allow, and the fixed parts.
 
-    Little's law gives the rate of the bytes in flight; x passes once per block of columns from the L2 cache.
+    Little's law gives the rate of the bytes in flight; x passes once per block of columns from the L2 cache, of whose
+    bandwidth a multiprocessor has its share: few blocks with much in flight may keep the memory busy.
     """
     blocks, resident = made.blocks(problem), _resident(problem, made, machine)
     beside = problem.depth * made.flight if problem.is_k_major else problem.group
     line = min(1.0, beside * problem.item / LINE)
     rate = machine.bandwidth * _COST.bandwidth_share * (1.0 - min(1.0, _COST.line_share) * (1.0 - line))
     at_once = min(blocks, resident * machine.sms)
-    busy = min(1.0, blocks / machine.sms) * blocks / (at_once * -(-blocks // at_once))
-    memory = problem.moved / rate / busy
+    waves = blocks / (at_once * -(-blocks // at_once))  # share of the time in which the last wave's places are taken
+    cache = machine.arch.bw_l2 * min(1.0, blocks / machine.sms)
+    memory = problem.moved / (min(rate, cache) * waves)
     asked = made.columns * problem.depth * problem.item * made.flight * made.across * made.deep
     latency = problem.moved / (asked * at_once) * _COST.memory_latency_seconds
     again = -(-problem.columns // made.block_columns) * problem.rows * problem.terms * problem.item * problem.batch
-    cached = (problem.moved + again) / machine.arch.bw_l2 / busy
+    cached = (problem.moved + again) / (cache * waves)
     seconds = math.hypot(memory, latency, cached) + _COST.fixed_seconds
     seconds += _COST.cluster_seconds if made.cluster > 1 else 0.0
     if made.split > 1:

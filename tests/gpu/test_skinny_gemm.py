@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,12 +12,14 @@ from jcuts.xla import devices as xla_devices
 from jcuts.xla.cpu_ffi_call import call_kernel
 from jcuts.xla.kernel_cache import kernel_for
 from tests.codegen.cuda.skinny_gemm.test_skinny_gemm import (
+    CASES,
     SM80,
     SM90,
     expected,
     k_major,
     keys,
     layer,
+    problem_of,
     queries,
     row_major,
 )
@@ -32,25 +35,38 @@ def usable():
         pytest.skip(why)
 
 
-def every_schedule(family, fn, shape, dtype):
-    traced, arguments = layer(fn, *shape, dtype)
-    machine = xla_devices.machine()
-    found = list(FAMILIES[family].schedules(traced.program(), machine))
-    assert found
-    if family == "gemv":  # products of float32 as they are
+def checked(programs, fn, traced, arguments, exact=False):
+    """Runs schedules twice, against float64. Args: exact: of operands as they are, not rounded to TF32."""
+    if exact:
         with jax.enable_x64(True):
-            want = np.asarray(fn(*(jax.numpy.asarray(np.asarray(a, np.float64)) for a in arguments)))
+            want = np.asarray(fn(*(jnp.asarray(np.asarray(a, np.float64)) for a in arguments)))
     else:
-        want = expected(fn, arguments, SM90 if machine.capability >= (9, 0) else SM80)
+        want = expected(fn, arguments, SM90 if xla_devices.machine().capability >= (9, 0) else SM80)
     scale = np.sqrt(np.mean(want**2)) + np.abs(want)
-    limit = float(jax.numpy.finfo(jax.numpy.dtype(dtype)).eps) + LIMIT * shape[1] ** 0.5
-    for program, _ in found:
+    limit = float(jnp.finfo(arguments[0].dtype).eps) + LIMIT * arguments[0].shape[-1] ** 0.5
+    for program in programs:
         kernel = kernel_for(program)
         run = jax.jit(lambda *xs, k=kernel: call_kernel(k, *xs))
         (got,), (again,) = run(*traced.operands()), run(*traced.operands())
         np.testing.assert_array_equal(np.asarray(got), np.asarray(again))
         error = np.abs(np.asarray(got, np.float64).reshape(want.shape) - want) / scale
         assert error.max() < limit, program.params
+
+
+def every_schedule(family, fn, shape, dtype):
+    traced, arguments = layer(fn, *shape, dtype)
+    found = [p for p, _ in FAMILIES[family].schedules(traced.program(), xla_devices.machine())]
+    assert found
+    checked(found, fn, traced, arguments, exact=family == "gemv")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases_of_the_ptx_machine(name):
+    fn, *shape, dtype, schedule = CASES[name]
+    if schedule.cluster > 1 and xla_devices.machine().capability < (9, 0):
+        pytest.skip("clusters need compute capability 9.0")
+    traced, arguments = layer(fn, *shape, dtype)
+    checked([schedule.apply(*problem_of(traced))], fn, traced, arguments)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -140,8 +140,8 @@ class SkinnyGemmKernel:
             w = KContiguousCopies(self.frame, tile.right, term, cached=False)
             w.add_lines(builder.add(first, self.line), range(0, tile.warp_columns, N_TILE), extent, whole)
             return [x, w]
-        lines = NContiguousCopies(self.frame, tile.right, term, cached=False)
-        first = builder.add(first, builder.mul(self.line, L.I32(tile.vector)))
+        lines = NContiguousCopies(self.frame, tile.right, term, tile.wide)
+        first = builder.add(first, builder.mul(self.line, L.I32(tile.lane_columns)))
         lines.add_groups(first, range(0, tile.warp_columns, tile.group), extent, whole)
         return [x, lines]
 
@@ -185,7 +185,7 @@ class SkinnyGemmKernel:
         builder, tile = self.builder, self.tile
         count = tile.rows // N_TILE
         x = [self._rounded(w, tile.left.buffer) for w in words[:count]]
-        for i, fragment in enumerate(weight_fragments(builder, tile.right, words[count:])):
+        for i, fragment in enumerate(weight_fragments(builder, tile.right, words[count:], tile.lane_columns)):
             for step, registers in enumerate(fragment):
                 weights = self._rounded(registers, tile.right.buffer)
                 for j, row in enumerate(x):
@@ -200,7 +200,7 @@ class SkinnyGemmKernel:
     def _store_partials(self, sums: Totals) -> None:
         """A warp's sums into shared memory: [warp along K][row][column]."""
         builder, tile = self.builder, self.tile
-        factor, offsets = fragment_columns(tile.right, tile.warp_columns)
+        factor, offsets = fragment_columns(tile.right, tile.warp_columns, tile.lane_columns)
         row = builder.add(builder.mul(self.deep, L.I32(tile.rows)), builder.mul(self.part, L.I32(2)))
         column = builder.mul(self.across, L.I32(tile.warp_columns))
         column = builder.add(column, builder.mul(self.line, L.I32(factor)))
@@ -209,7 +209,7 @@ class SkinnyGemmKernel:
         for j, odd in ((j, odd) for j in range(tile.rows // N_TILE) for odd in (0, 1)):
             far = (j * N_TILE + odd) * tile.pitch
             values = {at: sums[i][j][2 * high + odd] for i, pair in enumerate(offsets) for high, at in enumerate(pair)}
-            each = WORDS if factor > 1 else 1  # neighbouring columns in one store
+            each = min(WORDS, factor)  # neighbouring columns in one store
             for at in sorted(values)[::each]:
                 words = [builder.bitcast(values[at + k], L.I32) for k in range(each)]
                 ptx_mma.write_words(builder, place, WORD * (far + at), words)

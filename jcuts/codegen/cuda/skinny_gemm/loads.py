@@ -5,8 +5,8 @@ multiplies the neighbouring elements that it has copied itself, and no thread wa
 
 * x, and W[n, k]: lane ``4 g + t`` has the k of 16 bytes beginning at ``16 t`` bytes of row ``g``.  The first two words
   are what it gives to one ``mma``, the others to the next.
-* W[k, n]: it has the columns of 16 bytes beginning at ``16 g`` bytes, of the same k as x.  Neighbouring columns become
-  rows ``g`` and ``g + 8`` of an ``mma``; of 16-bit elements ``prmt`` puts two k into a word.
+* W[k, n]: it has the columns of 16 bytes beginning at ``16 g`` bytes (or of 8), of the same k as x.  Neighbouring
+  columns become rows ``g`` and ``g + 8`` of an ``mma``; of 16-bit elements ``prmt`` puts two k into a word.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jcuts.codegen.cuda.skinny_gemm.tile import WORDS
 from jcuts.codegen.llvm import lanes as L
 from jcuts.lower.patterns.gemm import GemmOperand, K
 from jcuts.schedule.gpu.machine import ACCESS
-from jcuts.schedule.gpu.skinny_gemm.schedules import LINE_BYTES, M_TILE, N_TILE
+from jcuts.schedule.gpu.skinny_gemm.schedules import LINE_BYTES, M_TILE, N_TILE, WORD
 
 Words = list[list[L.Value]]
 """Registers of a tile of k: [access of 16 bytes][4]."""
@@ -108,44 +108,61 @@ class KContiguousCopies(LaneCopies):
 
 
 class NContiguousCopies(LaneCopies):
-    """Of W[k, n]: 16 bytes along n of each of the lane's k, of several groups of columns."""
+    """Of W[k, n]: 16 or 8 bytes along n of each of the lane's k, of several groups of columns; 8 of two k lie together.
+
+    Attributes:
+        wide: these bytes.
+    """
+
+    def __init__(self, frame: M.Frame, side: GemmOperand, term: L.Value, wide: int) -> None:
+        """Args: as of `LaneCopies`."""
+        super().__init__(frame, side, term, cached=False)
+        self.wide, self.size = wide, min(self.size, wide)
 
     def add_groups(self, first: L.Value, offsets: Sequence[int], extent: int, whole: bool) -> None:
         """Groups of columns at offsets from the lane's first one; those beyond the last are read there."""
         builder, side = self.builder, self.side
+        width = self.size // side.item
         base = self.address(first) if whole else None
         for offset in offsets:
-            for begin in range(offset, offset + ACCESS // side.item, side.width):
+            for begin in range(offset, offset + self.wide // side.item, width):
                 if base is not None:
                     self.places.append((base, begin * side.item))
                     continue
-                outer, last = builder.add(first, L.I32(begin)), L.I32(extent - side.width)
+                outer, last = builder.add(first, L.I32(begin)), L.I32(extent - width)
                 inside = builder.select(builder.icmp_signed("<", outer, last), outer, last)
                 self.places.append((self.address(inside), 0))
 
     def start(self, places: Sequence[Place], first: int, live: Live, target: Place) -> int:
         """See `LaneCopies.start`: one access per group and k."""
-        each, vector = ACCESS // self.size, ACCESS // self.side.item
+        each, vector = self.wide // self.size, ACCESS // self.side.item
         for number, place in enumerate(places):
             group, part = divmod(number, each)
             for term in range(vector):
-                into = (target[0], target[1] + (group * vector + term) * LINE_BYTES + part * self.size)
+                line, behind = divmod((group * vector + term) * self.wide, ACCESS)
+                into = (target[0], target[1] + line * LINE_BYTES + behind + part * self.size)
                 self._copy(place, (first + term) * self.step, live(first + term), into)
-        return len(places) // each * vector * LINE_BYTES
+        return len(places) // each * vector * self.wide // ACCESS * LINE_BYTES
 
 
-def weight_fragments(builder: GpuBuilder, side: GemmOperand, words: Words) -> list[list[list[L.Value]]]:
-    """Fragments of W as the A operand of ``mma``: [16 columns][k-step][4], not rounded."""
+def weight_fragments(
+    builder: GpuBuilder, side: GemmOperand, words: Words, lane_columns: int
+) -> list[list[list[L.Value]]]:
+    """Fragments of W as the A operand of ``mma``: [16 columns][k-step][4], not rounded.
+
+    Args: words: of a tile of k, by access of 16 bytes; lane_columns: neighbouring columns of W[k, n] that a lane has.
+    """
     if side.along_terms:
         pairs = zip(words[::2], words[1::2], strict=True)
         return [[[a[k], b[k], a[k + 1], b[k + 1]] for k in (0, 2)] for a, b in pairs]
-    vector = ACCESS // side.item
+    vector, each = ACCESS // side.item, lane_columns * side.item // WORD
+    of_one_k = [access[k : k + each] for access in words for k in range(0, WORDS, each)]
     found = []
-    for start in range(0, len(words), vector):
-        lines = words[start : start + vector]
-        if side.item < WORDS:
+    for start in range(0, len(of_one_k), vector):
+        lines = of_one_k[start : start + vector]
+        if side.item < WORD:
             lines = [_two_terms(builder, a, b) for a, b in zip(lines[::2], lines[1::2], strict=True)]
-        for column in range(0, vector, 2):
+        for column in range(0, lane_columns, 2):
             found.append([[x[c] for x in lines[k : k + 2] for c in (column, column + 1)] for k in (0, 2)])
     return found
 
@@ -156,10 +173,10 @@ def _two_terms(builder: GpuBuilder, first: Sequence[L.Value], second: Sequence[L
     return [asm(builder, f"prmt.b32 $0, $1, $2, {how};", L.I32, [a, b]) for a, b, how in pairs]
 
 
-def fragment_columns(side: GemmOperand, columns: int) -> tuple[int, list[tuple[int, int]]]:
+def fragment_columns(side: GemmOperand, columns: int, lane_columns: int) -> tuple[int, list[tuple[int, int]]]:
     """Columns of a lane's results in a warp: (factor of ``lane / 4``, offsets of both rows of every ``mma``)."""
     if side.along_terms:
         return 1, [(first, first + N_TILE) for first in range(0, columns, M_TILE)]
-    vector = ACCESS // side.item
-    groups = range(0, columns, N_TILE * vector)
-    return vector, [(group + column, group + column + 1) for group in groups for column in range(0, vector, 2)]
+    groups = range(0, columns, N_TILE * lane_columns)
+    pairs = [(group + column, group + column + 1) for group in groups for column in range(0, lane_columns, 2)]
+    return lane_columns, pairs

@@ -31,6 +31,7 @@ class SkinnyTile:
         warps: warps along the columns, and along K.
         flight: tiles of k that a warp has on the way (stages of its ring in shared memory).
         cluster: blocks that split K and add up through DSMEM.
+        wide: bytes of a lane's access of W[k, n] along n.
     """
 
     left: GemmOperand
@@ -44,6 +45,7 @@ class SkinnyTile:
     warps: tuple[int, int]
     flight: int
     cluster: int
+    wide: int
 
     @property
     def threads(self) -> int:
@@ -52,7 +54,7 @@ class SkinnyTile:
 
     @property
     def vector(self) -> int:
-        """Elements of a lane's 16 bytes."""
+        """k of a lane in a tile: elements of 16 bytes."""
         return ACCESS // self.right.item
 
     @property
@@ -67,8 +69,13 @@ class SkinnyTile:
 
     @property
     def group(self) -> int:
-        """Columns of a warp that one set of 16-byte accesses covers."""
-        return M_TILE if self.right.along_terms else N_TILE * self.vector
+        """Columns of a warp that one set of accesses covers."""
+        return M_TILE if self.right.along_terms else N_TILE * self.lane_columns
+
+    @property
+    def lane_columns(self) -> int:
+        """Neighbouring columns of W[k, n] that a lane has."""
+        return self.wide // self.right.item
 
     @property
     def blocks_along(self) -> int:
@@ -115,10 +122,11 @@ def skinny_tile(program: Program) -> SkinnyTile:
     left, right = gemm_operands(program)
     cluster, flight, total = int(params.get("cluster", 1)), int(params["flight"]), k_extent(program)
     share, ranks = k_tiles_per_split(extents[K], terms, cluster)
-    found = (extents[ROWS], extents[COLUMNS])
-    tile = SkinnyTile(left, right, found, rows, columns, terms, share, total, (across, deep), flight, cluster)
+    found, wide = (extents[ROWS], extents[COLUMNS]), int(params.get("wide", ACCESS))
+    tile = SkinnyTile(left, right, found, rows, columns, terms, share, total, (across, deep), flight, cluster, wide)
     fits = rows % N_TILE == 0 and rows - N_TILE < found[0] <= rows and across * tile.warp_columns == columns
     fits = fits and tile.warp_columns % tile.group == 0 and terms == deep * flight * tile.depth
+    fits = fits and (wide == ACCESS or (wide == ACCESS // 2 and not right.along_terms))
     fits = fits and tile.threads == int(params["threads"]) and columns <= tile.threads
     fits = fits and ranks == cluster and (cluster == 1 or S not in extents)
     if not fits or not reads_as_it_lies(program):

@@ -91,10 +91,9 @@ class SkinnyProblem:
         """k of a tile."""
         return LANES * ACCESS // self.item
 
-    @property
-    def group(self) -> int:
-        """Columns of a warp that one set of 16-byte accesses covers."""
-        return M_TILE if self.is_k_major else N_TILE * ACCESS // self.item
+    def group(self, wide: int) -> int:
+        """Columns of a warp that one set of accesses covers. Args: wide: bytes of a lane's access along n."""
+        return M_TILE if self.is_k_major else N_TILE * wide // self.item
 
 
 @dataclass(frozen=True)
@@ -106,6 +105,7 @@ class SkinnySchedule:
         across, deep: warps of a block along the columns, and along K.
         flight: tiles of k in a warp's ring.
         cluster, split: blocks that share the sums of their columns, by DSMEM or in a second launch.
+        wide: bytes of a lane's access along n where columns are neighbours: fewer make blocks of fewer columns.
     """
 
     columns: int
@@ -114,6 +114,7 @@ class SkinnySchedule:
     flight: int
     cluster: int = 1
     split: int = 1
+    wide: int = ACCESS
 
     @property
     def threads(self) -> int:
@@ -137,7 +138,7 @@ class SkinnySchedule:
         """Estimated registers of a thread."""
         tiles, rows = self.columns // M_TILE, problem.padded_rows // N_TILE
         words = (2 * tiles + rows) * (ACCESS // WORD)  # of a tile of k
-        lines = 2 * tiles if problem.is_k_major else self.columns // problem.group
+        lines = 2 * tiles if problem.is_k_major else self.columns // problem.group(self.wide)
         ragged = problem.columns % self.block_columns != 0
         return OTHER_REGISTERS + words + tiles * rows * (ACCESS // WORD) + 2 * (rows + (lines if ragged else 1))
 
@@ -154,6 +155,7 @@ class SkinnySchedule:
         more += [("k_major", 1)] if problem.is_k_major else []
         more += [("cluster", self.cluster)] if self.cluster > 1 else []
         more += [("split", self.split)] if self.split > 1 else []
+        more += [("wide", self.wide)] if self.wide != ACCESS else []
         tile = (problem.padded_rows, self.block_columns, self.step(problem))
         return scheduled(program, FORM, self.threads, ("tile", tile), ("warps", (self.across, self.deep)), *more)
 
@@ -166,7 +168,8 @@ class SkinnySchedule:
     def from_params(cls, params: Mapping[str, Any]) -> SkinnySchedule:
         """The schedule of a scheduled program's parameters."""
         (_, columns, _), (across, deep) = params["tile"], params["warps"]
-        return cls(columns // across, across, deep, params["flight"], params.get("cluster", 1), params.get("split", 1))
+        more = {name: params[name] for name in ("cluster", "split", "wide") if name in params}
+        return cls(columns // across, across, deep, params["flight"], **more)
 
 
 def matches(program: Program) -> bool:
@@ -211,9 +214,11 @@ def schedule_space(problem: SkinnyProblem, machine: GpuMachine) -> list[tuple[Sk
 
 
 def _schedules(problem: SkinnyProblem, machine: GpuMachine) -> Iterator[SkinnySchedule]:
-    sizes = (1, 2, 4) if problem.is_k_major else (1, 2)
-    for size, across, warps, flight in itertools.product(sizes, (1, 2, 4), WARPS, FLIGHTS):
-        made = SkinnySchedule(size * problem.group, across, warps // across, flight)
+    sizes = [(size * problem.group(ACCESS), ACCESS) for size in (1, 2, 4)]
+    if not problem.is_k_major:
+        sizes = [(problem.group(ACCESS // 2), ACCESS // 2), *sizes[:2]]
+    for (columns, wide), across, warps, flight in itertools.product(sizes, (1, 2, 4), WARPS, FLIGHTS):
+        made = SkinnySchedule(columns, across, warps // across, flight, wide=wide)
         if _fits(problem, made, machine):
             yield from _shared_k(problem, made, machine)
 
@@ -221,7 +226,7 @@ def _schedules(problem: SkinnyProblem, machine: GpuMachine) -> Iterator[SkinnySc
 def _fits(problem: SkinnyProblem, made: SkinnySchedule, machine: GpuMachine) -> bool:
     """Whether registers, shared memory and threads of a block suffice, and every warp has work."""
     columns, beside = made.block_columns, made.threads // made.block_columns
-    if columns > min(MOST_COLUMNS, made.threads) or columns >= 2 * max(problem.columns, problem.group):
+    if columns > min(MOST_COLUMNS, made.threads) or columns >= 2 * max(problem.columns, made.columns):
         return False
     if made.registers(problem) > MOST_REGISTERS:
         return False
@@ -259,7 +264,7 @@ def estimated_seconds(problem: SkinnyProblem, made: SkinnySchedule, machine: Gpu
     bandwidth a multiprocessor has its share: few blocks with much in flight may keep the memory busy.
     """
     blocks, resident = made.blocks(problem), _resident(problem, made, machine)
-    beside = problem.depth * made.flight if problem.is_k_major else problem.group
+    beside = problem.depth * made.flight if problem.is_k_major else problem.group(made.wide)
     line = min(1.0, beside * problem.item / LINE)
     rate = machine.bandwidth * _COST.bandwidth_share * (1.0 - min(1.0, _COST.line_share) * (1.0 - line))
     at_once = min(blocks, resident * machine.sms)

@@ -2,6 +2,7 @@
 
     python benchmarks/refit.py attention             # error of the present coefficients on the recorded schedules
     python benchmarks/refit.py attention --write     # fits, and writes jcuts/schedule/gpu/attention/fit_h200.toml
+    python benchmarks/refit.py skinny_gemm --results benchmarks/results/NEW.json --write
 
 A family whose measured schedules are not recorded under ``benchmarks/results/`` is refused: its coefficients cannot be
 fitted again until they are measured.  The error is that of log(measured / estimated time); nothing runs on a GPU.
@@ -125,6 +126,37 @@ def gemv_samples(paths: Sequence[Path], gpu: str = "H200") -> list[Sample]:
     return found
 
 
+def skinny_gemm_samples(paths: Sequence[Path], gpu: str = "H200") -> list[Sample]:
+    """Skinny GEMM (`benchmarks/gpu_kernels/few_row_gemm.py`): recorded schedules' times alone. Args: gpu: as above."""
+    from benchmarks.gpu_kernels.few_row_gemm import ROWS, layers
+    from benchmarks.gpu_kernels.run import program_of
+    from jcuts.lower.patterns.gemm import as_gemm
+    from jcuts.schedule.gpu.machine import GpuMachine
+    from jcuts.schedule.gpu.skinny_gemm.schedules import SkinnyProblem, SkinnySchedule, estimated_seconds
+
+    clock = clock_hertz()
+    machine, programs = GpuMachine.named(gpu), {case.name: program_of(case)[0] for case in layers((1, *ROWS))}
+    found = []
+    for row in (row for path in paths for row in json.loads(path.read_text())):
+        program = programs.get(row["case"])
+        made = None if program is None else as_gemm(program)
+        if made is None:
+            continue
+        problem = SkinnyProblem.of(made)
+        for measured in row["programs"].values():
+            if measured["family"] != "skinny_gemm" or not measured.get("alone"):
+                continue
+            schedule = SkinnySchedule.from_params(measured["params"])
+            found.append(
+                Sample(
+                    row["case"],
+                    measured["alone"],
+                    lambda p=problem, s=schedule: clock * estimated_seconds(p, s, machine),
+                )
+            )
+    return found
+
+
 FAMILIES = {
     "gemv": Family("cost", ("gpu_kernels/gpu_gemv_h200_2026-11-24.json",), gemv_samples),
     "attention": Family(
@@ -132,12 +164,13 @@ FAMILIES = {
         ("gpu_kernels/gpu_attention_h200_2026-11-22.json", "gpu_kernels/gpu_attention_h200_2026-11-22b.json"),
         attention_samples,
     ),
+    "skinny_gemm": Family("cost", (), skinny_gemm_samples),
 }
 """Families whose measured schedules are recorded with all that counting their cycles needs."""
 
 
-def recorded(family: str) -> tuple[Family, list[Path]]:
-    """A family and its results files.
+def recorded(family: str, results: Sequence[Path] = ()) -> tuple[Family, list[Path]]:
+    """A family and its results files. Args: results: others than those that are recorded.
 
     Raises: SystemExit for a family without recorded samples, with what is there.
     """
@@ -146,10 +179,12 @@ def recorded(family: str) -> tuple[Family, list[Path]]:
     known = sorted(p.parent.name for p in (fit.ROOT / "gpu").rglob("fit_*.toml"))
     if family not in known:
         raise SystemExit(f"no family {family!r} with fitted coefficients: choose from {known}")
-    if family not in FAMILIES:
+    if family in FAMILIES and results:
+        return FAMILIES[family], list(results)
+    if family not in FAMILIES or not FAMILIES[family].files:
         raise SystemExit(
             f"{family}: no recorded samples in benchmarks/results: its schedules must be measured again before its "
-            f"coefficients can be fitted (recorded: {sorted(FAMILIES)})"
+            f"coefficients can be fitted (recorded: {sorted(name for name in FAMILIES if FAMILIES[name].files)})"
         )
     paths = [RESULTS / name for name in FAMILIES[family].files]
     if missing := [path.name for path in paths if not path.is_file()]:
@@ -221,8 +256,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family")
     parser.add_argument("--write", action="store_true", help="fit, and write the family's data file")
+    parser.add_argument("--results", type=Path, nargs="*", default=[], help="files other than those recorded")
     options = parser.parse_args(arguments)
-    family, paths = recorded(options.family)
+    family, paths = recorded(options.family, options.results)
     samples, clock = family.samples(paths), clock_hertz()
     table = fit.coefficients(f"gpu/{options.family}", family.table)
     present = error_of(residuals(samples, clock), samples)
@@ -234,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error = error_of(residuals(samples, clock), samples)
     print(json.dumps({"fitted": error, "coefficients": values}))
     header = {
-        "source": "benchmarks/results/" + ", ".join(family.files),
+        "source": "benchmarks/results/" + ", ".join(family.files or [path.name for path in paths]),
         "samples": len(samples),
         "error": f"{error['rms_percent']} % root mean square of log(measured / estimated)",
         "date": paths[-1].stem.split("_")[-1][:10],

@@ -100,8 +100,18 @@ def schedules(case: Case, most: int) -> list[Any]:
     )
 
 
-def measured(case: Case, programs: Sequence[Any], folder: Path) -> dict[str, Any]:
-    """One layer: every program alone, the best ones and XLA in chains."""
+def measured(
+    case: Case,
+    programs: Sequence[Any],
+    folder: Path,
+    mine: Sequence[str] = ("gemv",),
+    flags: Sequence[str] = tuple(FLAGS),
+    seconds: float = SECONDS,
+) -> dict[str, Any]:
+    """One layer: every program alone, the best ones and XLA in chains.
+
+    Args: mine: the families that the layer is measured for; flags: XLA's sets; seconds: of samples of one program.
+    """
     from benchmarks.gpu_kernels import run
     from jcuts.schedule.gpu.families import family_of
     from jcuts.tune.kernel_file import read_kernel
@@ -128,41 +138,49 @@ def measured(case: Case, programs: Sequence[Any], folder: Path) -> dict[str, Any
     order = run.operands_of(next(iter(kernels.values())), arguments)
     places = [next(i for i, a in enumerate(arguments) if a is o) for o in order]
     there = [[addresses[i] for i in places] for addresses in bench.addresses()]
-    for what, sets in (("alone", there), ("warm", there[:1])):
+    for what, sets in (("alone", there), ("warm", there[:1])) if seconds >= SECONDS else (("alone", there),):
         for name, samples in screen(launchers, [arguments[i] for i in places], there=sets).items():
             row["programs"][name][what] = median(samples)
     ranked = sorted(
         (n for n, p in row["programs"].items() if p.get("alone")), key=lambda n: row["programs"][n]["alone"]
     )
-    chosen = [n for n in ranked if row["programs"][n]["family"] == "gemv"][:4]
-    chosen += [n for n in ranked if row["programs"][n]["family"] != "gemv"][:2]
+    chosen = [n for family in mine for n in [n for n in ranked if row["programs"][n]["family"] == family][:4]]
+    chosen += [n for n in ranked if row["programs"][n]["family"] not in mine][:2]
     with jax.enable_x64(True):
         wide = np.asarray(case.function(*(jnp.asarray(np.asarray(a, np.float64)) for a in arguments)))
     scale = float(np.sqrt(np.mean(wide * wide)))
-    entries: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {n: (case.function, o) for n, o in FLAGS.items()}
-    for name in chosen:
-        entries[name] = (lambda *xs, k=kernels[name]: call_kernel(k, *(xs[i] for i in places)), FLAGS["xla graphs"])
-    for name, entry in entries.items():
+    entries: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {n: (case.function, FLAGS[n]) for n in flags}
+    own: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+        name: (lambda *xs, k=kernels[name]: call_kernel(k, *(xs[i] for i in places)), FLAGS["xla graphs"])
+        for name in chosen
+    }
+    try:
+        chains = bench.compiled(own)
+    except Exception:  # then one by one: each says what is wrong with it
+        chains = {}
+    for name, entry in (entries | own).items():
         try:
             row["programs"].setdefault(name, {"family": "xla", "params": entry[1]})
             got = np.asarray(jax.tree.leaves(jax.jit(entry[0])(*arguments))[0], np.float64)
             row["programs"][name]["error"] = float(np.abs(got.reshape(wide.shape) - wide).max()) / scale
-            bench.add(name, bench.compiled({name: entry})[name])
+            bench.add(name, chains.get(name) or bench.compiled({name: entry})[name])  # XLA tunes itself: one by one
         except Exception as error:
             row["rejected"][name] = f"{type(error).__name__}: {str(error)[:200]}"
-    for name, samples in bench.race(SECONDS).items():
+    for name, samples in bench.race(seconds).items():
         values = np.asarray(samples.seconds)
         quartiles = np.percentile(values, (25, 75))
         row["programs"][name] |= {"median": float(np.median(values)), "quartiles": [float(q) for q in quartiles]}
     return row
 
 
-def show(row: dict[str, Any]) -> None:
-    """A table of one layer."""
+def show(row: dict[str, Any], mine: Sequence[str] = ("gemv",)) -> None:
+    """A table of one layer. Args: mine: the families that it is measured for."""
     timed = {n: p for n, p in row["programs"].items() if "median" in p}
-    best = {family: min(p["median"] for p in timed.values() if p["family"] == family) for family in ("xla", "gemv")}
-    ratio, rate = best["xla"] / best["gemv"], row["bytes"] / best["gemv"] / 1e12
-    print(f"{row['case']:40} XLA {best['xla'] * 1e6:.2f} gemv {best['gemv'] * 1e6:.2f} us {ratio:.2f}x {rate:.2f} TB/s")
+    xla = min(p["median"] for p in timed.values() if p["family"] == "xla")
+    best = min((p for p in timed.values() if p["family"] in mine), key=lambda p: p["median"])
+    took, rate = best["median"], row["bytes"] / best["median"] / 1e12
+    shown = f"XLA {xla * 1e6:.2f} {best['family']} {took * 1e6:.2f} us {xla / took:.2f}x {rate:.2f} TB/s"
+    print(f"{row['case']:40} {shown}")
     for _, p in sorted(timed.items(), key=lambda item: item[1]["median"]):
         alone = p.get("alone") or float("nan")
         shown = f"{p.get('error', 0):.1e} {p['family']} {p.get('unroll', '')} {p['params']}"

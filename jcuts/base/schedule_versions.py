@@ -31,6 +31,7 @@ GPU_FAMILIES = (
     "inverted_residual",
     "reduction",
     "scan",
+    "skinny_gemm",
     "warp_specialized",
     "window",
 )
@@ -43,7 +44,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 GPU_DISPATCH = ("jcuts.schedule.gpu.candidates", "jcuts.codegen.cuda.compile")
 """Modules that every GPU family's schedules go through."""
 
-_CONTRACTION = ("gemm", "gemv", "conv", "warp_specialized", "reduction", "window")
+_CONTRACTION = ("gemm", "gemv", "skinny_gemm", "conv", "warp_specialized", "reduction", "window")
 ASKED: Mapping[str, tuple[str, ...]] = {
     "attention": ("attention",),
     "block": ("inverted_residual",),

@@ -139,12 +139,13 @@ def by_ratios(part: TimeTerm, ratios: Mapping[str, float]) -> TimeTerm:
     return part
 
 
-def soft_maximum(power: int, first: TimeTerm, second: TimeTerm) -> TimeTerm:
-    """(a^p + b^p)^(1/p): near the longer part, more where they are alike. Args: power: 2 or 4."""
-    value = math.hypot(first.value, second.value)
+def soft_maximum(power: int, *parts: TimeTerm) -> TimeTerm:
+    """(a^p + b^p + ...)^(1/p): near the longest part, more where they are alike. Args: power: 2 or 4."""
+    values = [part.value for part in parts]
+    value = math.hypot(*values)
     if power == 4:
-        value = math.sqrt(math.hypot(first.value**2, second.value**2))
-    return TimeTerm("soft_maximum", "", value, (first, second), times=power)
+        value = math.sqrt(math.hypot(*(v**2 for v in values)))
+    return TimeTerm("soft_maximum", "", value, parts, times=power)
 
 
 def longest(parts: Sequence[TimeTerm]) -> TimeTerm:

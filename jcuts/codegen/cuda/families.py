@@ -42,6 +42,9 @@ from jcuts.codegen.cuda.reduction.welford import WelfordKernel
 from jcuts.codegen.cuda.scan.kernel import ScanColumnsEmitter, ScanRowsEmitter
 from jcuts.codegen.cuda.scan.launch import launch_scan_columns, launch_scan_rows
 from jcuts.codegen.cuda.scan.split import split_scan_columns
+from jcuts.codegen.cuda.skinny_gemm.kernel import SkinnyGemmKernel
+from jcuts.codegen.cuda.skinny_gemm.tile import block_count as skinny_block_count
+from jcuts.codegen.cuda.skinny_gemm.tile import skinny_tile
 from jcuts.codegen.cuda.tile_kernel import TileKernel
 from jcuts.codegen.cuda.warp_specialized.kernel import WarpSpecializedKernel
 from jcuts.codegen.cuda.warp_specialized.tile import WarpSpecializedTile, fed_shape
@@ -169,6 +172,18 @@ _enter(
         entry_registers=_setmaxnreg_registers,
     ),
     KernelFamily("gemv", GemvKernel, launch_gemv, whole=gemv_program, split=split_columns),
+    KernelFamily(
+        "skinny_gemm",
+        SkinnyGemmKernel,
+        launch_per_block(
+            skinny_tile,
+            lambda tile: f"skinny_{tile.rows}x{tile.columns}x{tile.terms}",
+            skinny_block_count,
+            cluster=lambda tile: tile.cluster,
+            least=lambda tile: 1,
+        ),
+        split=split_k,
+    ),
     KernelFamily(
         "few_channels_conv",
         FewChannelConvKernel,

@@ -17,12 +17,16 @@ from jcuts.schedule.gpu.families import FAMILIES
 from jcuts.schedule.gpu.gemm import mma as gemm_mma
 from jcuts.schedule.gpu.machine import TAPS, Candidate, GpuMachine, rescale_to
 from jcuts.schedule.gpu.problem import GpuProblem
+from jcuts.schedule.gpu.skinny_gemm import schedules as skinny_schedules
 
 SHORT_SUMS = ("thread_tile", "sliding_window")
 """Families whose threads take all values of an output: tried beside tensor cores where there are few."""
 MATVEC = ("row_reduction", "column_reduction", "thread_tile", "gemv")
 """Families of matrix-vector products without tensor cores."""
+FEW_ROWS = ("skinny_gemm", "gemv")
+"""Families of products of 2 to 16 rows that memory bounds."""
 _GEMV = fit.coefficients("gpu/gemv", "ranking")
+_SKINNY = fit.coefficients("gpu/skinny_gemm", "ranking")
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,13 @@ def _gemv(problem: GpuProblem, others: Sequence[Candidate]) -> list[Candidate]:
     return [(made, _GEMV.score_over_gemm * score) for made, score in found]
 
 
+def _few_rows(problem: GpuProblem, others: Sequence[Candidate]) -> list[Candidate]:
+    """Schedules of 2 to 16 rows, whose scores are shares of the memory's bandwidth, rescaled to stand before others."""
+    families = [made for name in FEW_ROWS if (made := list(FAMILIES[name].schedules_of(problem)))]
+    found = [candidate for made in families for candidate in made[: skinny_schedules.MOST // len(families)]]
+    return [(made, _SKINNY.score_over_gemm * score) for made, score in rescale_to(found, others)]
+
+
 def _is_exact_gemm(problem: GpuProblem) -> bool:
     made = problem.exact_gemm if problem.machine.multiplies else None
     return made is not None and made.phases[0].ranges()[ROWS] > 1
@@ -97,7 +108,9 @@ def _tensor_core_gemm(problem: GpuProblem) -> list[Candidate]:
         sums = list(contraction.matvec_reductions(made, machine))
         found += [(p, score / sums[0][1] * found[0][1]) for p, score in sums]
         found += _gemv(problem, found)
-    elif problem.length <= TAPS:  # few terms: a thread may take them all, without rounding them
+        return found
+    found += _few_rows(problem, found)
+    if problem.length <= TAPS:  # few terms: a thread may take them all, without rounding them
         found += contraction.simt_reductions(problem.program, machine, found[0][1])
     return found
 
@@ -128,7 +141,7 @@ RULES: tuple[EnumerationRule, ...] = (
     ),
     EnumerationRule(
         "GEMM on tensor cores",
-        ("warp_specialized", "implicit_gemm", "wgmma", "mma", *MATVEC, "sliding_window"),
+        ("warp_specialized", "implicit_gemm", "wgmma", "mma", "skinny_gemm", *MATVEC, "sliding_window"),
         lambda p: p.machine.multiplies and p.gemm is not None,
         _tensor_core_gemm,
         is_final=False,

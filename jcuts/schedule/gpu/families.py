@@ -36,6 +36,7 @@ from jcuts.schedule.gpu.problem import CONTRACTIONS, GpuProblem
 from jcuts.schedule.gpu.reduction import column as reduction_column
 from jcuts.schedule.gpu.reduction import column_time
 from jcuts.schedule.gpu.reduction import row as reduction_row
+from jcuts.schedule.gpu.skinny_gemm import schedules as skinny_schedules
 from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
 from jcuts.schedule.gpu.window import schedules as window_schedules
 
@@ -64,6 +65,18 @@ def _row_teams(problem: GpuProblem) -> Iterable[Candidate]:
     if problem.is_row_norm:
         return reduction_row.row_reduction_teams(problem.program, problem.machine, 1)
     return reduction_row.row_reduction(problem.program, problem.machine) if problem.is_row_reduction else ()
+
+
+def _gemv(problem: GpuProblem) -> Iterable[Candidate]:
+    if problem.gemm is None or not (problem.is_matvec or problem.has_few_rows(gemv_schedules.MOST_ROWS)):
+        return ()
+    return gemv_schedules.gemv_schedules(problem.gemm, problem.machine)
+
+
+def _skinny_gemm(problem: GpuProblem) -> Iterable[Candidate]:
+    if problem.gemm is None or not skinny_schedules.matches(problem.gemm):
+        return ()
+    return skinny_schedules.skinny_schedules(problem.gemm, problem.machine)
 
 
 def _is_float64(program: Program) -> bool:
@@ -282,12 +295,24 @@ _enter(
     ScheduleFamily(
         "gemv",
         gemv_schedules.FORM,
-        "Split-K GEMV: a matrix times one vector, K split over threads and blocks (DSMEM of a cluster, or scratch).",
+        "Split-K GEMV: a matrix times 1 to 4 vectors, K split over threads and blocks (by DSMEM or scratch).",
         "docs/kernels/gemv.md",
         CONTRACTIONS,
-        lambda p: gemv_schedules.gemv_schedules(p.gemm, p.machine) if p.gemm and p.is_matvec else (),
+        _gemv,
         statistics=stats.GEMV,
         time=times.gemv_time,
+    ),
+    ScheduleFamily(
+        "skinny_gemm",
+        skinny_schedules.FORM,
+        "Skinny GEMM: 2 to 16 rows by `mma.sync`, a `cp.async` ring of weights per warp, K split over warps, blocks.",
+        "docs/kernels/skinny_gemm.md",
+        CONTRACTIONS,
+        _skinny_gemm,
+        capability=TENSOR_CORES,
+        tile_of=skinny_schedules.SkinnySchedule.of,
+        statistics=stats.SKINNY_GEMM,
+        time=skinny_schedules.skinny_time,
     ),
     ScheduleFamily(
         "few_channels_conv",

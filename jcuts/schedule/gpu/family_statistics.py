@@ -68,6 +68,11 @@ WELFORD = coalesced(
     lambda program: welford.split_kernels(program).programs,
 )
 GEMV = coalesced(coalescing.gemv_access, launch_shapes.column_launch)
+SKINNY_GEMM = FamilyStatistics(
+    traffic.mma_unit,
+    lambda program, blocks, threads: traffic.coalesced_traffic(program, coalescing.skinny_gemm_access(program)),
+    lambda program: coalescing.skinny_gemm_access(program).under_way,
+)
 SCANS = FamilyStatistics(launches=launch_shapes.scan_launch)
 TENSOR_CORE_GEMM = FamilyStatistics(traffic.mma_unit, traffic.gemm_traffic, traffic.gemm_bytes_in_flight)
 SIMT_GEMM = FamilyStatistics(traffic.ffma_unit, traffic.gemm_traffic, traffic.gemm_bytes_in_flight)

@@ -14,7 +14,7 @@ from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.kernel_ir.program import Program
 from jcuts.lower import welford
 from jcuts.lower.attention import TEMPLATE as ATTENTION
-from jcuts.lower.patterns.gemm import ROWS, as_gemm
+from jcuts.lower.patterns.gemm import ROWS, as_gemm, gemm_operands, prologue
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as INVERTED_RESIDUAL
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.machine import TAPS, GpuMachine, loads_of
@@ -141,3 +141,9 @@ class GpuProblem:
     def is_matvec(self) -> bool:
         """Whether it is a GEMM with one row: a matrix times a vector."""
         return self.gemm is not None and self.gemm.phases[0].ranges()[ROWS] == 1
+
+    def has_few_rows(self, most: int) -> bool:
+        """Whether it is a GEMM of 2 to so many rows, whose left operand is an array as it lies in memory."""
+        if self.gemm is None or not 1 < self.gemm.phases[0].ranges()[ROWS] <= most:
+            return False
+        return prologue(self.gemm) is None and not gemm_operands(self.gemm)[0].guards

@@ -44,6 +44,7 @@ TEMPLATES = {
     "depthwise": (lambda x, w: conv(x, w, groups=20), (zeros(4, 15, 15, 20), zeros(3, 3, 1, 20))),
     "product": (lambda x, w, b: jax.nn.relu(x @ w + b), (zeros(3136, 144), zeros(144, 24), zeros(24))),
     "gemv": (lambda x, w, b: jax.nn.relu(x @ w + b), (zeros(1, 2048), zeros(2048, 1000), zeros(1000))),
+    "skinny_gemm": (lambda x, w, b: jax.nn.relu(x @ w + b), (zeros(8, 2048), zeros(2048, 1000), zeros(1000))),
     "product_groups": (lambda x, w, b: jax.nn.relu(x @ w + b), (zeros(384, 768), zeros(768, 3072), zeros(3072))),
     "patch": (lambda x, w: conv(x, w, strides=(2, 2)), (zeros(8, 224, 224, 3), zeros(7, 7, 3, 64))),
     "convolution": (lambda x, w: conv(x, w), (zeros(1, 28, 28, 128), zeros(3, 3, 128, 128))),

@@ -46,6 +46,7 @@ NAMED = {
     "implicit_gemm": "convolution",
     "few_channels_conv": "first convolution",
     "gemv": "vector product",
+    "skinny_gemm": "product of few rows",
 }
 
 

@@ -52,6 +52,7 @@ PROGRAMS = {
     "exact product": (lambda x, w: jnp.dot(x, w, precision="highest"), (zeros(256, 512), zeros(512, 128))),
     "double product": (lambda x, w: x @ w, (zeros(256, 512, dtype="float64"), zeros(512, 128, dtype="float64"))),
     "vector product": (lambda x, w: x @ w, (zeros(1, 2048), zeros(2048, 1024))),
+    "product of few rows": (lambda x, w: x @ w, (zeros(8, 2048), zeros(2048, 1024))),
     "convolution": (lambda x, w: conv(x, w, padding="SAME"), (half(8, 56, 56, 64), half(3, 3, 64, 64))),
     "first convolution": (lambda x, w: conv(x, w, padding="SAME"), (zeros(2, 64, 64, 3), zeros(3, 3, 3, 32))),
 }

@@ -8,12 +8,13 @@ import pytest
 from jax import lax
 
 from jcuts.arch.load import list_gpus
-from jcuts.estimate.gpu_kernel import LAUNCH_S
+from jcuts.schedule.gpu.launch_stats import memory_rates
 from jcuts.schedule.gpu.machine import GpuMachine
 from jcuts.schedule.gpu.time_estimate import seconds, traffic_seconds
 from tests import programs
 
 H200 = GpuMachine.named("H200")
+LAUNCH_S = memory_rates(H200).launch_seconds
 ARCH = H200.arch
 
 

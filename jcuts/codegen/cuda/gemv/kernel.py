@@ -1,14 +1,16 @@
 """Split-K GEMV kernel: ``ld.global.nc.v4`` of W, FMAs in float32, ``shfl.sync`` and shared memory, DSMEM in a cluster.
 
-A thread multiplies a register tile of a few columns and a few k; the threads of a block that lie along K add up their
-sums by shuffles and through shared memory, as in `reduction.column`.  A warp lies along n where the columns of W are
-neighbours in memory, else along k (``k_major``), so that it reads whole lines in both layouts.  Where K is split over
-the blocks of a cluster, the first block adds up the sums of all in a fixed order (``mapa``, ``ld.shared::cluster``) and
-runs the epilogue: one launch, no scratch memory, no atomics.
+A thread multiplies a register tile of a few columns and a few k, and all rows of x where it has a few (small batches:
+a weight is loaded once and multiplied once per row); the threads of a block that lie along K add up their sums by
+shuffles and through shared memory, as in `reduction.column`.  A warp lies along n where the columns of W are neighbours
+in memory, else along k (``k_major``), so that it reads whole lines in both layouts.  Where K is split over the blocks
+of a cluster, the first block adds up the sums of all in a fixed order (``mapa``, ``ld.shared::cluster``) and runs the
+epilogue: one launch, no scratch memory, no atomics.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
@@ -22,6 +24,7 @@ from jcuts.codegen.cuda.reduction.column import GROUP, ColumnReductionKernel, Co
 from jcuts.codegen.cuda.reduction.split import column_program
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.program import Buffer, Program
+from jcuts.lower.patterns.gemm import ROWS
 
 WORD = 4
 """Bytes of a partial sum."""
@@ -51,8 +54,10 @@ def gemv_tile(program: Program) -> GemvTile:
     shape, params, phase = shape_of(program), dict(program.params), program.phases[0]
     if shape.across * shape.deep != shape.threads or shape.across & (shape.across - 1) or shape.threads % WARP:
         raise CompileRejected(f"{program.name}: {shape.across} threads along the columns, {shape.threads} in a block")
-    if len(phase.accs) != 1 or phase.accs[0].dtype != "float32" or any(a.unroll > 1 for a in phase.axes[:-1]):
-        raise CompileRejected(f"{program.name}: a GEMV has one float32 sum per column")
+    if len(phase.accs) != 1 or phase.accs[0].dtype != "float32":
+        raise CompileRejected(f"{program.name}: a GEMV has one float32 sum per row and column")
+    if any(a.unroll not in (1, a.extent) or (a.unroll > 1 and a.name != ROWS) for a in phase.axes[:-1]):
+        raise CompileRejected(f"{program.name}: a thread of a GEMV has all rows or one")
     groups = next((a.extent for a in phase.axes if a.name == GROUP), 1)
     more = {f.name: getattr(shape, f.name) for f in fields(shape)}
     return GemvTile(**more, is_k_major="k_major" in params, cluster=groups if "cluster" in params else 1)
@@ -100,19 +105,18 @@ class GemvKernel(ColumnReductionKernel):
             end._finish()
             return
         builder, rank = self.builder, self.outer[GROUP]
-        slot = next(iter(end.slots.values()))[0]
-        columns = self.tile.across * self.lane.unroll
-        place = allocate_static(builder, f"{self.symbol}_cluster", columns * WORD)
+        slots = [slot for (slot,) in end.slots.values()]
+        line = self.tile.across * self.lane.unroll
+        place = allocate_static(builder, f"{self.symbol}_cluster", len(slots) * line * WORD)
         place = builder.add(place, builder.mul(mine, L.I32(WORD)))
-        write_word(builder, place, 0, builder.load(slot), WORD, builder.icmp_signed("<", self.thread, L.I32(columns)))
+        writes = builder.icmp_signed("<", self.thread, L.I32(line))
+        for row, slot in enumerate(slots):
+            write_word(builder, place, row * line * WORD, builder.load(slot), WORD, writes)
         cluster_barrier(builder)
         with builder.if_then(builder.icmp_signed("==", rank, L.I32(0))):
-            sums = [
-                ptx_cluster.ld_shared_f32(builder, mapa(builder, place, number)) for number in range(self.tile.cluster)
-            ]
-            total = sums[0]
-            for part in sums[1:]:
-                total = builder.fadd(total, part)
-            builder.store(total, slot)
+            blocks = [mapa(builder, place, number) for number in range(self.tile.cluster)]
+            for row, slot in enumerate(slots):
+                sums = [ptx_cluster.ld_shared_f32(builder, block, row * line * WORD) for block in blocks]
+                builder.store(functools.reduce(builder.fadd, sums), slot)
             end._finish()
         cluster_barrier(builder)  # no block may end while the first one reads its shared memory

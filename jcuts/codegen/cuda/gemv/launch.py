@@ -17,7 +17,7 @@ def launch_gemv(writer: LaunchSourceWriter) -> CudaSource:
     lane = phase.axes[-1]
     if lane.extent % lane.unroll:
         raise CompileRejected(f"{writer.program.name}: {lane.unroll} columns of a thread do not divide {lane.extent}")
-    counts = {a.name: a.extent for a in phase.axes[:-1] if a.name != GROUP}
+    counts = {a.name: a.extent // a.unroll for a in phase.axes[:-1] if a.name != GROUP}
     counts[lane.name] = lane_blocks(phase, tile)
     counts |= {a.name: a.extent for a in phase.axes if a.name == GROUP}
     writer.decode_block(counts)

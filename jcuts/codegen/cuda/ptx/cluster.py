@@ -41,9 +41,10 @@ def st_async_v4(builder: GpuBuilder, place: L.Value, offset: int, values: Sequen
     asm(builder, f"{text} {where}, {{$1, $2, $3, $4}}, [$5];", VOID, [place, *words, barrier], effects=True)
 
 
-def ld_shared_f32(builder: GpuBuilder, place: L.Value) -> L.Value:
+def ld_shared_f32(builder: GpuBuilder, place: L.Value, offset: int = 0) -> L.Value:
     """``ld.shared::cluster``: one float of any block of the cluster (`mma.mapa`)."""
-    return asm(builder, "ld.shared::cluster.f32 $0, [$1];", L.F32, [place], effects=True)
+    where = f"[$1+{offset}]" if offset else "[$1]"
+    return asm(builder, f"ld.shared::cluster.f32 $0, {where};", L.F32, [place], effects=True)
 
 
 def mbarrier_wait(builder: GpuBuilder, barrier: L.Value) -> None:

@@ -45,17 +45,18 @@ def cp_async(
     where: L.Value | None = None,
     cached: bool = False,
     read: L.Value | None = None,
+    hint: str = "",
 ) -> None:
     """``cp.async``: starts a copy of ``size`` (4, 8 or 16) bytes from global into shared memory.
 
     Args: target, source: addresses as (register, bytes to add). live: a condition under which it reads; else it writes
         zeros. where: a condition under which it happens. cached: by the L1 cache, whatever its size. read: bytes that
-        it reads (``size``), zeros behind them.
+        it reads (``size``), zeros behind them. hint: a prefetch size, as ``.L2::128B``.
     """
     source = with_immediate_offset(builder, source)
     kind = "cg" if size == 16 and not cached else "ca"  # only whole 16 bytes may pass by the L1 cache
     places = [f"[${k}{f'+{offset}' if offset else ''}]" for k, (_, offset) in enumerate((target, source))]
-    text, args = f"cp.async.{kind}.shared.global {places[0]}, {places[1]}, {size}", [target[0], source[0]]
+    text, args = f"cp.async.{kind}.shared.global{hint} {places[0]}, {places[1]}, {size}", [target[0], source[0]]
     if live is not None:
         text += f", ${len(args)}"
         args.append(builder.select(live, L.I32(size) if read is None else read, L.I32(0)))

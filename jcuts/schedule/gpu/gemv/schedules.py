@@ -1,10 +1,10 @@
 """Split-K GEMV schedules: 128-bit loads of W, K split over the threads of a block, of a cluster or of the grid.
 
-A dense layer at batch 1 reads every weight once, so memory decides: the schedules differ in how many bytes are in
-flight and in how partial sums meet.  W is read as it lies in memory.  Where neighbouring columns are neighbours
-(row-major W[k, n]), a thread has a vector of columns and a warp lies along n; where neighbouring k are (W[n, k]), it
-has a vector of k of a few columns and a warp lies along k.  Few columns: K is split over the blocks of a cluster
-(partial sums by DSMEM, one launch; capability 9.0), or over the grid (scratch memory, two launches).
+A dense layer at batch 1 (or of `MOST_ROWS` at most) reads every weight once, so memory decides: the schedules differ in
+how many bytes are in flight and in how partial sums meet.  W is read as it lies in memory.  Where neighbouring columns
+are neighbours (row-major W[k, n]), a thread has a vector of columns and a warp lies along n; where neighbouring k are
+(W[n, k]), it has a vector of k of a few columns and a warp lies along k.  Few columns: K is split over the blocks of a
+cluster (partial sums by DSMEM, one launch; capability 9.0), or over the grid (scratch memory, two launches).
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from dataclasses import dataclass
 
 from jcuts.estimate.time_model import Resource, TimeTerm, serial, soft_maximum, term
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.patterns.gemm import COLUMNS, K, gemm_operands
+from jcuts.lower.patterns.gemm import COLUMNS, ROWS, K, gemm_operands
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.coalescing import LINE
 from jcuts.schedule.gpu.machine import (
     ACCESS,
+    MOST_REGISTERS,
     WARP,
     Candidate,
     GpuMachine,
@@ -33,10 +34,16 @@ FORM = "gemv"
 """The value of the schedule parameter ``cuda``."""
 MOST = 6
 """Schedules that are proposed."""
+MOST_ROWS = 4
+"""Rows that a thread's register tile has: more FMAs per weight than these take longer than the weight's load."""
+OTHER_REGISTERS = 40
+"""Of a thread, beside tile and accumulators: addresses, counters (as ptxas uses them)."""
 CLUSTERS = (9, 0)
 """The least compute capability with thread-block clusters."""
 CLUSTER_SIZES = (1, 2, 4, 8)
 """Blocks of a cluster; 8 is the most that every GPU of capability 9.0 allows."""
+WORD = 4
+"""Bytes of a register."""
 BLOCKS = (128, 256, 512)
 """Threads of a block."""
 LOADS = (4, 8, 16)
@@ -47,10 +54,11 @@ _RANKING = fit.coefficients("gpu/gemv", "ranking")
 
 @dataclass(frozen=True)
 class GemvProblem:
-    """A matrix times a vector, as the schedules see it.
+    """A matrix times a vector or a few, as the schedules see it.
 
     Attributes:
         columns, terms: extents of n and k. batch: products that are computed side by side.
+        rows: vectors, all of which a thread multiplies.
         item: bytes of an element of W.
         is_k_major: neighbouring k of W are neighbours in memory, else neighbouring n.
         moved: bytes of all operands and results.
@@ -62,14 +70,15 @@ class GemvProblem:
     item: int
     is_k_major: bool
     moved: int
+    rows: int = 1
 
     @classmethod
     def of(cls, program: Program) -> GemvProblem:
-        """Of a GEMM with one row (`lower.patterns.gemm.as_gemm`)."""
+        """Of a GEMM with few rows (`lower.patterns.gemm.as_gemm`)."""
         ranges, right = program.phases[0].ranges(), gemm_operands(program)[1]
-        batch = math.prod(a.extent for a in program.phases[0].axes if a.name != COLUMNS)
+        batch = math.prod(a.extent for a in program.phases[0].axes if a.name not in (ROWS, COLUMNS))
         moved = sum(b.bytes for b in (*program.inputs, *program.outputs))
-        return cls(ranges[COLUMNS], ranges[K], batch, right.item, right.along_terms, moved)
+        return cls(ranges[COLUMNS], ranges[K], batch, right.item, right.along_terms, moved, ranges[ROWS])
 
 
 @dataclass(frozen=True)
@@ -108,12 +117,12 @@ class GemvSchedule:
         more += [("k_major", 1)] if problem.is_k_major else []
         more += [("cluster", self.cluster)] if self.cluster > 1 else []
         more += [("split", self.split)] if self.split > 1 else []
-        made = tiled(program, {COLUMNS: self.columns}, {K: self.terms})
+        made = tiled(program, {ROWS: problem.rows, COLUMNS: self.columns}, {K: self.terms})
         return scheduled(made, FORM, self.threads, *more)
 
 
 def gemv_schedules(program: Program, machine: GpuMachine) -> list[Candidate]:
-    """Schedules of a GEMM with one row, best first, with the share of the memory's bandwidth that they are to reach."""
+    """Schedules of a GEMM with few rows, best first, with the share of the memory's bandwidth they are to reach."""
     return _diverse(schedule_space(program, machine))
 
 
@@ -170,12 +179,12 @@ def _shared_k(problem: GemvProblem, tile: GemvSchedule, machine: GpuMachine) -> 
     share = problem.terms / (tile.terms * tile.deep * tile.flight)
     if share < 0.5 and tile.deep > WARP:
         return
-    if tile.columns * tile.across > tile.threads:
+    if tile.columns * tile.across > tile.threads or not _resident_blocks(problem, tile, machine):
         return
     for cluster in CLUSTER_SIZES if machine.capability >= CLUSTERS else (1,):
         if cluster == 1 or share >= cluster:
             yield GemvSchedule(*_shape(tile), cluster=cluster)
-    resident = _resident_blocks(tile, machine)
+    resident = _resident_blocks(problem, tile, machine)
     split = min(resident // max(1, tile.blocks(problem)), int(share))
     if split > 1:
         yield GemvSchedule(*_shape(tile), split=split)
@@ -185,9 +194,16 @@ def _shape(tile: GemvSchedule) -> tuple[int, int, int, int, int]:
     return tile.columns, tile.terms, tile.flight, tile.across, tile.threads
 
 
-def _resident_blocks(made: GemvSchedule, machine: GpuMachine) -> int:
-    """Blocks that run at once."""
-    return machine.sms * max(1, int(_RANKING.resident_threads) // made.threads)
+def _resident_blocks(problem: GemvProblem, made: GemvSchedule, machine: GpuMachine) -> int:
+    """Blocks that run at once; 0 where the tiles of several rows do not fit in the registers."""
+    resident = max(1, int(_RANKING.resident_threads) // made.threads)
+    if problem.rows > 1:
+        words = (made.columns + problem.rows) * made.terms * made.flight * problem.item // WORD
+        registers = OTHER_REGISTERS + problem.rows * made.columns + words
+        if registers > MOST_REGISTERS:
+            return 0
+        resident = min(resident, machine.resident_blocks(made.threads, registers, 0))
+    return machine.sms * resident
 
 
 def time(problem: GemvProblem, made: GemvSchedule, machine: GpuMachine) -> TimeTerm:
@@ -200,17 +216,32 @@ def time(problem: GemvProblem, made: GemvSchedule, machine: GpuMachine) -> TimeT
     line = min(1.0, in_warp * problem.item / LINE)
     rate = machine.bandwidth * _COST.bandwidth_share * (1.0 - min(1.0, _COST.line_share) * (1.0 - line))
     asked = made.columns * made.terms * made.flight * problem.item
-    in_flight = asked * made.threads * min(blocks, _resident_blocks(made, machine))
-    memory = term(Resource.DRAM, problem.moved / rate / min(1.0, blocks / machine.sms), problem.moved)
+    in_flight = asked * made.threads * min(blocks, _resident_blocks(problem, made, machine))
+    busy = min(1.0, blocks / machine.sms)
+    memory = term(Resource.DRAM, problem.moved / rate / busy, problem.moved)
     latency = term(Resource.LATENCY, problem.moved / in_flight * _COST.memory_latency_seconds)
-    fixed = [term(Resource.LAUNCH, _COST.fixed_seconds)]
+    parts = [soft_maximum(4, memory, latency), term(Resource.LAUNCH, _COST.fixed_seconds)]
+    if problem.rows > 1:
+        parts.append(term(Resource.ISSUE, _issue_seconds(problem, made, machine) / busy))
+        partial = problem.rows * problem.columns * problem.batch * WORD * made.split
+        parts.append(term(Resource.REDUCE, 2 * partial / machine.bandwidth if made.split > 1 else 0.0))
     if made.cluster > 1:
-        fixed.append(term(Resource.BARRIER, _COST.cluster_seconds))
+        parts.append(term(Resource.BARRIER, _COST.cluster_seconds))
     if made.split > 1:
-        fixed.append(term(Resource.REDUCE, _COST.split_seconds))
-    return serial([soft_maximum(4, memory, latency), *fixed])
+        parts.append(term(Resource.LAUNCH, _COST.split_seconds))
+    return serial(parts)
 
 
 def estimated_seconds(problem: GemvProblem, made: GemvSchedule, machine: GpuMachine) -> float:
     """Estimated time of a launch, and of the second one of a split."""
     return time(problem, made, machine).value
+
+
+def _issue_seconds(problem: GemvProblem, made: GemvSchedule, machine: GpuMachine) -> float:
+    """Time in which the multiprocessors issue FMAs, conversions of 16-bit operands, and loads of the rows of x."""
+    weights = problem.batch * problem.columns * problem.terms
+    per_weight = problem.rows + problem.rows / made.columns  # a load of x is for all columns of the tile
+    if problem.item < WORD:
+        per_weight += 1 + problem.rows / made.columns
+    per_cycle = machine.arch.flop_per_clock_sm["ffma"] // 2
+    return weights * per_weight / (machine.sms * per_cycle * machine.arch.clock)

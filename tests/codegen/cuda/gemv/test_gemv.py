@@ -42,11 +42,15 @@ def heads(x, w, b):
     return jnp.einsum("hk,hkn->hn", x[:3], w) + b
 
 
-def layer(fn, terms, columns, dtype="float32", seed=0):
-    """A traced layer at batch 1 and its arguments."""
+def queries(x, w, b):
+    return jnp.einsum("hmk,hkn->hmn", x, w) + b
+
+
+def layer(fn, terms, columns, dtype="float32", seed=0, rows=1):
+    """A traced layer at batch 1 (or of a few rows) and its arguments."""
     rng = np.random.default_rng(seed)
-    shape = (columns, terms) if fn is k_major else (3, terms, columns) if fn is heads else (terms, columns)
-    shapes = ((3 if fn is heads else 1, terms), shape, (columns,))
+    shape = (columns, terms) if fn is k_major else (3, terms, columns) if fn in (heads, queries) else (terms, columns)
+    shapes = ((3, rows, terms) if fn is queries else (3 if fn is heads else rows, terms), shape, (columns,))
     arguments = [rng.standard_normal(s).astype(jnp.dtype(dtype)) for s in shapes]
     return programs.trace(fn, *arguments), arguments
 
@@ -93,6 +97,51 @@ def test_kernels_agree_with_float64(name):
     made = schedule.apply(program, GemvProblem.of(program))
     assert family_of(made).name == "gemv"
     check(fn, traced, arguments, made)
+
+
+ROWS = {
+    "row-major": (row_major, 2, 148, 60, GemvSchedule(4, 4, 1, 8, 128)),
+    "row-major, odd": (row_major, 3, 77, 33, GemvSchedule(1, 1, 4, 8, 128)),
+    "row-major, cluster": (row_major, 4, 260, 36, GemvSchedule(4, 4, 1, 8, 128, cluster=3)),
+    "row-major, split over the grid": (row_major, 3, 260, 36, GemvSchedule(4, 4, 1, 8, 128, split=3)),
+    "k-major": (k_major, 2, 256, 24, GemvSchedule(4, 4, 1, 2, 64)),
+    "k-major, odd": (k_major, 3, 101, 13, GemvSchedule(1, 1, 2, 1, 64)),
+    "k-major, cluster": (k_major, 4, 1028, 10, GemvSchedule(2, 4, 1, 1, 64, cluster=4)),
+    "k-major, split over the grid": (k_major, 4, 1028, 10, GemvSchedule(2, 4, 1, 1, 64, split=3)),
+    "queries": (queries, 3, 72, 20, GemvSchedule(4, 4, 1, 4, 64)),
+}
+
+
+@compiled
+@pytest.mark.parametrize("name", ROWS)
+def test_few_rows_agree_with_float64(name):
+    fn, rows, terms, columns, schedule = ROWS[name]
+    traced, arguments = layer(fn, terms, columns, rows=rows)
+    program = gemm_of(traced)
+    made = schedule.apply(program, GemvProblem.of(program))
+    assert family_of(made).name == "gemv" and {a.name: a.unroll for a in made.phases[0].axes}["m"] == rows
+    check(fn, traced, arguments, made)
+
+
+@compiled
+@pytest.mark.parametrize("fn", [row_major, k_major])
+@pytest.mark.parametrize("rows", [2, 4])
+def test_few_rows_compile_without_local_memory(fn, rows):
+    for dtype in ("float32", "bfloat16"):
+        program = layer(fn, 2048, 1000, dtype, rows=rows)[0].program()
+        found = list(FAMILIES["gemv"].schedules(program, H200))
+        assert found
+        for made, _ in found:
+            for launch in Image.unpack(compiler.compile_program(made, SM90).object_code).launches:
+                assert launch.resources.stack == 0 and launch.resources.registers * launch.block[0] <= 65536
+
+
+def test_a_thread_has_all_rows_or_one():
+    program = gemm_of(layer(row_major, 96, 72, rows=4)[0])
+    made = GemvSchedule(4, 4, 2, 8, 128).apply(program, GemvProblem.of(program))
+    axes = tuple(replace(a, unroll=2) if a.name == "m" else a for a in made.phases[0].axes)
+    with pytest.raises(CompileRejected, match="all rows or one"):
+        emit_source(gemv_program(replace(made, phases=(replace(made.phases[0], axes=axes),))))
 
 
 @compiled
@@ -172,8 +221,9 @@ def test_a_layer_at_batch_1_is_tried_as_gemv_first(machine):
     found = gpu_candidates.candidates(layer(fn, 2048, 1000)[0].program(), machine, 8, percent=10)
     names = [family_of(p).name for p, _ in found]
     assert names[0] == "gemv" and len({*names}) > 1
-    rows = programs.trace(fn, *(np.zeros(s, np.float32) for s in ((2, 2048), (2048, 1000), (1000,)))).program()
-    assert all(family_of(p).name != "gemv" for p, _ in gpu_candidates.candidates(rows, machine, 100))
+    for rows, tried in ((2, True), (4, True), (5, False)):
+        found = gpu_candidates.candidates(layer(fn, 2048, 1000, rows=rows)[0].program(), machine, 100)
+        assert any(family_of(p).name == "gemv" for p, _ in found) is tried
 
 
 def test_clusters_need_capability_9():

@@ -1,0 +1,182 @@
+"""Copies of the skinny GEMM: ``cp.async`` of 16 bytes per lane into the lane's own place, and ``mma`` fragments.
+
+The order of k in an ``mma`` is free as long as both operands agree, that of W's columns is free, too.  So a lane
+multiplies the neighbouring elements that it has copied itself, and no thread waits for another:
+
+* x, and W[n, k]: lane ``4 g + t`` has the k of 16 bytes beginning at ``16 t`` bytes of row ``g``.  The first two words
+  are what it gives to one ``mma``, the others to the next.
+* W[k, n]: it has the columns of 16 bytes beginning at ``16 g`` bytes (or of 8), of the same k as x.  Neighbouring
+  columns become rows ``g`` and ``g + 8`` of an ``mma``; of 16-bit elements ``prmt`` puts two k into a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from jcuts.codegen.cuda.ptx import global_memory as M
+from jcuts.codegen.cuda.ptx import mma as ptx_mma
+from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
+from jcuts.codegen.cuda.skinny_gemm.tile import WORDS
+from jcuts.codegen.llvm import lanes as L
+from jcuts.lower.patterns.gemm import GemmOperand, K
+from jcuts.schedule.gpu.machine import ACCESS
+from jcuts.schedule.gpu.skinny_gemm.schedules import LINE_BYTES, M_TILE, N_TILE, WORD
+
+Words = list[list[L.Value]]
+"""Registers of a tile of k: [access of 16 bytes][4]."""
+Place = tuple[L.Value, int]
+"""An address: register, bytes to add."""
+Live = Callable[[int], "L.Value | None"]
+"""Whether the k so many behind the lane's first one is there (None: always)."""
+WHOLE_LINES = ".L2::128B"
+"""Has the L2 cache read all of a line whose other part the next tile of k takes."""
+HALVES = ("0x5410", "0x7632")
+"""Selectors of ``prmt``: the lower halves of two words, the upper ones."""
+
+
+class LaneCopies:
+    """A lane's copies of one operand: tiles of k one behind the other.
+
+    Attributes:
+        places: the address (register, bytes to add) of every group of accesses at the lane's first k.
+        step: bytes from one k to the next.
+        cached: whether the L1 cache keeps what is read, for the block's other warps.
+    """
+
+    def __init__(self, frame: M.Frame, side: GemmOperand, term: L.Value, *, cached: bool) -> None:
+        """Args: term: the lane's first k in the whole product."""
+        self.builder, self.frame, self.side, self.cached = frame.builder, frame, side, cached
+        self.step, self.size = side.step * side.item, side.width * side.item
+        self.places: list[Place] = []
+        self._skipped = self.builder.mul(self.builder.sext(term, L.I64), L.I64(self.step))
+
+    def address(self, outer: L.Value) -> L.Value:
+        """Address (i64) of the lane's first k in a row (or column)."""
+        builder, side = self.builder, self.side
+        variables = {**self.frame.variables, K: L.I32(0), side.outer: outer}
+        place = M.index(replace(self.frame, variables=variables, cache={}), side.outer_offset)
+        place = builder.mul(builder.sext(place, L.I64), L.I64(side.item))
+        return builder.add(builder.add(self.frame.pointers[side.buffer], place), self._skipped)
+
+    def moved(self, terms: L.Value) -> list[Place]:
+        """The places so many k (i32) further."""
+        builder = self.builder
+        far = builder.mul(builder.sext(terms, L.I64), L.I64(self.step))
+        found: dict[L.Value, L.Value] = {}
+        for register, _ in self.places:
+            if register not in found:
+                found[register] = builder.add(register, far)
+        return [(found[register], constant) for register, constant in self.places]
+
+    def start(self, places: Sequence[Place], first: int, live: Live, target: Place) -> int:
+        """Starts the copies of one tile. Returns: bytes of shared memory from the first access behind the last one.
+
+        Args: places: of its step (`moved`); first: k behind the lane's first one; target: of the first access.
+        """
+        raise NotImplementedError
+
+    def _copy(self, place: Place, far: int, live: L.Value | None, target: Place) -> None:
+        source = (place[0], place[1] + far)
+        hint = "" if self.cached else WHOLE_LINES
+        ptx_mma.cp_async(self.builder, target, source, self.size, live, cached=self.cached, hint=hint)
+
+
+class KContiguousCopies(LaneCopies):
+    """Of x, and of W[n, k]: 16 bytes along k of each of several rows (columns)."""
+
+    def add_lines(self, first: L.Value, offsets: Sequence[int], extent: int, whole: bool) -> None:
+        """Rows (columns) at offsets from a first one; beyond the last one it is read. Args: whole: there is none."""
+        builder, stride = self.builder, self.side.index.stride(self.side.outer)
+        base = self.address(first) if whole and stride is not None else None
+        for offset in offsets:
+            if base is not None and stride is not None:
+                self.places.append((base, offset * stride * self.side.item))
+                continue
+            outer, last = builder.add(first, L.I32(offset)), L.I32(extent - 1)
+            inside = outer if whole else builder.select(builder.icmp_signed("<", outer, last), outer, last)
+            self.places.append((self.address(inside), 0))
+
+    def start(self, places: Sequence[Place], first: int, live: Live, target: Place) -> int:
+        """See `LaneCopies.start`: one access per line."""
+        side = self.side
+        for line, place in enumerate(places):
+            for begin in range(0, ACCESS // side.item, side.width):
+                into = (target[0], target[1] + line * LINE_BYTES + begin * side.item)
+                self._copy(place, (first + begin) * self.step, live(first + begin), into)
+        return len(places) * LINE_BYTES
+
+
+class NContiguousCopies(LaneCopies):
+    """Of W[k, n]: 16 or 8 bytes along n of each of the lane's k, of several groups of columns; 8 of two k lie together.
+
+    Attributes:
+        wide: these bytes.
+    """
+
+    def __init__(self, frame: M.Frame, side: GemmOperand, term: L.Value, wide: int) -> None:
+        """Args: as of `LaneCopies`."""
+        super().__init__(frame, side, term, cached=False)
+        self.wide, self.size = wide, min(self.size, wide)
+
+    def add_groups(self, first: L.Value, offsets: Sequence[int], extent: int, whole: bool) -> None:
+        """Groups of columns at offsets from the lane's first one; those beyond the last are read there."""
+        builder, side = self.builder, self.side
+        width = self.size // side.item
+        base = self.address(first) if whole else None
+        for offset in offsets:
+            for begin in range(offset, offset + self.wide // side.item, width):
+                if base is not None:
+                    self.places.append((base, begin * side.item))
+                    continue
+                outer, last = builder.add(first, L.I32(begin)), L.I32(extent - width)
+                inside = builder.select(builder.icmp_signed("<", outer, last), outer, last)
+                self.places.append((self.address(inside), 0))
+
+    def start(self, places: Sequence[Place], first: int, live: Live, target: Place) -> int:
+        """See `LaneCopies.start`: one access per group and k."""
+        each, vector = self.wide // self.size, ACCESS // self.side.item
+        for number, place in enumerate(places):
+            group, part = divmod(number, each)
+            for term in range(vector):
+                line, behind = divmod((group * vector + term) * self.wide, ACCESS)
+                into = (target[0], target[1] + line * LINE_BYTES + behind + part * self.size)
+                self._copy(place, (first + term) * self.step, live(first + term), into)
+        return len(places) // each * vector * self.wide // ACCESS * LINE_BYTES
+
+
+def weight_fragments(
+    builder: GpuBuilder, side: GemmOperand, words: Words, lane_columns: int
+) -> list[list[list[L.Value]]]:
+    """Fragments of W as the A operand of ``mma``: [16 columns][k-step][4], not rounded.
+
+    Args: words: of a tile of k, by access of 16 bytes; lane_columns: neighbouring columns of W[k, n] that a lane has.
+    """
+    if side.along_terms:
+        pairs = zip(words[::2], words[1::2], strict=True)
+        return [[[a[k], b[k], a[k + 1], b[k + 1]] for k in (0, 2)] for a, b in pairs]
+    vector, each = ACCESS // side.item, lane_columns * side.item // WORD
+    of_one_k = [access[k : k + each] for access in words for k in range(0, WORDS, each)]
+    found = []
+    for start in range(0, len(of_one_k), vector):
+        lines = of_one_k[start : start + vector]
+        if side.item < WORD:
+            lines = [_two_terms(builder, a, b) for a, b in zip(lines[::2], lines[1::2], strict=True)]
+        for column in range(0, lane_columns, 2):
+            found.append([[x[c] for x in lines[k : k + 2] for c in (column, column + 1)] for k in (0, 2)])
+    return found
+
+
+def _two_terms(builder: GpuBuilder, first: Sequence[L.Value], second: Sequence[L.Value]) -> list[L.Value]:
+    """Two k of every column in a word, of two lines of 16-bit columns."""
+    pairs = [(a, b, how) for a, b in zip(first, second, strict=True) for how in HALVES]
+    return [asm(builder, f"prmt.b32 $0, $1, $2, {how};", L.I32, [a, b]) for a, b, how in pairs]
+
+
+def fragment_columns(side: GemmOperand, columns: int, lane_columns: int) -> tuple[int, list[tuple[int, int]]]:
+    """Columns of a lane's results in a warp: (factor of ``lane / 4``, offsets of both rows of every ``mma``)."""
+    if side.along_terms:
+        return 1, [(first, first + N_TILE) for first in range(0, columns, M_TILE)]
+    groups = range(0, columns, N_TILE * lane_columns)
+    pairs = [(group + column, group + column + 1) for group in groups for column in range(0, lane_columns, 2)]
+    return lane_columns, pairs

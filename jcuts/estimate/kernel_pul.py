@@ -39,7 +39,9 @@ class PulRatios:
 def pul_ratios(time: KernelTime, arch: GpuArch) -> PulRatios:
     """The ratios of a kernel on a GPU."""
     found = amounts(time.root)
-    busiest, flop = found.get(Resource.COMPUTE.value) or found.get(Resource.ALU.value, (0.0, 0.0))
+    busiest, flop = found.get(Resource.COMPUTE.value) or found.get(
+        Resource.ALU.value, (time.flop / arch.num_sm, time.flop)
+    )
     compute = flop / arch.peak(time.unit)
     moved = max(found.get(name, (0.0, 0.0))[1] for name in (Resource.L2.value, Resource.DRAM.value))
     shared = found.get(Resource.SMEM.value, (0.0, 0.0))[0] / peak_rate(arch, Resource.SMEM.value, time.unit)

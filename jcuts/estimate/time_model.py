@@ -176,6 +176,7 @@ class KernelTime:
         unit: the compute unit that its FLOP are done by, as `GpuArch.flop_per_clock_sm` names it.
         compulsory: bytes that any kernel of the operation has to read or write at least once.
         fits: whether a multiprocessor holds a block (COEF_r).
+        flop: operations of a kernel whose terms do not say them: PUL alone reads it.
     """
 
     root: TimeTerm
@@ -183,6 +184,7 @@ class KernelTime:
     unit: str = "ffma"
     compulsory: float = 0.0
     fits: bool = True
+    flop: float = 0.0
 
     @property
     def seconds(self) -> float:

@@ -60,7 +60,7 @@ def test_mobilenet_is_ranked(mobilenet, name, monkeypatch):
     for operation in found.operations:
         assert bool(operation.candidates) != (operation.refused is not None)
         assert is_sorted([c.score for c in operation.candidates])
-        assert all(0 < c.score <= 1 and c.pul is None for c in operation.candidates)
+        assert all(0 < c.score <= 1 and 0 < c.bound <= c.seconds for c in operation.candidates)
         assert not any(dict(c.program.params)["cuda"] in ("product", "patch") for c in operation.candidates)
     convolutions = [o for o in found.operations if o.primitives.get("conv_general_dilated") and o.candidates]
     assert sum(o.count for o in convolutions) == 17 + 12 + 8  # depthwise; of at most 64 terms; of a single pixel
@@ -77,7 +77,7 @@ def test_mobilenet_is_assembled_for_turing(mobilenet, tmp_path):
     for operation in found.operations:
         good = [c for c in operation.candidates if not c.rejected]
         assert bool(good) != (operation.refused is not None)
-        assert is_sorted([c.pul for c in good]) and all(0 < c.pul <= 1 and c.seconds > 0 for c in good)
+        assert is_sorted([-c.seconds for c in good]) and all(0 < c.pul <= 1 and c.seconds > 0 for c in good)
     written = offline_ranking.write_ptx(found, tmp_path)
     assert len(written) == sum(not o.refused for o in found.operations) > 10
     for path in written:

@@ -142,5 +142,7 @@ def gemv_time(program: Program, machine: GpuMachine) -> KernelTime:
     terms = next(r.unroll for r in phase.reds if r.name == K)
     more = _numbers(params, flight=1, across=1, threads=1, cluster=1, split=1)
     schedule = gemv.GemvSchedule(phase.axes[-1].unroll, terms, **more)
-    root = gemv.time(gemv.GemvProblem.of(program), schedule, machine)
-    return KernelTime(root, unit="ffma", compulsory=memory_bound(program).bytes)
+    problem = gemv.GemvProblem.of(program)
+    flop = 2.0 * problem.rows * problem.columns * problem.terms * problem.batch
+    root = gemv.time(problem, schedule, machine)
+    return KernelTime(root, unit="ffma", compulsory=memory_bound(program).bytes, flop=flop)

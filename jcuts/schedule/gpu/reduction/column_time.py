@@ -15,6 +15,7 @@ from jcuts.estimate.time_model import KernelTime, Resource, TimeTerm, by_ratios,
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.scan_axes import TIME
 from jcuts.schedule import fit
+from jcuts.schedule.cpu.loop_candidates import work
 from jcuts.schedule.gpu.bound import memory_bound
 from jcuts.schedule.gpu.machine import (
     ACCESS,
@@ -50,7 +51,8 @@ def memory_of(program: Program, machine: GpuMachine) -> TimeTerm:
 
 def of_program(program: Program, root: TimeTerm) -> KernelTime:
     """The model of a scheduled program with an expression in seconds."""
-    return KernelTime(root, unit="ffma", compulsory=memory_bound(program).bytes)
+    flop = float(sum(work(phase) for phase in program.phases))
+    return KernelTime(root, unit="ffma", compulsory=memory_bound(program).bytes, flop=flop)
 
 
 # -- sums of columns ---------------------------------------------------------------------------------------------------

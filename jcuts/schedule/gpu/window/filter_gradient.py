@@ -14,6 +14,7 @@ from typing import Any
 from jcuts.estimate.time_model import KernelTime, Resource, TimeTerm, scaled, serial, term
 from jcuts.kernel_ir.program import Phase, Program, Red
 from jcuts.schedule import fit
+from jcuts.schedule.cpu.loop_candidates import work
 from jcuts.schedule.gpu.bound import memory_bound
 from jcuts.schedule.gpu.machine import (
     ACCESS,
@@ -188,7 +189,8 @@ def gradient_time(program: Program, machine: GpuMachine) -> KernelTime:
     each = -(-tiles // (threads // across * split))
     tile = _Tile(lane.unroll, terms, values, fresh, registers)
     root = _time(program, machine, tile, rows, _Launch(across, threads, each, int(params["ahead"]), split))
-    return KernelTime(root, unit="ffma", compulsory=memory_bound(program).bytes)
+    flop = float(sum(work(phase) for phase in program.phases))
+    return KernelTime(root, unit="ffma", compulsory=memory_bound(program).bytes, flop=flop)
 
 
 def _registers(taps: dict[str, int], vector: int, values: int, fresh: int, size: int, wide: int) -> float:

@@ -17,6 +17,7 @@ from jcuts.lower.scan_axes import TIME
 from jcuts.schedule import fit
 from jcuts.schedule.cpu.loop_candidates import work
 from jcuts.schedule.gpu.bound import memory_bound
+from jcuts.schedule.gpu.coalescing import LINE
 from jcuts.schedule.gpu.machine import (
     ACCESS,
     IN_FLIGHT,
@@ -27,13 +28,11 @@ from jcuts.schedule.gpu.machine import (
 from jcuts.schedule.gpu.window import filter_gradient
 
 _COLUMN = fit.coefficients("gpu/reduction", "column")
+WORD = 4
+"""Bytes of a partial sum."""
 _SOFTMAX = fit.coefficients("gpu/reduction", "column_softmax")
 _WELFORD = fit.coefficients("gpu/reduction", "welford")
 _SCAN = fit.coefficients("gpu/reduction", "scan")
-COLUMN_FLIGHTS = {4: 1.0, 8: _COLUMN.flight_8_factor, 2: _COLUMN.flight_2_factor, 1: _COLUMN.flight_1_factor}
-"""Factor on the time, by loads in flight of a thread."""
-COLUMN_WAVES = {2: _COLUMN.waves_2_factor, 4: _COLUMN.waves_4_factor}
-"""Factor on the time, by waves of blocks that split the reduction."""
 SOFTMAX_THREADS = {
     1024: _SOFTMAX.threads_1024_factor,
     512: 1.0,
@@ -124,50 +123,31 @@ def column_time(made: ColumnSchedule, results: int, memory: TimeTerm, machine: G
     resident, blocks = made.resident * machine.sms, made.blocks
     rounds = -(-blocks // resident)
     under_way = min(made.flight * max(1, made.loads) * made.size, 4 * max(16, 96 - made.kept))  # bytes of a thread
-    under_way *= min(blocks, resident) * made.threads
+    there = min(blocks, resident) * made.threads
     even = -(-blocks // machine.sms) * machine.sms if rounds == 1 else rounds * resident
     waste = even / blocks if rounds < 4 else 1.0
-    line = _COLUMN.line_share_base + _COLUMN.line_share_slope * made.across * made.vector * made.size / 128
+    line = min(1.0, made.across * made.vector * made.size / LINE)
     deep = made.threads // made.across
     idle = -(-made.lane // made.across) * made.across / made.lane * made.threads / (made.across * deep)
     again = made.loads / (made.inside * made.vector) - 1.0  # what the caches deliver again
     ratios = {
-        "loads in flight": max(1.0, IN_FLIGHT / under_way),
-        "idle threads": max(1.0, idle * _COLUMN.idle_factor),
-        "lines": 1.0 / min(1.0, line),
+        "loads in flight": 1.0 + _COLUMN.latency_share * IN_FLIGHT / (under_way * there),
+        "idle threads": max(1.0, idle) ** _COLUMN.idle_exponent,
+        "lines": 1.0 / (_COLUMN.line_share_base + (1.0 - _COLUMN.line_share_base) * line),
         "cached reads": 1.0 + _COLUMN.cached_read_weight * again,
-        "waves": _COLUMN.whole_wave_base + _COLUMN.wave_waste_weight * waste,
+        "waves": 1.0 + _COLUMN.wave_waste_weight * (waste - 1.0),
+        "occupancy": min(1.0, there / machine.threads) ** -_COLUMN.occupancy_exponent,
     }
     spent = memory
     for name, ratio in ratios.items():
         spent = scaled(name, ratio, spent)
-    parts = [spent, term(Resource.LAUNCH, _COLUMN.launch_seconds)]
+    fixed = term(Resource.LAUNCH, _COLUMN.launch_seconds)
+    parts = [spent, fixed, term(Resource.BARRIER, deep * _COLUMN.row_seconds)]
     if made.split > 1:
         parts.append(term(Resource.LAUNCH, _COLUMN.split_launch_seconds))
-        parts.append(term(Resource.REDUCE, 4 * results * made.split / machine.bandwidth))
-    whole = serial(parts)
-    for name, ratio in _block_ratios(made, blocks / resident):
-        whole = scaled(name, ratio, whole)
-    return whole
-
-
-def _block_ratios(made: ColumnSchedule, waves: float) -> list[tuple[str, float]]:
-    """Small fitted factors: loads in flight, size and shape of a block, registers, width of an access, waves."""
-    found = [("flight", COLUMN_FLIGHTS.get(made.flight, _COLUMN.flight_8_factor))]
-    if made.threads > 768:
-        split = _COLUMN.large_block_split_factor if made.split > 1 else _COLUMN.large_block_factor
-        found.append(("block", split))
-    elif made.threads < 384:
-        found.append(("block", _COLUMN.small_block_factor))
-    if made.across & (made.across - 1):  # no shuffles: more shared memory
-        found.append(("no shuffle", _COLUMN.no_shuffle_factor))
-    if made.taps and made.kept > 20:  # few registers: more threads at once
-        found.append(("registers", _COLUMN.tap_registers_factor))
-    if made.vector * made.size != ACCESS and not made.taps:
-        found.append(("narrow access", _COLUMN.narrow_access_factor))
-    if made.split > 1:
-        found.append(("waves", COLUMN_WAVES.get(4 if waves > 3 else 2 if 2 * waves > 3 else 1, 1.0)))
-    return found
+        partial = WORD * results * made.split / machine.bandwidth
+        parts.append(term(Resource.REDUCE, _COLUMN.partial_sum_passes * partial))
+    return serial(parts)
 
 
 def column_reduction_time(program: Program, machine: GpuMachine) -> KernelTime:

@@ -51,6 +51,9 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
+# Of programs with products in loops: by cuBLAS, as Triton's kernels are slow for a few rows (a recurrence's step).
+LOOP_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {"cuda": {"library": {"xla_gpu_enable_triton_gemm": False}}}
+
 # A candidate that needs this many times the best time in each of its warm runs is not timed any further.
 PRUNE_RATIO = 3.0
 # Where one call of plain jax.jit takes longer [s], programs that differ by compiler options alone are not tried.

@@ -34,7 +34,8 @@ def benchmark(traced: TracedCall, planned: PlanningResult, again: Decision | Non
     Args: again: a decision taken in noise, of whose programs those race that may still win.
     """
     start = time.monotonic()
-    names = variant_space.programs(planned.racing, variant_space.options(traced.platform))
+    options = variant_space.options(traced.platform), variant_space.loop_options(traced.closed, traced.platform)
+    names = variant_space.programs(planned.racing, *options)
     out = variant_space.dominated_names(names, planned.behind)
     if traced.on_gpu and time_budget.current().is_limited:
         out |= variant_space.beyond_race_limit([name for name in names if name not in out], planned.gains)
@@ -96,7 +97,8 @@ def _programs(traced: TracedCall, names: Sequence[str]) -> dict[str, Any]:
     """Whole programs, on a GPU compiled."""
     call = traced.call
     more = autotune_cache.options() if traced.on_gpu else {}
-    mine = {name: {} if variant_space.is_xla(name) else more for name in names}
+    own = end_to_end_benchmark.LOOP_OPTIONS.get("cuda", {})  # other algorithms than those that were published
+    mine = {n: {} if variant_space.is_xla(n) or n.partition(":")[2] in own else more for n in names}
     calls = {name: traced.compiler.program(name, call.placement, call.platform, mine[name]).call for name in names}
     if traced.on_gpu:
         precompile_variants(

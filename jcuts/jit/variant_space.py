@@ -38,6 +38,7 @@ from jcuts.pipeline.kernel_selection import NEAR_TIE_RATIO
 from jcuts.pipeline.outcome import Outcome
 from jcuts.report.function_report import FunctionReport
 from jcuts.rewrite import registry as rewrite_registry
+from jcuts.rewrite.matmul_patterns import DOT
 from jcuts.rewrite.simplify import simplify
 from jcuts.schedule.gpu.gemm.wgmma import GROUPED
 from jcuts.trace import jaxapi
@@ -47,6 +48,7 @@ from jcuts.xla import devices as xla_devices
 log = logging.getLogger("jcuts")
 
 GPUS = ("gpu", "cuda")
+LOOPS = ("scan", "while")
 ALWAYS_ON = ("scales", "rounds", "slots")  # rewrites that take work away and add none
 KERNEL_ONLY = ("slots",)  # rewrites that only kernels gain by
 ONLY_COMBINED = ("pools", "siblings")  # rewrites that only race beside all others that apply
@@ -93,7 +95,9 @@ def _family(platform: str) -> str:
 
 def compiler_options(name: str, platform: str) -> dict[str, Any] | None:
     """Compiler options of a program (None for none, or for a name that this version does not know)."""
-    return end_to_end_benchmark.OPTIONS.get(_family(platform), {}).get(name.partition(":")[2])
+    family, option = _family(platform), name.partition(":")[2]
+    known = {**end_to_end_benchmark.OPTIONS.get(family, {}), **end_to_end_benchmark.LOOP_OPTIONS.get(family, {})}
+    return known.get(option)
 
 
 def options(platform: str) -> tuple[str, ...]:
@@ -102,6 +106,24 @@ def options(platform: str) -> tuple[str, ...]:
     if platform not in GPUS:
         return names
     return next(((name,) for name in names if _accepts(name, platform)), ())
+
+
+def loop_options(closed: jaxapi.Closed, platform: str) -> tuple[str, ...]:
+    """Compiler options that are tried besides for programs with matrix products in loops; none for others."""
+    if platform not in GPUS or not has_products_in_loops(closed):
+        return ()
+    return tuple(name for name in end_to_end_benchmark.LOOP_OPTIONS[_family(platform)] if _accepts(name, platform))
+
+
+def has_products_in_loops(closed: jaxapi.Closed, in_loop: bool = False) -> bool:
+    """Whether a `scan` or `while` body of a program multiplies matrices."""
+    for eqn in closed.jaxpr.eqns:
+        name = jaxapi.primitive_name(eqn)
+        if in_loop and name == DOT:
+            return True
+        if any(has_products_in_loops(body, in_loop or name in LOOPS) for _, _, body in jaxapi.inner_jaxprs(eqn)):
+            return True
+    return False
 
 
 @functools.cache
@@ -220,11 +242,13 @@ def near_ties(report: FunctionReport) -> bool:
     return bool(report.subsets) and (sum(lost) > LEAST_SHARE * sum(every) or small > LEAST_SHARE * report.equations)
 
 
-def programs(forms: Sequence[Variant | None], extra: Sequence[str]) -> list[str]:
+def programs(forms: Sequence[Variant | None], extra: Sequence[str], loops: Sequence[str] = ()) -> list[str]:
     """Names in the fixed order that decides ties: the plainer program wins.
 
-    With several forms only the first is tried without compiler options.
+    With several forms only the first is tried without compiler options.  Args: loops: further options, for products in
+    loops.
     """
+    extra = (*extra, *loops)
     names = [end_to_end_benchmark.XLA, *(f"{end_to_end_benchmark.XLA}:{option}" for option in extra)]
     if forms:
         names.append(name_of(forms[0]))

@@ -382,3 +382,24 @@ def test_the_clock_of_a_tuning_budget_is_held_while_plain_xla_compiles():
     now[0] += 7.0
     assert budget.spent() == 7.0
     assert variant_planning.beyond_plain_jit({}, budget) == {} and budget.spent() == 7.0
+
+
+def test_products_in_loops_are_tried_with_the_library(monkeypatch):
+    def recurrence(w, x):
+        return lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=4)[0]
+
+    def product(w, x):
+        return lax.scan(lambda h, _: (jnp.tanh(h), None), x @ w, None, length=4)[0]
+
+    w, x = values(8, 8), values(2, 8)
+    looped, plain = (jaxapi.closed_jaxpr_of(jax.jit(f), w, x) for f in (recurrence, product))
+    assert variant_space.has_products_in_loops(looped) and not variant_space.has_products_in_loops(plain)
+    monkeypatch.setattr(variant_space, "_accepts", lambda name, platform: True)
+    assert variant_space.loop_options(looped, "cuda") == ("library",)
+    assert variant_space.loop_options(plain, "cuda") == variant_space.loop_options(looped, "cpu") == ()
+    names = variant_space.programs([None], ["graphs"], ["library"])
+    assert names == ["xla", "xla:graphs", "xla:library", "jcuts", "jcuts:graphs", "jcuts:library"]
+    assert variant_space.is_known("jcuts:library", "cuda", True) and not variant_space.is_known(
+        "xla:library", "cpu", True
+    )
+    assert variant_space.compiler_options("xla:library", "cuda") == {"xla_gpu_enable_triton_gemm": False}

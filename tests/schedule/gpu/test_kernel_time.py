@@ -88,7 +88,7 @@ def test_predicted_times_are_no_less_than_their_bounds(name, gpu):
 
 
 ONE_SCALE = ("copy", "transpose", "row sum", "softmax", "column softmax", "batch norm", "cumulative sum")
-"""Whose candidates have scores on one scale: no family is rescaled, no schedule is moved back for being like another."""
+"""Whose candidates have scores on one scale: no family is rescaled, nothing is moved back for being like another."""
 
 
 @pytest.mark.parametrize("name", ONE_SCALE)

@@ -6,7 +6,8 @@ mean m and squared deviations M, c more points at distances d from m make
     m' = m + sum(d) / (n + c),   M' = M + sum(d**2) - sum(d)**2 / (n + c)
 
 (at most half of the sum of squares cancels, but for the first points: these are seen from one of them, and at most a
-fraction of 1 - 1/c does).  Threads of a column combine their statistics by shuffles and through shared memory.
+fraction of 1 - 1/c does).  Threads of a column combine their statistics by shuffles and through shared memory.  A plain
+sum goes along: where a column has infinities m becomes NaN at the next point, and the mean is that sum over n.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class WelfordKernel(ColumnSoftmaxKernel):
             left = self.builder.sub(L.I32(terms), self.builder.mul(self.variables[GROUP], mine))
             mine = self.builder.select(self.builder.icmp_signed("<", left, mine), left, mine)
         moments = self._pass(bare[0], first, mine, split, terms)
-        totals = self._team_reduce([[self.kind] * 3], dict(moments), lambda _, a, b: self._join(a, b))
+        totals = self._team_reduce([[self.kind] * 4], dict(moments), lambda _, a, b: self._join(a, b))
         self._results(found.centre, totals)
         for phase in self.program.phases[2:]:
             self._map_phase(phase)
@@ -54,11 +55,14 @@ class WelfordKernel(ColumnSoftmaxKernel):
     def _results(self, centre: str, totals: Totals) -> None:
         """The program's two sums of every column: n * m, and M + n * (m - c)**2."""
         builder = self.builder
-        sums: Totals = {key: (builder.fmul(mean, count),) for key, (mean, _, count) in totals.items()}
+        sums: Totals = {}
+        for key, (mean, _, count, plain) in totals.items():
+            finite = builder.fcmp_ordered("==", builder.fsub(mean, mean), ir.Constant(self.kind, 0.0))
+            sums[key] = (builder.select(finite, builder.fmul(mean, count), plain),)
         self._column_results(self.program.phases[0], sums)
         self.reductions += 1
         squares: Totals = {}
-        for (number, column), (mean, deviations, count) in totals.items():
+        for (number, column), (mean, deviations, count, _) in totals.items():
             gone = builder.fsub(mean, self.scalars[centre, column].value)
             squares[number, column] = (L.fma(builder, builder.fmul(gone, gone), count, deviations),)
         self._column_results(self.program.phases[1], squares)
@@ -69,7 +73,7 @@ class WelfordKernel(ColumnSoftmaxKernel):
         """Moments of this thread's points; ``mine``: points of the block's columns."""
         builder, chunks = self.builder, self.layout.chunks
         zero = ir.Constant(self.kind, 0.0)
-        self.slots = [[self._slot(self.kind, zero) for _ in range(2)] for _ in range(self.layout.vector)]
+        self.slots = [[self._slot(self.kind, zero) for _ in range(3)] for _ in range(self.layout.vector)]
         self.count = self._slot(self.kind, zero)
         step = self.step * chunks
         full = builder.udiv(mine, L.I32(step))
@@ -93,7 +97,11 @@ class WelfordKernel(ColumnSoftmaxKernel):
             with builder.if_then(builder.icmp_signed("<", end, mine)):
                 self._chunk(whole, end, reach, mine, pieces)
         count = builder.load(self.count)
-        return {(0, v): (*(builder.load(x) for x in made), count) for v, made in enumerate(self.slots)}
+        found: Totals = {}
+        for v, made in enumerate(self.slots):
+            mean, squares, plain = (builder.load(x) for x in made)
+            found[0, v] = (mean, squares, count, plain)
+        return found
 
     def _chunk(self, phase: Phase, base: L.Value, reach: int, limit: L.Value | None, pieces: int) -> None:
         """Adds ``pieces`` points of every column; with a ``limit`` only those before it."""
@@ -130,12 +138,14 @@ class WelfordKernel(ColumnSoftmaxKernel):
             gone = [builder.fsub(p, mean) for p in points]
             if inside is not None:
                 gone = [builder.select(i, g, zero) for i, g in zip(inside, gone, strict=True)]
+                points = [builder.select(i, p, zero) for i, p in zip(inside, points, strict=True)]
             moved, squares = self._sum(gone), builder.load(slots[1])
             for g in gone:
                 squares = L.fma(builder, g, g, squares)
             step = builder.fmul(moved, share)
             builder.store(builder.fadd(mean, step), slots[0])
             builder.store(L.fma(builder, builder.fneg(moved), step, squares), slots[1])
+            builder.store(builder.fadd(builder.load(slots[2]), self._sum(points)), slots[2])
         builder.store(total, self.count)
 
     def _sum(self, values: list[L.Value]) -> L.Value:
@@ -153,9 +163,10 @@ class WelfordKernel(ColumnSoftmaxKernel):
     def _join(self, a: tuple[L.Value, ...], b: tuple[L.Value, ...]) -> tuple[L.Value, ...]:
         """Merges the moments of two sets of points; either may be empty."""
         builder = self.builder
-        (mean, squares, count), (other, more, added) = a, b
+        (mean, squares, count, plain), (other, more, added, others) = a, b
         total = builder.fadd(count, added)
         share = builder.fdiv(added, self._at_least_one(total))
         gone = builder.fsub(other, mean)
         between = builder.fmul(builder.fmul(gone, gone), builder.fmul(count, share))
-        return L.fma(builder, gone, share, mean), builder.fadd(builder.fadd(squares, more), between), total
+        squares = builder.fadd(builder.fadd(squares, more), between)
+        return L.fma(builder, gone, share, mean), squares, total, builder.fadd(plain, others)

@@ -156,7 +156,7 @@ def welford(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             unit = WARP // math.gcd(across, WARP)
             deep = threads // across // unit * unit
             lines = across * deep // WARP if across < WARP and WARP % across == 0 else deep
-            if deep < vector or chunks * vector > RESIDENT or 12 * lines * across * vector > SHARED:
+            if deep < vector or chunks * vector > RESIDENT or 16 * lines * across * vector > SHARED:
                 continue
             blocks = -(-lane.extent // (vector * across)) * outer
             for waves in (1, 2):

@@ -196,3 +196,24 @@ def test_blocks_of_144_columns_have_no_idle_threads(form):
     assert found and all(dict(p.params)["threads"] % dict(p.params)["across"] == 0 for p in found)
     assert all(dict(p.params)["threads"] % 32 == 0 for p in found)
     check(found[0], traced.operands(), [np.asarray(y) for y in jax.tree.leaves(jax.jit(fn)(x))])
+
+
+@compiled
+def test_one_pass_means_keep_infinities():
+    """Welford's update makes NaN of an infinite mean at the next point; the sum of the column is what XLA's mean has."""
+
+    def centred(x):
+        mean = x.mean(0, keepdims=True)
+        return x - mean, mean[0], jnp.square(x - mean).mean(0)
+
+    x = values(5003, 24)
+    for column, found in enumerate(([np.inf], [-np.inf, -np.inf], [np.inf, -np.inf], [np.nan], [np.inf, np.nan])):
+        for place, value in enumerate(found):
+            x[17 + 2500 * place, column] = value
+    x[0, 6], x[5002, 7] = np.inf, -np.inf
+    traced = programs.trace(centred, x)
+    machine = gpu_candidates.GpuMachine(4)
+    found = [p for p, _ in gpu_candidates.candidates(traced.program(), machine, 1 << 20)]
+    found = [p for p in found if dict(p.params)["cuda"] == "moments"]
+    assert found
+    check(found[0], traced.operands(), [np.asarray(y) for y in jax.jit(centred)(x)])

@@ -37,19 +37,26 @@ def benchmark(traced: TracedCall, planned: PlanningResult, again: Decision | Non
     options = variant_space.options(traced.platform), variant_space.loop_options(traced.closed, traced.platform)
     names = variant_space.programs(planned.racing, *options)
     out = variant_space.dominated_names(names, planned.behind)
+    late: dict[str, str] = {}
     if traced.on_gpu and time_budget.current().is_limited:
-        out |= variant_space.beyond_race_limit([name for name in names if name not in out], planned.gains)
-    names = [name for name in names if name not in out]
+        late = variant_space.beyond_race_limit([name for name in names if name not in out], planned.gains)
+    names = [name for name in names if name not in out and name not in late]
     every = None if traced.on_gpu else _near_ties(traced, planned.outcomes)
     if every is not None:
         names.append(variant_space.name_of(variant_space.EVERY))
     barred = variant_space.over_workspace_limit(names, planned.rows if planned.racing else {}, traced.settings)
     contending = again.still_contending(names) if again else names
     decision = time_programs(traced, [n for n in contending if n == XLA or n not in barred], barred)
+    if more := variant_space.in_place_of_refused(decision.rejected, names, late, planned.gains):
+        log.info("none of %d programs is right, %d others are tried", len(names), len(more))
+        refused, late = decision.rejected, {name: why for name, why in late.items() if name not in more}
+        plain = [name for name in names if variant_space.is_xla(name) and name not in refused]
+        decision = time_programs(traced, [*plain, *(name for name in more if name not in barred)], barred)
+        decision = dataclasses.replace(decision, rejected={**refused, **decision.rejected})
     if single := chain_ablation.unchained_variant(decision, planned.joined):
         decision = _ablate_chains(traced, decision, single)
     partial = every is not None and bool(every.report.unmeasured)
-    decision = dataclasses.replace(decision, rejected={**out, **decision.rejected}, partial=partial)
+    decision = dataclasses.replace(decision, rejected={**out, **late, **decision.rejected}, partial=partial)
     if again is not None:
         decision = dataclasses.replace(decision, tries=again.tries + 1)
     log.info("%d whole programs compared in %.2f s", len(names), time.monotonic() - start)

@@ -326,6 +326,20 @@ def beyond_race_limit(names: Sequence[str], gains: Mapping[Variant | None, float
     return {name: "not tried: the time for tuning is limited" for name in ours if name not in best.values()}
 
 
+def in_place_of_refused(
+    refused: Mapping[str, str], raced: Sequence[str], late: Mapping[str, str], gains: Mapping[Variant | None, float]
+) -> list[str]:
+    """Programs to race where none of those with kernels was right: the next best of what the limit left out.
+
+    Args: refused: programs that are out; raced: all that took part; late: those that the limit left out.
+    """
+    ours = [name for name in raced if not is_xla(name)]
+    if not ours or not late or any(name not in refused for name in ours):
+        return []
+    after = beyond_race_limit(list(late), gains)
+    return [name for name in late if name not in after]
+
+
 def dominated_names(names: Sequence[str], behind: Mapping[Variant | None, str]) -> dict[str, str]:
     """Programs of forms that are left behind, with the reason; never XLA's own, which have no form."""
     return {name: behind[form] for name in names if not is_xla(name) and (form := form_of(name)) in behind}

@@ -403,3 +403,17 @@ def test_products_in_loops_are_tried_with_the_library(monkeypatch):
         "xla:library", "cpu", True
     )
     assert variant_space.compiler_options("xla:library", "cuda") == {"xla_gpu_enable_triton_gemm": False}
+
+
+def test_others_race_where_all_that_were_chosen_are_refused():
+    plain, turned = None, Variant(("turns",), "all")
+    anchored = Variant((), "anchored")
+    names = ["xla", "xla:graphs", *variant_space.programs([plain, anchored, turned], ["graphs"])[2:]]
+    gains = {plain: 1e-4, anchored: 2e-4, turned: 3e-4}
+    late = variant_space.beyond_race_limit(names, gains)
+    raced = [name for name in names if name not in late]
+    assert raced == ["xla", "xla:graphs", "jcuts/turns:graphs"]
+    more = variant_space.in_place_of_refused({"jcuts/turns:graphs": "is off"}, raced, late, gains)
+    assert more == ["jcuts/plain/anchored:graphs"]
+    assert variant_space.in_place_of_refused({}, raced, late, gains) == []
+    assert variant_space.in_place_of_refused({"jcuts/turns:graphs": "is off"}, raced, {}, gains) == []

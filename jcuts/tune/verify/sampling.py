@@ -4,6 +4,10 @@ A float64 reference of a hundred million elements costs seconds and gigabytes fo
 output the rule (`tune.verify.acceptance`) sees whole runs of neighbours, drawn at random, with the first and the last
 ones among them; on ordinary inputs every single element is compared with XLA's as well.
 
+A subset that turns floats into discrete values (a mask `x > 0`, and what is chosen by it) may rightly differ from XLA's
+code in single elements, wherever a float lies within rounding of its threshold.  There every element is compared, too,
+but so many may be apart as the sample makes likely, and no more of them side by side than the sample has.
+
 The largest difference of two correct results among N elements, of which n are sampled, is extrapolated by extreme-value
 statistics: distances with a light tail hardly grow from n elements to N, those with a heavy one (quotients by numbers
 that may be next to nothing, sums that cancel) grow as (N / n)^(1 / a), with a the tail's index.
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -30,6 +35,10 @@ LARGEST = 1 << 22
 RUN = 512
 """Neighbours that are looked at together."""
 RUNS = 1 << 11
+FLIPS = 8
+"""Elements of a run that may be apart where the sample has none: flips come singly, a wrong tile does not."""
+UNSEEN = 10
+"""Elements that the sample may have missed, as if it had seen so many more."""
 ENDS = 64
 """Runs at either end that are always looked at."""
 TAIL = 64
@@ -39,11 +48,11 @@ TAIL = 64
 def sample_positions(problem: Problem, spec: Output) -> np.ndarray | None:
     """Flat positions of the elements that the rule sees, ascending; None: all of them.
 
-    Where the subset turns floats into discrete values (`Problem.perturb`) results may rightly differ from XLA's here
-    and there, so that only the rule can judge them: it sees all.
+    Of discrete outputs it sees all, but where the subset turns floats into them (`Problem.perturb`): there one set of
+    inputs takes a dozen references, and gigabytes of each.
     """
-    size = math.prod(spec.shape)
-    if size <= LARGEST or problem.perturb or spec.exact or not is_float(dtype_of(spec.dtype)):
+    size, dtype = math.prod(spec.shape), dtype_of(spec.dtype)
+    if size <= LARGEST or dtype.kind == "c" or not (problem.perturb or (is_float(dtype) and not spec.exact)):
         return None
     return _drawn(size)
 
@@ -57,7 +66,9 @@ def _drawn(size: int) -> np.ndarray:
     return found[found < size]
 
 
-def compare(index: int, xla: np.ndarray, have: np.ndarray, found: Accuracy, seen: np.ndarray) -> None:
+def compare(
+    index: int, xla: np.ndarray, have: np.ndarray, found: Accuracy, seen: np.ndarray, *, may_flip: bool = False
+) -> None:
     """Compares every element with XLA's; what the sample showed of both errors bounds how far they may be apart.
 
         |c_i - x_i| - tiny  <=  4 (limit + XLA's error) growth * max(|x_i|, rms),     (`tune.verify.acceptance`, rule 3)
@@ -69,10 +80,14 @@ def compare(index: int, xla: np.ndarray, have: np.ndarray, found: Accuracy, seen
         xla, have: both results on ordinary inputs, whole.
         found: errors of the sample.
         seen: positions of the sample.
+        may_flip: whether floats become discrete values on the way: single elements may be apart (`_check_flips`).
     Raises:
         AccuracyRejected: with the first offending position.
     """
     x, c = xla.reshape(-1), have.reshape(-1)
+    if not is_float(have.dtype):
+        _check_flips(index, c.size, seen, lambda slab: c[slab] != x[slab])
+        return
     info = ml_dtypes.finfo(have.dtype)
     tiny, most_finite = float(info.smallest_normal), float(info.max)
     looked = x[seen].astype(np.float64)
@@ -86,6 +101,10 @@ def compare(index: int, xla: np.ndarray, have: np.ndarray, found: Accuracy, seen
     growth = _growth(distances(c[seen], x[seen]), x.size)
     limit = ELEMENT_FACTOR * (found.limit + found.xla) * _eps(have.dtype)
     limit = max(limit, min(limit * growth, MOST_APART))
+
+    if may_flip:
+        _check_flips(index, c.size, seen, lambda slab: distances(c[slab], x[slab]) > limit)
+        return
 
     def worst(slab: slice) -> float:
         return float(np.max(distances(c[slab], x[slab]), initial=0.0))
@@ -103,6 +122,31 @@ def compare(index: int, xla: np.ndarray, have: np.ndarray, found: Accuracy, seen
         first=first * blocked_numpy.SLAB,
         apart_ulp=apart,
         limit_ulp=most,
+    )
+
+
+def _check_flips(index: int, size: int, seen: np.ndarray, apart: Callable[[slice], np.ndarray]) -> None:
+    """Checks that elements that are apart from XLA's are as rare, and as much alone, as in the sample.
+
+    Args: apart: which elements of a slab are. Raises: AccuracyRejected with the first run that has too many of them.
+    """
+    mask = np.concatenate(blocked_numpy.parallel_blocks(size, apart)) if size else np.zeros(0, bool)
+    padded = np.zeros(-(-size // RUN) * RUN, bool)
+    padded[:size] = mask
+    counts = padded.reshape(-1, RUN).sum(axis=1)
+    known = int(mask[seen].sum())
+    most = max(FLIPS, 2 * int(counts[np.unique(seen // RUN)].max(initial=0)))
+    everywhere = size / max(1, seen.size) * (known + 3 * math.sqrt(known) + UNSEEN)
+    if counts.max(initial=0) <= most and mask.sum() <= everywhere:
+        return
+    run = int(np.argmax(counts))
+    raise AccuracyRejected(
+        f"output {index}: {int(mask.sum())} of {size} elements are apart from XLA's, {int(counts[run])} of them among "
+        f"the {RUN} from {run * RUN} on; as the sample of {seen.size} has {known}, {int(everywhere)} and {most} may be",
+        output=index,
+        rule="everywhere",
+        first=run * RUN,
+        count=int(mask.sum()),
     )
 
 

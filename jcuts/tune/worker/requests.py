@@ -176,9 +176,8 @@ def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
             del _accepted[next(iter(_accepted))]
     for i, where in enumerate(seen):
         if where is not None:
-            verify_sampling.compare(
-                i, problem_files.xla_result(request["problem"], request["folder"], i), every[i], found[i], where
-            )
+            whole = problem_files.xla_result(request["problem"], request["folder"], i)
+            verify_sampling.compare(i, whole, every[i], found[i], where, may_flip=problem.perturb)
     return {"accuracy": [asdict(a) for a in found]}
 
 

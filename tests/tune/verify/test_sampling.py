@@ -75,7 +75,10 @@ def test_rule_sees_runs_with_both_ends():
 
 
 def test_small_discrete_and_integer_outputs_are_seen_whole():
-    assert verify_sampling.sample_positions(Problem("", (), (SPEC,), perturb=True), SPEC) is None
+    perturbed = Problem("", (), (SPEC,), perturb=True)
+    assert verify_sampling.sample_positions(perturbed, Output((1 << 16,), "bool")) is None
+    for kind in ("float32", "bool", "int32"):  # a dozen references of each would be made
+        assert verify_sampling.sample_positions(perturbed, Output((SIZE,), kind)) is not None
     for spec in (Output((1 << 16,), "float32"), Output((SIZE,), "int32"), Output((SIZE,), "float32", exact=True)):
         assert verify_sampling.sample_positions(Problem("", (), (spec,)), spec) is None
 
@@ -198,3 +201,51 @@ def test_large_inputs_repeat_a_prime_number_of_values():
     np.testing.assert_array_equal(flat[65_521 : 2 * 65_521], flat[:65_521])
     assert np.isnan(flat).any()
     assert len(np.unique(flat[:65_521])) > 1000
+
+
+@pytest.fixture
+def flipping():
+    """What XLA's code makes of a mask and of what it chooses, and a sample of their positions."""
+    rng = np.random.default_rng(11)
+    value = rng.standard_normal(SIZE).astype(np.float32)
+    return value, value > 0, verify_sampling.sample_positions(Problem("", (), (SPEC,)), SPEC)
+
+
+def flipped(flipping, where):
+    """Compares a mask and a choice by it that are the other way round at some places."""
+    value, mask, seen = flipping
+    other = mask.copy()
+    other[where] ^= True
+    exact, close = Accuracy(0.0, 0.0, 0.0), Accuracy(0.5, 0.5, 5.0)
+    verify_sampling.compare(0, mask, other, exact, seen, may_flip=True)
+    chosen = [np.where(m, value, np.float32(2.0) * value) for m in (mask, other)]
+    verify_sampling.compare(1, *chosen, close, seen, may_flip=True)
+
+
+def outside(seen, count, step):
+    """Places that the sample does not see."""
+    found = np.setdiff1d(np.arange(SIZE), seen)
+    return found[:: max(1, step)][:count]
+
+
+def test_single_flips_are_accepted_and_wrong_tiles_are_not(flipping):
+    seen = flipping[2]
+    flipped(flipping, outside(seen, 12, 20_000))
+    assert len(outside(seen, 12, 20_000)) == 12
+    with pytest.raises(AccuracyRejected, match=" are apart from XLA's") as tile:
+        flipped(flipping, outside(seen, 64, 1))  # side by side
+    assert tile.value.rule == "everywhere"
+    with pytest.raises(AccuracyRejected):
+        flipped(flipping, outside(seen, 2_000, 140))  # one in every run or two, none of which the sample has
+
+
+def test_as_many_flips_as_in_the_sample_are_accepted(flipping):
+    flipped(flipping, np.random.default_rng(3).choice(SIZE, 900, replace=False))
+
+
+def test_nan_is_no_flip_that_comes_in_tiles(flipping):
+    value, _, seen = flipping
+    wrong = value.copy()
+    wrong[outside(seen, 20, 1)] = np.nan
+    with pytest.raises(AccuracyRejected):
+        verify_sampling.compare(0, value, wrong, Accuracy(0.5, 0.5, 5.0), seen, may_flip=True)

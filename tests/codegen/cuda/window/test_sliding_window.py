@@ -200,14 +200,15 @@ def test_blocks_of_144_columns_have_no_idle_threads(form):
 
 @compiled
 def test_one_pass_means_keep_infinities():
-    """Welford's update makes NaN of an infinite mean at the next point; the sum of the column is what XLA's mean has."""
+    """Welford's update makes NaN of an infinite mean at the next point; the column's sum is what XLA's mean has."""
 
     def centred(x):
         mean = x.mean(0, keepdims=True)
         return x - mean, mean[0], jnp.square(x - mean).mean(0)
 
     x = values(5003, 24)
-    for column, found in enumerate(([np.inf], [-np.inf, -np.inf], [np.inf, -np.inf], [np.nan], [np.inf, np.nan])):
+    special = ([np.inf], [-np.inf, -np.inf], [np.inf, -np.inf], [np.nan], [np.inf, np.nan])
+    for column, found in enumerate(special):
         for place, value in enumerate(found):
             x[17 + 2500 * place, column] = value
     x[0, 6], x[5002, 7] = np.inf, -np.inf

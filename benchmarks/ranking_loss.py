@@ -23,8 +23,11 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import refit  # noqa: E402
 
-OTHER_GPUS = {("gemv", "H100"): ("gpu_kernels/gpu_gemv_h100_2026-11-25.json",)}
-"""Results of other GPUs than that of the fit, by (family, GPU): no coefficient was fitted to them."""
+OTHER_GPUS = {
+    ("gemv", "H100"): ("gpu_kernels/gpu_gemv_h100_2026-11-25.json",),
+    ("skinny_gemm", "H100"): ("gpu_kernels/gpu_few_rows_h100_2026-11-26.json",),
+}
+"""Results of other GPUs than the H200, by (family, GPU); GEMV's coefficients were not fitted to them."""
 
 
 def by_case(samples: Sequence[refit.Sample]) -> dict[str, list[tuple[float, float]]]:

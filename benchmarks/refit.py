@@ -249,6 +249,11 @@ def rewritten(text: str, table: str, values: dict[str, float], header: dict[str,
     return before + mark + body + next_table + after
 
 
+def _below_results(path: Path) -> str:
+    """A results file as data files name it."""
+    return str(path.resolve().relative_to(RESULTS)) if path.resolve().is_relative_to(RESULTS) else path.name
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     from jcuts.schedule import fit
@@ -257,9 +262,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("family")
     parser.add_argument("--write", action="store_true", help="fit, and write the family's data file")
     parser.add_argument("--results", type=Path, nargs="*", default=[], help="files other than those recorded")
+    parser.add_argument("--gpu", default="H200", help="where the schedules were measured (%(default)s)")
     options = parser.parse_args(arguments)
     family, paths = recorded(options.family, options.results)
-    samples, clock = family.samples(paths), clock_hertz()
+    samples, clock = family.samples(paths, options.gpu), clock_hertz()
     table = fit.coefficients(f"gpu/{options.family}", family.table)
     present = error_of(residuals(samples, clock), samples)
     print(json.dumps({"family": options.family, "samples": len(samples), "present": present}))
@@ -270,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error = error_of(residuals(samples, clock), samples)
     print(json.dumps({"fitted": error, "coefficients": values}))
     header = {
-        "source": "benchmarks/results/" + ", ".join(family.files or [path.name for path in paths]),
+        "source": "benchmarks/results/" + ", ".join(family.files or [_below_results(path) for path in paths]),
         "samples": len(samples),
         "error": f"{error['rms_percent']} % root mean square of log(measured / estimated)",
         "date": paths[-1].stem.split("_")[-1][:10],

@@ -62,7 +62,8 @@ units that may do them or compulsory bytes through memory, whichever is longer; 
 call*: tracing, compiling, first run; in brackets the fusions that were autotuned anew (XLA's autotuning is shared
 between the rows). *jcuts*: its time in a process of its own on the same kind of device, and the best of XLA and torch
 over it; *beside / alone*: plain `jax.jit` in that process over plain `jax.jit` in its own, on another host of the same
-kind; *program*: what it runs, plain XLA included. FlashAttention-3 was not measured: its JAX wheel is not part of the
+kind; *program*: what it runs, plain XLA included, and the tuning budget where it was spent before all kernels were
+measured. FlashAttention-3 was not measured: its JAX wheel is not part of the
 environment.
 """
 AGREEMENT = 0.02
@@ -104,6 +105,13 @@ class Joined:
         """Plain `jax.jit` in the process of jcuts over plain `jax.jit` alone; None where either is missing."""
         beside = self.jcuts["programs"].get("plain") if self.jcuts else None
         return median(beside) / self.plain if beside else None
+
+
+def program_of(row: dict[str, Any] | None) -> str:
+    """What jcuts runs, and the tuning budget where kernels were left unmeasured for want of time."""
+    decision = (row or {}).get("decision") or {}
+    limit = f", {row['tune_seconds']} s of tuning" if row and decision.get("partial") and "tune_seconds" in row else ""
+    return f"{decision.get('chosen', '')}{limit}"
 
 
 def median(program: dict[str, Any]) -> float:
@@ -201,7 +209,7 @@ def cells(j: Joined) -> list[str]:
         ms(ours),
         f"{j.fastest_other / ours:.2f}" if ours else "",
         f"{j.beside_over_alone:.3f}" if j.beside_over_alone else "",
-        ((j.jcuts or {}).get("decision") or {}).get("chosen", ""),
+        program_of(j.jcuts),
     ]
 
 

@@ -9,6 +9,7 @@ Writes ``jcuts_<row>.json``.  The tuning database stays in the output folder: a 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -59,6 +60,9 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
 
 def in_child(row: Row, options: argparse.Namespace) -> None:
     """What a child process does; writes the row's file."""
+    if options.log:
+        logging.basicConfig(level=logging.WARNING, format="%(relativeCreated)8d ms %(name)s: %(message)s")
+        logging.getLogger("jcuts").setLevel(logging.INFO)
     try:
         data = measure(row, options)
     except baseline.Skipped as why:
@@ -87,7 +91,7 @@ def drive(rows: Sequence[Row], options: argparse.Namespace) -> int:
         if driver.left() <= 0 or (record and not ("failed" in record and options.retry)):
             continue
         words = ["--child", "--out", options.out, "--seconds", options.seconds, "--statistics", row.statistics]
-        words += ["--dry"] if options.dry else []
+        words += [f"--{name}" for name in ("dry", "log") if getattr(options, name)]
         need = 5.0 if options.dry else FIRST_NEED
         driver.run_row(target, script("jcuts_rows.py", *words, row), driver.needs(f"jcuts_{row.name}_[0-9]", need))
     return driver.failed
@@ -104,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=400.0, help="seconds per row, tuning included")
     parser.add_argument("--max-candidates", type=int, help="kernels measured per subset (JCUTS_MAX_CANDIDATES)")
     parser.add_argument("--retry", action="store_true", help="rows again that failed; tuning goes on where it ended")
+    parser.add_argument("--log", action="store_true", help="what a first call does, into the row's log")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU: finds typos, not times")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

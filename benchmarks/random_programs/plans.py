@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 
 from jcuts.base import knobs
-from jcuts.fusion.partition_space import explore
+from jcuts.fusion.partition_space import Incumbent, explore
 from jcuts.pipeline import computation, kernel_selection
 from jcuts.pipeline import passes as pipeline_passes
 from jcuts.pipeline.state import State
@@ -35,7 +35,7 @@ def other_cover(level: computation.Computation, rng: np.random.Generator) -> Non
     """Half of the levels get a random cover out of the partition search's, as if other subsets had been faster."""
     if rng.random() < 0.5 or not level.graph.nodes:
         return
-    space = explore(level.graph, level.grouping)
+    space = explore(level.graph, Incumbent(level.grouping.subsets))
     times = {subset: float(rng.uniform(1e-6, 1e-4)) for subset in space.estimates}
     level.set_partition(
         (members, space.programs[members])

@@ -16,7 +16,7 @@ from jcuts.codegen.cuda.gemm.wgmma_tile import group_shape
 from jcuts.codegen.cuda.launch_source import emit_source
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.gemm.epilogue_smem import LOADED, SENT, STORED, staged_epilogue
-from jcuts.schedule.gpu.gemm.memory_bound import best, blocks_per_sm, cycles, memory_bound_tiles
+from jcuts.schedule.gpu.gemm.memory_bound import best, blocks_per_sm, memory_bound_tiles, time
 from jcuts.schedule.gpu.gemm.problem import MmaTile
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
@@ -204,8 +204,8 @@ def test_schedules_of_products_that_are_bound_by_memory():
     assert blocks_per_sm(counter, asked) == 3 == 65536 // (256 * 80)
     limits = [128 * 64 * 64 / 910, (2 * (64 + 64) + 128 + 64) * 256 / 128, counter.moved / 1568 * 132 / 2580]
     work = limits[2] + 0.5 * (limits[0] + limits[1])
-    assert cycles(counter, kept) == pytest.approx(1568 / 132 / 2 * (485 + 2 * work) * np.exp(0.02))
-    assert cycles(counter, asked) == pytest.approx(1568 / 132 / 3 * (485 + 3 * work) * np.exp(-0.06))
+    assert time(counter, kept).value == pytest.approx(1568 / 132 / 2 * (485 + 2 * work) * np.exp(0.02))
+    assert time(counter, asked).value == pytest.approx(1568 / 132 / 3 * (485 + 3 * work) * np.exp(-0.06))
     chosen = best(counter, 3)
     assert len({(t.rows, t.columns) for _, t in chosen}) == 3 and all(found >= counter.least for found, _ in chosen)
     found = [dict(p.params) for p, _ in gpu_candidates.candidates(traced.rounded(), MACHINE, 3)]

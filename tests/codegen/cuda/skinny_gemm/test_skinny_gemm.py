@@ -231,6 +231,10 @@ def test_clusters_need_capability_9():
     found = {m: [s for s, _ in schedule_space(problem, m)] for m in (H200, A100)}
     assert any(s.cluster > 1 for s in found[H200]) and any(s.split > 1 for s in found[A100])
     assert not any(s.cluster > 1 for s in found[A100])
+
+
+@compiled
+def test_a_cluster_does_not_compile_below_capability_9():
     program, problem = problem_of(layer(row_major, 8, 512, 128)[0])
     made = SkinnySchedule(32, 1, 4, 2, cluster=2).apply(program, problem)
     with pytest.raises(CompileRejected, match=r"9\.0"):

@@ -4,8 +4,8 @@
     python benchmarks/pruning/gpu.py --out results --candidates 20 --pretend "full sum 2^24"   # without
     python benchmarks/pruning/gpu_ranking.py results/pruning_gpu_0.json                           # what it shows
 
-For each operation (`pruning_gpu_ops`), schedules are drawn at random from all that its forms can express
-(`pruning_gpu_space`), and what the tuner would measure is added.  Kernels compile in parallel and are measured as they
+For each operation (`gpu_operations`), schedules are drawn at random from all that its forms can express
+(`gpu_space`), and what the tuner would measure is added.  Kernels compile in parallel and are measured as they
 come: results are compared with XLA's on the CPU, and timed by CUDA events on rotated inputs, as the tuner screens.
 One JSON tells everything of every schedule; operations that are in it are not measured again.  A kernel that hangs or
 breaks the context is left out, and the rest goes on in a new process.
@@ -81,6 +81,7 @@ def prepare(name: str, count: int, seed: int, again: Sequence[tuple[str, int]] =
     """
     from benchmarks.pruning import gpu_space as space
     from benchmarks.pruning.gpu_ranking import rows_of
+    from jcuts.schedule.gpu.kernel_time import kernel_time
 
     operation = OPERATIONS[name]
     found, kept, scores = space.pool(operation.program, count, f"{seed} {name}")
@@ -92,7 +93,10 @@ def prepare(name: str, count: int, seed: int, again: Sequence[tuple[str, int]] =
             found = [*(p for p in made if p is not None and p.digest not in known), *found]
     schedules = []
     for program in found:
-        entry = space.record(program) | {"cycles": space.counted(program), "score": scores.get(program.digest)}
+        entry = space.record(program) | {
+            "predicted_us": kernel_time(program, space.MACHINE).seconds * 1e6,
+            "score": scores.get(program.digest),
+        }
         schedules.append((program.digest, json.dumps(program.to_json()), entry))
     results = []
     for value in operation.results():

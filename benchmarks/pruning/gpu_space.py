@@ -1,7 +1,6 @@
 """Schedules of the pruning study on a GPU, drawn without the model from all that the forms can express.
 
-`draw` gives one legal schedule of a program; `counted` the cycles that the forms on matrix units are ranked by;
-`record` and `rebuilt` write a schedule down and make it again.
+`draw` gives one legal schedule of a program; `record` and `rebuilt` write a schedule down and make it again.
 """
 
 from __future__ import annotations

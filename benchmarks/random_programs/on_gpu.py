@@ -111,7 +111,7 @@ def _schedule(ranked: Sequence[Program], rng: np.random.Generator) -> Program | 
 
 
 # -- each kernel between fences ---------------------------------------------------------------------------------------
-def fenced(planned: Sequence[pipeline_passes.Computation]) -> None:
+def fenced(planned: Sequence[computation.Computation]) -> None:
     """Runs every kernel twice on fenced memory with different poison: equal bits, nothing written outside a result.
 
     Raises: AccuracyRejected; ContextLost where the kernel killed the context.
@@ -128,14 +128,14 @@ def fenced(planned: Sequence[pipeline_passes.Computation]) -> None:
                 raise AccuracyRejected(f"result {k} differs from run to run, or is not written in full")
 
 
-def _kernels(planned: Sequence[pipeline_passes.Computation]) -> Iterator[tuple[CompiledKernel, Any]]:
+def _kernels(planned: Sequence[computation.Computation]) -> Iterator[tuple[CompiledKernel, Any]]:
     for top in planned:
         for subset in (s for level in top.walk() for s in level.subsets):
             if subset.chosen is not None:
                 yield kernel_for(subset.chosen), subset
 
 
-def _interpreted_only(planned: Sequence[pipeline_passes.Computation]) -> None:
+def _interpreted_only(planned: Sequence[computation.Computation]) -> None:
     """The PTX machine has its own fences and finds what is never written."""
 
 

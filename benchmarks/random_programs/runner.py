@@ -19,7 +19,7 @@ from benchmarks.random_programs.draw import FLOATS
 from benchmarks.random_programs.generator import Program, program, signature
 from benchmarks.random_programs.plans import every_kernel
 from jcuts.base.errors import AccuracyRejected
-from jcuts.pipeline import passes as pipeline_passes
+from jcuts.pipeline import computation
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 from jcuts.tune.measure.cpu_launch import Launcher, Schedule
@@ -267,7 +267,7 @@ def alone(seed: int, transform: str = "plain") -> None:
                 judge(closed, problem, inputs, wanted, wanted, noisy=noisy)
 
 
-def _count(planned: Sequence[pipeline_passes.Computation], verdict: Verdict) -> None:
+def _count(planned: Sequence[computation.Computation], verdict: Verdict) -> None:
     equations: dict[str, None] = {}
     primitives: dict[str, None] = {}
     for subset in (s for top in planned for level in top.walk() for s in level.subsets):
@@ -336,7 +336,7 @@ def judge(
         check_output(i, spec, [e[i] for e in expected], [g[i] for g in got], problem.tolerance)
 
 
-def fenced(planned: Sequence[pipeline_passes.Computation]) -> None:
+def fenced(planned: Sequence[computation.Computation]) -> None:
     """Runs every kernel on buffers with fences, its tiles in two orders: nothing may be written outside a result.
 
     Raises: AccuracyRejected.
@@ -354,7 +354,7 @@ def fenced(planned: Sequence[pipeline_passes.Computation]) -> None:
                     raise AccuracyRejected(f"result {k} depends on the order of tiles, or is not written in full")
 
 
-def each_kernel(planned: Sequence[pipeline_passes.Computation], closed: Any, inputs: Sequence[Any]) -> None:
+def each_kernel(planned: Sequence[computation.Computation], closed: Any, inputs: Sequence[Any]) -> None:
     """The rule for every kernel alone: on what XLA computes for it; inside loops and transforms on inputs of its own.
 
     Raises: AccuracyRejected.

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.pruning import gpu
 from benchmarks.pruning import gpu_ranking as rank
 from benchmarks.pruning import gpu_space as space
 from benchmarks.pruning.gpu_operations import OPERATIONS
 from jcuts.arch.load import load_gpu
+from jcuts.kernel_ir.program import Program
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.kernel_time import kernel_time
 from jcuts.schedule.gpu.machine import scheduled
@@ -49,6 +51,16 @@ def test_counted_cycles_are_those_of_the_enumeration(name):
     ranked = gpu_candidates.candidates(OPERATIONS[name].program, space.MACHINE, 1 << 20)
     times = [kernel_time(p, space.MACHINE).seconds for p, _ in ranked]
     assert times[0] == pytest.approx(min(times))
+
+
+def test_what_is_measured_is_recorded_with_its_prediction():
+    """The rows that `gpu.py` measures: legal schedules, each with the model's time at the time of the measurement."""
+    prepared = gpu.prepare("gemm 1024x512x512, ReLU", 4, 0)
+    assert len(prepared.schedules) >= 4 and len(prepared.results) == 1
+    for digest, text, entry in prepared.schedules:
+        program = Program.from_json(json.loads(text))
+        assert program.digest == digest
+        assert entry["predicted_us"] == pytest.approx(kernel_time(program, space.MACHINE).seconds * 1e6)
 
 
 def test_what_no_form_takes_is_not_legal():

@@ -270,18 +270,18 @@ def to_host(x: Any) -> Any:
     return np.asarray(x) if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, np.number) else None
 
 
-def _floating(reference: Any, result: Any) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.dtype]]:
-    """Number, wanted and found values, and type of every floating or complex output."""
+def _floating(reference: Any, result: Any) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Number, wanted and found values of every floating or complex output."""
     pairs = zip(jax.tree.leaves(reference, is_leaf=lambda x: x is None), jax.tree.leaves(result), strict=False)
     for i, (want, got) in enumerate(pairs):
         if want is not None and jax.numpy.issubdtype(got.dtype, np.inexact):
-            yield i, np.asarray(want, np.complex128), np.asarray(got).astype(np.complex128), got.dtype
+            yield i, np.asarray(want), np.asarray(got)
 
 
 def nan_mismatch(reference: Any, result: Any) -> str | None:
     """Whether an output has NaN where plain ``jax.jit`` has none, or the reverse."""
-    for i, a, b, _ in _floating(reference, result):
-        if (np.isnan(a) != np.isnan(b)).any():
+    for i, want, got in _floating(reference, result):
+        if (np.isnan(want) != np.isnan(got)).any():
             return f"output {i} has NaN where plain jax.jit has none, or the reverse"
     return None
 
@@ -290,11 +290,12 @@ def gross_mismatch(reference: Any, result: Any) -> str | None:
     """A last net under the per-kernel checks: a floating output that differs by more than 64 sqrt(eps) in relative L2
     norm, where both are finite.
     """
-    for i, a, b, dtype in _floating(reference, result):
+    for i, want, got in _floating(reference, result):
+        a, b = want.astype(np.complex128), got.astype(np.complex128)
         finite = np.isfinite(a) & np.isfinite(b)
         size = float(np.linalg.norm(a[finite]))
         error = float(np.linalg.norm(a[finite] - b[finite]))
-        allowed = GROSS_SQRT_EPS * math.sqrt(float(jax.numpy.finfo(dtype).eps)) * size
+        allowed = GROSS_SQRT_EPS * math.sqrt(float(jax.numpy.finfo(got.dtype).eps)) * size
         if error > allowed:
             return f"output {i} differs from plain jax.jit by {error:.3g} in norm, allowed {allowed:.3g}"
     return None

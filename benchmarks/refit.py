@@ -15,7 +15,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,57 +96,59 @@ def clock_hertz() -> float:
 def gemv_samples(paths: Sequence[Path], gpu: str = "H200") -> list[Sample]:
     """Split-K GEMV (`benchmarks/gpu_kernels/gemv.py`): every recorded schedule, its time alone. Args: gpu: as above."""
     from benchmarks.gpu_kernels.gemv import layers
-    from benchmarks.gpu_kernels.run import program_of
-    from jcuts.lower.patterns.gemm import as_gemm
-    from jcuts.schedule.gpu.gemv.schedules import GemvProblem, GemvSchedule, estimated_seconds
-    from jcuts.schedule.gpu.machine import GpuMachine
+    from jcuts.schedule.gpu.few_row_gemm import FewRowGemm
+    from jcuts.schedule.gpu.gemv.schedules import GemvSchedule, estimated_seconds
 
-    clock = clock_hertz()
-    machine, programs = GpuMachine.named(gpu), {case.name: program_of(case)[0] for case in layers()}
-    found = []
-    for path in paths:
-        for row in json.loads(path.read_text()):
-            program = programs.get(row["case"])
-            made = None if program is None else as_gemm(program)
-            if made is None:
-                continue
-            problem = GemvProblem.of(made)
-            for measured in row["programs"].values():
-                if measured["family"] != "gemv" or not measured.get("alone"):
-                    continue
-                params = {k: measured["params"].get(k, 1) for k in ("flight", "across", "threads", "cluster", "split")}
-                schedule = GemvSchedule(*measured["unroll"][-2:], **params)
-                found.append(
-                    Sample(
-                        row["case"],
-                        measured["alone"],
-                        lambda p=problem, s=schedule: clock * estimated_seconds(p, s, machine),
-                    )
-                )
-    return found
+    def schedule_of(entry: Mapping[str, Any]) -> GemvSchedule:
+        params = {k: entry["params"].get(k, 1) for k in ("flight", "across", "threads", "cluster", "split")}
+        return GemvSchedule(*entry["unroll"][-2:], **params)
+
+    return _few_row_samples(paths, gpu, "gemv", layers(), FewRowGemm, schedule_of, estimated_seconds)
 
 
 def skinny_gemm_samples(paths: Sequence[Path], gpu: str = "H200") -> list[Sample]:
     """Skinny GEMM (`benchmarks/gpu_kernels/few_row_gemm.py`): recorded schedules' times alone. Args: gpu: as above."""
     from benchmarks.gpu_kernels.few_row_gemm import ROWS, layers
+    from jcuts.schedule.gpu.skinny_gemm.schedules import SkinnyProblem, SkinnySchedule, estimated_seconds
+
+    def schedule_of(entry: Mapping[str, Any]) -> SkinnySchedule:
+        return SkinnySchedule.from_params(entry["params"])
+
+    return _few_row_samples(
+        paths, gpu, "skinny_gemm", layers((1, *ROWS)), SkinnyProblem, schedule_of, estimated_seconds
+    )
+
+
+def _few_row_samples(
+    paths: Sequence[Path],
+    gpu: str,
+    family: str,
+    cases: Sequence[Any],
+    problem_type: Any,
+    schedule_of: Callable[[Mapping[str, Any]], Any],
+    estimated_seconds: Callable[[Any, Any, Any], float],
+) -> list[Sample]:
+    """Recorded schedules of a family of few-row GEMMs.
+
+    Args: cases: layers (`Case`). problem_type: `FewRowGemm` or a subclass. schedule_of: of a recorded schedule.
+    """
     from benchmarks.gpu_kernels.run import program_of
     from jcuts.lower.patterns.gemm import as_gemm
     from jcuts.schedule.gpu.machine import GpuMachine
-    from jcuts.schedule.gpu.skinny_gemm.schedules import SkinnyProblem, SkinnySchedule, estimated_seconds
 
     clock = clock_hertz()
-    machine, programs = GpuMachine.named(gpu), {case.name: program_of(case)[0] for case in layers((1, *ROWS))}
+    machine, programs = GpuMachine.named(gpu), {case.name: program_of(case)[0] for case in cases}
     found = []
     for row in (row for path in paths for row in json.loads(path.read_text())):
         program = programs.get(row["case"])
         made = None if program is None else as_gemm(program)
         if made is None:
             continue
-        problem = SkinnyProblem.of(made)
+        problem = problem_type.of(made)
         for measured in row["programs"].values():
-            if measured["family"] != "skinny_gemm" or not measured.get("alone"):
+            if measured["family"] != family or not measured.get("alone"):
                 continue
-            schedule = SkinnySchedule.from_params(measured["params"])
+            schedule = schedule_of(measured)
             found.append(
                 Sample(
                     row["case"],

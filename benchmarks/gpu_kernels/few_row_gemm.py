@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_kernels.cases import Case  # noqa: E402
-from benchmarks.gpu_kernels.gemv import FLAGS, dense, measured, show  # noqa: E402
+from benchmarks.gpu_kernels.gemv import FLAGS, dense, gemm_of, measured, show  # noqa: E402
 from benchmarks.gpu_kernels.paired_timing import in_turn, options_of  # noqa: E402
 from benchmarks.gpu_kernels.wgmma_tiles import build  # noqa: E402
 
@@ -55,17 +55,13 @@ def layers(rows: Sequence[int] = ROWS) -> list[Case]:
 
 def schedules(case: Case, most: int) -> list[Any]:
     """Programs of a layer: so many of the skinny GEMM, spread over its space, all proposed ones, some of the others."""
-    from benchmarks.gpu_kernels.run import program_of
-    from jcuts.lower.patterns.gemm import as_gemm
     from jcuts.schedule.gpu.enumeration import enumerate_schedules
     from jcuts.schedule.gpu.families import FAMILIES, family_of
     from jcuts.schedule.gpu.machine import GpuMachine
     from jcuts.schedule.gpu.skinny_gemm import schedules as skinny
 
     machine = GpuMachine.named("H200")
-    program, why = program_of(case)
-    made = None if program is None else as_gemm(program)
-    assert program is not None and made is not None, why
+    program, made = gemm_of(case)
     problem = skinny.SkinnyProblem.of(made)
     space = [s.apply(made, problem) for s, _ in skinny.schedule_space(problem, machine)]
     step = max(1, len(space) // (2 * max(1, most)))

@@ -75,19 +75,26 @@ def layers() -> list[Case]:
     return found
 
 
-def schedules(case: Case, most: int) -> list[Any]:
-    """Programs of a layer: so many of the family, spread over its whole space, and the best of the other families."""
+def gemm_of(case: Case) -> tuple[Any, Any]:
+    """The unscheduled program of a layer, and the same as a GEMM (`lower.patterns.gemm.as_gemm`)."""
     from benchmarks.gpu_kernels.run import program_of
     from jcuts.lower.patterns.gemm import as_gemm
+
+    program, why = program_of(case)
+    made = None if program is None else as_gemm(program)
+    assert program is not None and made is not None, why
+    return program, made
+
+
+def schedules(case: Case, most: int) -> list[Any]:
+    """Programs of a layer: so many of the family, spread over its whole space, and the best of the other families."""
     from jcuts.schedule.gpu.enumeration import enumerate_schedules
     from jcuts.schedule.gpu.families import family_of
     from jcuts.schedule.gpu.gemv import schedules as gemv
     from jcuts.schedule.gpu.machine import GpuMachine
 
     machine = GpuMachine.named("H200")
-    program, why = program_of(case)
-    made = None if program is None else as_gemm(program)
-    assert program is not None and made is not None, why
+    program, made = gemm_of(case)
     space = sorted(gemv.schedule_space(made, machine), key=lambda item: -item[1])
     step = max(1, len(space) // most)
     found = [p for p, _ in space[: most // 2]] + [p for p, _ in space[:: 2 * step]]

@@ -19,6 +19,7 @@ from jcuts.schedule.gpu.attention import tile as attention_tile
 from jcuts.schedule.gpu.bound import memory_bound
 from jcuts.schedule.gpu.conv import few_channels, few_channels_tile, implicit_gemm, implicit_gemm_cluster
 from jcuts.schedule.gpu.conv.implicit_gemm import ImplicitGemmTile
+from jcuts.schedule.gpu.few_row_gemm import FewRowGemm
 from jcuts.schedule.gpu.gemm import cost as gemm_cost
 from jcuts.schedule.gpu.gemm.problem import GemmProblem, MmaTile
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
@@ -142,7 +143,7 @@ def gemv_time(program: Program, machine: GpuMachine) -> KernelTime:
     terms = next(r.unroll for r in phase.reds if r.name == K)
     more = _numbers(params, flight=1, across=1, threads=1, cluster=1, split=1)
     schedule = gemv.GemvSchedule(phase.axes[-1].unroll, terms, **more)
-    problem = gemv.GemvProblem.of(program)
+    problem = FewRowGemm.of(program)
     flop = 2.0 * problem.rows * problem.columns * problem.terms * problem.batch
     root = gemv.time(problem, schedule, machine)
     return KernelTime(root, unit="ffma", compulsory=memory_bound(program).bytes, flop=flop)

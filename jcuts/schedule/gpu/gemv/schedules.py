@@ -10,16 +10,16 @@ cluster (partial sums by DSMEM, one launch; capability 9.0), or over the grid (s
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from jcuts.estimate.time_model import Resource, TimeTerm, serial, soft_maximum, term
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.patterns.gemm import COLUMNS, ROWS, K, gemm_operands
+from jcuts.lower.patterns.gemm import COLUMNS, ROWS, K
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.coalescing import LINE
+from jcuts.schedule.gpu.few_row_gemm import CLUSTER_SIZES, CLUSTERS, FewRowGemm
 from jcuts.schedule.gpu.machine import (
     ACCESS,
     MOST_REGISTERS,
@@ -38,10 +38,6 @@ MOST_ROWS = 4
 """Rows that a thread's register tile has: more FMAs per weight than these take longer than the weight's load."""
 OTHER_REGISTERS = 40
 """Of a thread, beside tile and accumulators: addresses, counters (as ptxas uses them)."""
-CLUSTERS = (9, 0)
-"""The least compute capability with thread-block clusters."""
-CLUSTER_SIZES = (1, 2, 4, 8)
-"""Blocks of a cluster; 8 is the most that every GPU of capability 9.0 allows."""
 WORD = 4
 """Bytes of a register."""
 BLOCKS = (128, 256, 512)
@@ -50,35 +46,6 @@ LOADS = (4, 8, 16)
 """16-byte loads of W that a thread has in flight."""
 _COST = fit.coefficients("gpu/gemv", "cost")
 _RANKING = fit.coefficients("gpu/gemv", "ranking")
-
-
-@dataclass(frozen=True)
-class GemvProblem:
-    """A matrix times a vector or a few, as the schedules see it.
-
-    Attributes:
-        columns, terms: extents of n and k. batch: products that are computed side by side.
-        rows: vectors, all of which a thread multiplies.
-        item: bytes of an element of W.
-        is_k_major: neighbouring k of W are neighbours in memory, else neighbouring n.
-        moved: bytes of all operands and results.
-    """
-
-    columns: int
-    terms: int
-    batch: int
-    item: int
-    is_k_major: bool
-    moved: int
-    rows: int = 1
-
-    @classmethod
-    def of(cls, program: Program) -> GemvProblem:
-        """Of a GEMM with few rows (`lower.patterns.gemm.as_gemm`)."""
-        ranges, right = program.phases[0].ranges(), gemm_operands(program)[1]
-        batch = math.prod(a.extent for a in program.phases[0].axes if a.name not in (ROWS, COLUMNS))
-        moved = sum(b.bytes for b in (*program.inputs, *program.outputs))
-        return cls(ranges[COLUMNS], ranges[K], batch, right.item, right.along_terms, moved, ranges[ROWS])
 
 
 @dataclass(frozen=True)
@@ -106,12 +73,12 @@ class GemvSchedule:
         """Threads of a block along k."""
         return self.threads // self.across
 
-    def blocks(self, problem: GemvProblem) -> int:
+    def blocks(self, problem: FewRowGemm) -> int:
         """Blocks of the launch."""
         lanes = -(-problem.columns // (self.columns * self.across))
         return lanes * problem.batch * self.cluster * self.split
 
-    def apply(self, program: Program, problem: GemvProblem) -> Program:
+    def apply(self, program: Program, problem: FewRowGemm) -> Program:
         """The scheduled program."""
         more = [("across", self.across), ("flight", self.flight)]
         more += [("k_major", 1)] if problem.is_k_major else []
@@ -128,7 +95,7 @@ def gemv_schedules(program: Program, machine: GpuMachine) -> list[Candidate]:
 
 def schedule_space(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """All schedules, with the same scores."""
-    problem = GemvProblem.of(program)
+    problem = FewRowGemm.of(program)
     for tile in _tiles(problem):
         for made in _shared_k(problem, tile, machine):
             yield (
@@ -150,7 +117,7 @@ def _diverse(found: Iterable[Candidate]) -> list[Candidate]:
     return kept[:MOST]
 
 
-def _tiles(problem: GemvProblem) -> Iterator[GemvSchedule]:
+def _tiles(problem: FewRowGemm) -> Iterator[GemvSchedule]:
     """Register tiles and shapes of a block, without a split over blocks."""
     wide = max(1, ACCESS // problem.item)
     if problem.is_k_major:
@@ -174,7 +141,7 @@ def _divisors(extent: int, wanted: Iterable[int]) -> list[int]:
     return list(dict.fromkeys([n for n in wanted if n > 1 and extent % n == 0] + [1]))
 
 
-def _shared_k(problem: GemvProblem, tile: GemvSchedule, machine: GpuMachine) -> Iterator[GemvSchedule]:
+def _shared_k(problem: FewRowGemm, tile: GemvSchedule, machine: GpuMachine) -> Iterator[GemvSchedule]:
     """A schedule with all ways in which blocks share K; every thread of every block has some of it."""
     share = problem.terms / (tile.terms * tile.deep * tile.flight)
     if share < 0.5 and tile.deep > WARP:
@@ -194,7 +161,7 @@ def _shape(tile: GemvSchedule) -> tuple[int, int, int, int, int]:
     return tile.columns, tile.terms, tile.flight, tile.across, tile.threads
 
 
-def _resident_blocks(problem: GemvProblem, made: GemvSchedule, machine: GpuMachine) -> int:
+def _resident_blocks(problem: FewRowGemm, made: GemvSchedule, machine: GpuMachine) -> int:
     """Blocks that run at once; 0 where the tiles of several rows do not fit in the registers."""
     resident = max(1, int(_RANKING.resident_threads) // made.threads)
     if problem.rows > 1:
@@ -206,7 +173,7 @@ def _resident_blocks(problem: GemvProblem, made: GemvSchedule, machine: GpuMachi
     return machine.sms * resident
 
 
-def time(problem: GemvProblem, made: GemvSchedule, machine: GpuMachine) -> TimeTerm:
+def time(problem: FewRowGemm, made: GemvSchedule, machine: GpuMachine) -> TimeTerm:
     """Seconds by their terms: the memory's at the rate that lines and bytes in flight allow, and the fixed parts.
 
     The rate of loads in flight is Little's law: bytes that all resident threads have asked for, over the latency.
@@ -232,12 +199,12 @@ def time(problem: GemvProblem, made: GemvSchedule, machine: GpuMachine) -> TimeT
     return serial(parts)
 
 
-def estimated_seconds(problem: GemvProblem, made: GemvSchedule, machine: GpuMachine) -> float:
+def estimated_seconds(problem: FewRowGemm, made: GemvSchedule, machine: GpuMachine) -> float:
     """Estimated time of a launch, and of the second one of a split."""
     return time(problem, made, machine).value
 
 
-def _issue_seconds(problem: GemvProblem, made: GemvSchedule, machine: GpuMachine) -> float:
+def _issue_seconds(problem: FewRowGemm, made: GemvSchedule, machine: GpuMachine) -> float:
     """Time in which the multiprocessors issue FMAs, conversions of 16-bit operands, and loads of the rows of x."""
     weights = problem.batch * problem.columns * problem.terms
     per_weight = problem.rows + problem.rows / made.columns  # a load of x is for all columns of the tile

@@ -9,7 +9,6 @@ over the grid (two launches).
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from jcuts.lower.patterns.gemm import COLUMNS, ROWS, K, gemm_operands, prologue
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.bound import memory_bound
 from jcuts.schedule.gpu.coalescing import LINE
+from jcuts.schedule.gpu.few_row_gemm import CLUSTER_SIZES, CLUSTERS, FewRowGemm
 from jcuts.schedule.gpu.machine import ACCESS, MOST_REGISTERS, WARP, Candidate, GpuMachine, scheduled
 from jcuts.schedule.gpu.traffic import mma_unit
 
@@ -40,10 +40,6 @@ LANES = 4
 """Lanes of a warp with different k."""
 WORD = 4
 """Bytes of a register."""
-CLUSTERS = (9, 0)
-"""The least compute capability with thread-block clusters."""
-CLUSTER_SIZES = (1, 2, 4, 8)
-"""Blocks of a cluster; 8 is the most that every GPU of capability 9.0 allows."""
 WARPS = (4, 8, 16)
 """Warps of a block."""
 FLIGHTS = (1, 2, 3, 4, 6, 8)
@@ -57,32 +53,8 @@ LINE_BYTES = WARP * ACCESS
 _COST = fit.coefficients("gpu/skinny_gemm", "cost")
 
 
-@dataclass(frozen=True)
-class SkinnyProblem:
-    """A product of few rows, as the schedules see it.
-
-    Attributes:
-        rows, columns, terms: extents of m, n and k. batch: products that are computed side by side.
-        item: bytes of an element.
-        is_k_major: neighbouring k of W are neighbours in memory, else neighbouring n.
-        moved: bytes of all operands and results.
-    """
-
-    rows: int
-    columns: int
-    terms: int
-    batch: int
-    item: int
-    is_k_major: bool
-    moved: int
-
-    @classmethod
-    def of(cls, program: Program) -> SkinnyProblem:
-        """Of a GEMM with few rows (`lower.patterns.gemm.as_gemm`)."""
-        ranges, right = program.phases[0].ranges(), gemm_operands(program)[1]
-        batch = math.prod(a.extent for a in program.phases[0].axes if a.name not in (ROWS, COLUMNS))
-        moved = sum(b.bytes for b in (*program.inputs, *program.outputs))
-        return cls(ranges[ROWS], ranges[COLUMNS], ranges[K], batch, right.item, right.along_terms, moved)
+class SkinnyProblem(FewRowGemm):
+    """A product of few rows with the tiles that ``mma.sync`` makes of it."""
 
     @property
     def padded_rows(self) -> int:

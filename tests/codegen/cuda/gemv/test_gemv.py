@@ -19,7 +19,8 @@ from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.families import FAMILIES, family_of
-from jcuts.schedule.gpu.gemv.schedules import GemvProblem, GemvSchedule, schedule_space
+from jcuts.schedule.gpu.few_row_gemm import FewRowGemm
+from jcuts.schedule.gpu.gemv.schedules import GemvSchedule, schedule_space
 from jcuts.schedule.gpu.machine import GpuMachine
 from tests import programs
 from tests.ptx import machine as ptx_machine
@@ -94,7 +95,7 @@ def test_kernels_agree_with_float64(name):
     fn, terms, columns, schedule = CASES[name]
     traced, arguments = layer(fn, terms, columns)
     program = gemm_of(traced)
-    made = schedule.apply(program, GemvProblem.of(program))
+    made = schedule.apply(program, FewRowGemm.of(program))
     assert family_of(made).name == "gemv"
     check(fn, traced, arguments, made)
 
@@ -118,7 +119,7 @@ def test_few_rows_agree_with_float64(name):
     fn, rows, terms, columns, schedule = ROWS[name]
     traced, arguments = layer(fn, terms, columns, rows=rows)
     program = gemm_of(traced)
-    made = schedule.apply(program, GemvProblem.of(program))
+    made = schedule.apply(program, FewRowGemm.of(program))
     assert family_of(made).name == "gemv" and {a.name: a.unroll for a in made.phases[0].axes}["m"] == rows
     check(fn, traced, arguments, made)
 
@@ -138,7 +139,7 @@ def test_few_rows_compile_without_local_memory(fn, rows):
 
 def test_a_thread_has_all_rows_or_one():
     program = gemm_of(layer(row_major, 96, 72, rows=4)[0])
-    made = GemvSchedule(4, 4, 2, 8, 128).apply(program, GemvProblem.of(program))
+    made = GemvSchedule(4, 4, 2, 8, 128).apply(program, FewRowGemm.of(program))
     axes = tuple(replace(a, unroll=2) if a.name == "m" else a for a in made.phases[0].axes)
     with pytest.raises(CompileRejected, match="all rows or one"):
         emit_source(gemv_program(replace(made, phases=(replace(made.phases[0], axes=axes),))))
@@ -158,7 +159,7 @@ def test_a_thread_has_all_rows_or_one():
 def test_16_bit_weights_are_added_up_in_float32(fn, schedule, dtype):
     traced, arguments = layer(fn, 264, 40, dtype)
     program = gemm_of(traced)
-    check(fn, traced, arguments, schedule.apply(program, GemvProblem.of(program)))
+    check(fn, traced, arguments, schedule.apply(program, FewRowGemm.of(program)))
 
 
 @compiled
@@ -179,7 +180,7 @@ def test_schedules_compile_without_local_memory(fn, terms, columns, machine, tar
 
 def test_blocks_of_a_cluster_are_neighbours_in_the_grid():
     program = gemm_of(layer(row_major, 2048, 1000)[0])
-    made = GemvSchedule(4, 4, 1, 8, 128, cluster=8).apply(program, GemvProblem.of(program))
+    made = GemvSchedule(4, 4, 1, 8, 128, cluster=8).apply(program, FewRowGemm.of(program))
     (part,), scratch = split_into_kernels(made)
     source = emit_source(part.program)
     assert (scratch, source.cluster, source.blocks) == (0, 8, 8 * -(-1000 // 32))
@@ -189,7 +190,7 @@ def test_blocks_of_a_cluster_are_neighbours_in_the_grid():
 def test_a_split_over_the_grid_keeps_its_meaning():
     traced, _ = layer(k_major, 1028, 10)
     program = gemm_of(traced)
-    made = GemvSchedule(2, 4, 1, 1, 64, split=3).apply(program, GemvProblem.of(program))
+    made = GemvSchedule(2, 4, 1, 1, 64, split=3).apply(program, FewRowGemm.of(program))
     (first, second), scratch = split_into_kernels(made)
     operands = {b.name: o for b, o in zip(program.inputs, traced.operands(), strict=True)}
     parts = interpret(first.program, [operands[b.name] for b in first.program.inputs])
@@ -209,7 +210,7 @@ def test_a_split_over_the_grid_keeps_its_meaning():
 )
 def test_inconsistent_parameters_are_refused(change, message):
     program = gemm_of(layer(row_major, 96, 72)[0])
-    made = GemvSchedule(4, 4, 2, 8, 128).apply(program, GemvProblem.of(program))
+    made = GemvSchedule(4, 4, 2, 8, 128).apply(program, FewRowGemm.of(program))
     params = tuple((k, change.get(k, v)) for k, v in made.params)
     with pytest.raises(CompileRejected, match=message):
         emit_source(gemv_program(replace(made, params=params)))

@@ -21,6 +21,7 @@ from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.verify import verify
 from jcuts.lower.patterns.gemm import as_gemm, k_tiles_per_split
 from jcuts.schedule.gpu import candidates as gpu_candidates
+from jcuts.schedule.gpu.families import TENSOR_CORES, family_of
 from jcuts.schedule.gpu.gemm.problem import MmaTile
 from jcuts.tune.problem import Output
 from jcuts.tune.verify.acceptance import check_output
@@ -189,8 +190,8 @@ def test_what_the_ranking_proposes_is_right(size):
     for program, _ in gpu_candidates.candidates(traced.program(), MACHINE, 16):
         kernel = compiler.compile_program(program, SM90)
         found = ptx_machine.run_kernel(compiler.ptx_of(program, SM90), kernel, traced.operands())
-        units = dict(program.params)["cuda"] == "product"
-        compare(found, [np.maximum(tf32(x) @ tf32(w) + b, 0) if units else exact])
+        tensor_cores = family_of(program).capability >= TENSOR_CORES
+        compare(found, [np.maximum(tf32(x) @ tf32(w) + b, 0) if tensor_cores else exact])
 
 
 @compiled

@@ -8,13 +8,12 @@ or, where the first does not match, the last two.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jcuts.base.errors import Refusal
 from jcuts.fusion.dag import NodeSet
-from jcuts.kernel_ir.node import Graph
-from jcuts.kernel_ir.program import Buffer, Phase, Program
-from jcuts.lower.builder import make_buffers
+from jcuts.kernel_ir.program import Program
+from jcuts.lower.layer_fusion import join_stages
 from jcuts.lower.patterns.inverted_residual import TEMPLATE, match_inverted_residual
 from jcuts.lower.tensor_graph import TensorGraph
 
@@ -73,36 +72,10 @@ def _reader(graph: TensorGraph, members: NodeSet, cover: Mapping[NodeSet, Progra
 
 def concatenate_programs(graph: TensorGraph, parts: Sequence[Part], name: str = "kernel") -> Program | Refusal:
     """One program of several regions, each of which produces the one tensor that only the next one reads."""
-    union = frozenset(m for members, _ in parts for m in members)
-    results = graph.subset_outputs(union)
-    ins, outs, buffers = make_buffers(graph, union, results)
-    names = {**ins, **outs}
-    for number, (members, _) in enumerate(parts[:-1]):
-        made = graph.subset_outputs(members)
-        if len(made) != 1 or made[0] in outs:
-            return Refusal("block", "a value between the products is needed elsewhere")
-        kind = graph.tensors[made[0]].type
-        names[made[0]] = f"mid{number}"
-        buffers.append(Buffer(f"mid{number}", kind.dtype, kind.shape, "local"))
-    phases = []
-    for members, program in parts:
-        if len(program.phases) != 1:
-            return Refusal("block", "a part of several phases")
-        mine = {f"in{k}": names[t] for k, t in enumerate(graph.subset_inputs(members))}
-        mine.update((f"out{k}", names[t]) for k, t in enumerate(graph.subset_outputs(members)))
-        if dict(program.params).get("precision") and program is not parts[-2][1]:
-            return Refusal("block", "its products ask for more than the default precision")
-        phases.append(_over(program.phases[0], mine))
-    program = Program(name, tuple(buffers), (), (), tuple(phases), 1, TEMPLATE)
+    if any(dict(program.params).get("precision") for k, (_, program) in enumerate(parts) if k != len(parts) - 2):
+        return Refusal("block", "its products ask for more than the default precision")
+    program = join_stages(graph, parts, TEMPLATE, name)
+    if isinstance(program, Refusal):
+        return program
     found = match_inverted_residual(program)
     return found if isinstance(found, Refusal) else program
-
-
-def _over(phase: Phase, names: Mapping[str, str]) -> Phase:
-    """The phase with its buffers renamed."""
-
-    def graph(old: Graph) -> Graph:
-        return Graph([replace(node, buffer=names[node.buffer]) if node.buffer else node for node in old.nodes])
-
-    stores = tuple(replace(s, buffer=names[s.buffer]) for s in phase.stores)
-    return replace(phase, body=graph(phase.body), exit=graph(phase.exit), stores=stores)

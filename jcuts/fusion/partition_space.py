@@ -33,6 +33,7 @@ from jcuts.fusion.greedy import MAX_SUBSET
 from jcuts.fusion.move_epilogue import CHEAP
 from jcuts.fusion.partition_search import Limits, grow_subsets
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
+from jcuts.lower.layer_fusion import lower_region_or_layers
 from jcuts.lower.region import MAX_RECOMPUTED_OPS, lower_region
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 from jcuts.schedule.cpu import time_estimate as cpu_time
@@ -79,6 +80,7 @@ class SpaceOptions:
     Attributes:
         model: predicts seconds. limits: keep the search fast.
         cheap: cost of an operation that a contraction or window may repeat for every use.
+        lower: the program of a region, or why it is none.
         horizontal: whether subsets that share an input are merged, too.
         joint: whether equal exchanges are judged, and measured, together: a network has them in every block.
     """
@@ -86,6 +88,7 @@ class SpaceOptions:
     model: TimeModel = ON_CPU
     limits: Limits = LIMITS
     cheap: float = MAX_RECOMPUTED_OPS
+    lower: Callable[..., Program | Refusal] = lower_region
     horizontal: bool = False
     joint: bool = False
 
@@ -95,7 +98,7 @@ class SpaceOptions:
         return cls(TimeModel.on_gpu(machine), cheap=CHEAP, horizontal=True, joint=True)
 
 
-CPU_OPTIONS = SpaceOptions()
+CPU_OPTIONS = SpaceOptions(lower=lower_region_or_layers)
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,8 @@ class Space:
                             subset that has S's heaviest operation)
 
         The first says what this kind usually takes, the second whether this operation is a slow one: a slow fused
-        kernel may be slow because it is fused, or because its reduction is slow by itself.
+        kernel may be slow because it is fused, or because its reduction is slow by itself.  Where no kernel of S's kind
+        was measured, the scale is that of the regions of the incumbent that S replaces, all together.
         """
         ratio = {s: time / self.estimates[s] for s, time in measured.items() if s in self.programs}
         kinds: dict[str, list[float]] = {}
@@ -160,6 +164,10 @@ class Space:
         for subset, estimate in self.estimates.items():
             if subset in measured:
                 found[subset] = measured[subset]
+                continue
+            parts = [s for s in self.greedy if s < subset and s in ratio]
+            if self._kind(subset) not in usual and parts:
+                found[subset] = estimate * sum(measured[s] for s in parts) / sum(self.estimates[s] for s in parts)
                 continue
             kind = usual.get(self._kind(subset), general)
             own = holder.get(self._heaviest(subset))
@@ -269,7 +277,7 @@ def explore(graph: TensorGraph, incumbent: Incumbent, options: SpaceOptions = CP
             if len(members) > MAX_SUBSET:
                 refusals[members] = Refusal("subset", f"more than {MAX_SUBSET} equations")
             else:
-                found = lower_region(graph, members, cheap=options.cheap)
+                found = options.lower(graph, members, cheap=options.cheap)
                 if not isinstance(found, Refusal):
                     space.programs[members] = found
                     return True

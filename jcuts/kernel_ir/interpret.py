@@ -18,7 +18,7 @@ from jcuts.base.errors import IRError
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.numpy_semantics import apply, carried, combine, numpy_dtype, stored
-from jcuts.kernel_ir.program import Axis, Phase, Program
+from jcuts.kernel_ir.program import Axis, Buffer, Phase, Program
 
 Values = dict[int, Any]
 
@@ -65,7 +65,7 @@ def interpret(program: Program, operands: Sequence[np.ndarray]) -> list[np.ndarr
             raise IRError(f"{buffer.name} is {buffer.dtype}{list(buffer.shape)}, got {array.dtype}{list(array.shape)}")
         memory[buffer.name] = _Memory(buffer.name, array.ravel(), True)
     for buffer in program.outputs:
-        memory[buffer.name] = _Memory(buffer.name, np.zeros(buffer.size, numpy_dtype(buffer.dtype)), False)
+        memory[buffer.name] = _Memory(buffer.name, _uninitialised(buffer), False)
     with np.errstate(all="ignore"):
         for task in itertools.product(*(range(g.blocks) for g in program.grid)):
             _task(program, task, memory)
@@ -81,7 +81,7 @@ def _task(program: Program, task: tuple[int, ...], memory: dict[str, _Memory]) -
     for grid, number in zip(program.grid, task, strict=True):
         spans[grid.axis] = (number * grid.block, min((number + 1) * grid.block, grid.extent))
     for buffer in program.locals:
-        memory[buffer.name] = _Memory(buffer.name, np.zeros(buffer.size, numpy_dtype(buffer.dtype)), False)
+        memory[buffer.name] = _Memory(buffer.name, _uninitialised(buffer), False)
     bases = {f"{axis}_lo": low for axis, (low, _) in spans.items()}
     for point in itertools.product(*(range(*spans[axis]) for axis in program.serial)):
         fixed = {**bases, **dict(zip(program.serial, point, strict=True))}
@@ -93,6 +93,14 @@ def _task(program: Program, task: tuple[int, ...], memory: dict[str, _Memory]) -
             if phase.when and not memory[phase.when].load(np.zeros(1, np.int64), None)[0]:
                 continue
             _phase(phase, [a for a in phase.axes if a.name not in fixed], spans, fixed, memory)
+
+
+def _uninitialised(buffer: Buffer) -> np.ndarray:
+    """What stands in a local buffer before anything is stored: values that show in a result that reads them."""
+    dtype = numpy_dtype(buffer.dtype)
+    if np.issubdtype(dtype, np.integer):
+        return np.full(buffer.size, np.iinfo(dtype).max, dtype)
+    return np.ones(buffer.size, dtype) if dtype == np.bool_ else np.full(buffer.size, np.nan, dtype)
 
 
 def _phase(

@@ -10,7 +10,7 @@ from jcuts.fusion.dag import Dag, is_acyclic_cover, is_convex
 from jcuts.fusion.dag import NodeSet as Members
 from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import read
-from jcuts.lower.region import lower_region
+from jcuts.lower.layer_fusion import lower_region_or_layers
 from jcuts.pipeline.computation import Computation, Region
 
 
@@ -88,7 +88,7 @@ def apply_stored(level: Computation, cover: Sequence[Sequence[int]]) -> bool:
     if not is_partition(level, sets):
         return False
     for members in sets:
-        program = lower_region(level.graph, members)
+        program = lower_region_or_layers(level.graph, members)
         if isinstance(program, Refusal):
             return False
         found.append((members, program))

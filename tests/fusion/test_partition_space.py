@@ -259,3 +259,16 @@ def test_equal_exchanges_are_measured_together():
     measured |= {s: space.estimates[s] for s in space.atoms if space._kind(s) == "contraction"}
     fresh = space.next_to_measure(measured, 3)
     assert len({space.programs[s].digest for s in fresh}) <= 3 and len(fresh) == 6
+
+
+def test_chains_of_layers_are_regions_on_a_cpu_only():
+    """Two products with an activation between them: one kernel on a CPU; no GPU family has such a form yet."""
+    graph = programs.trace(lambda x, a, b: jax.nn.relu(x @ a) @ b, X, W, W).graph
+    everything = frozenset(node.number for node in graph.nodes)
+    start = Incumbent(group(graph).subsets)
+    on_cpu = explore(graph, start)
+    assert on_cpu.programs[everything].template == "layer_fusion"
+    assert everything not in explore(graph, start, SpaceOptions.on_gpu(GpuMachine.named("H200"))).programs
+    measured = dict.fromkeys(on_cpu.greedy, 0.001)
+    assert set(on_cpu.best_measured_partition(measured)) == set(on_cpu.greedy)
+    assert on_cpu.best_measured_partition(measured | {everything: 1e-3}) == [everything]

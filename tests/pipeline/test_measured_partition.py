@@ -393,3 +393,33 @@ def test_a_searched_partition_races_where_it_is_another_program(source, added):
     with time_budget.spending(time_budget.TimeBudget(0.0)):
         variant_planning._add_searched(found, "original", plan)
     assert len(asked) == 1
+
+
+LAYERS = [np.zeros(s, np.float32) for s in [(8, 112, 112, 16), (1, 1, 16, 96), (3, 3, 1, 96)]]
+
+
+def layers(x, a, b):
+    """A 1x1 and a depthwise convolution, with 37 MiB between them that a fused kernel never writes."""
+    form = ("NHWC", "HWIO", "NHWC")
+    wide = jnp.clip(jax.lax.conv_general_dilated(x, a, (1, 1), "SAME", dimension_numbers=form), 0, 6)
+    return jax.lax.conv_general_dilated(wide, b, (2, 2), "SAME", dimension_numbers=form, feature_group_count=96)
+
+
+def cpu_level():
+    closed = simplify(inline(jax.make_jaxpr(layers)(*LAYERS)))
+    return computation.group(closed, GREEDY, computation.Fuel(), "cpu", wait=True)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_layers_are_fused_on_a_cpu_where_that_is_measured_to_be_faster(clock, fused):
+    """One kernel of two convolutions; a later process that measures nothing makes it again."""
+    chain = 1e-5 if fused else 5e-3
+    clock(lambda region: (chain if region.program.template == "layer_fusion" else 1e-3, 1e-2))
+    top = cpu_level()
+    summary = kernel_selection.select(top, GREEDY, may_measure=True, platform="cpu")
+    assert summary.origin == "measured"
+    assert [s.program.template for s in top.subsets].count("layer_fusion") == fused
+    again = cpu_level()
+    summary = kernel_selection.select(again, GREEDY, may_measure=False, platform="cpu")
+    assert summary.origin == "stored" and cover(again) == cover(top)
+    assert [s.program for s in again.subsets] == [s.program for s in top.subsets]

@@ -9,9 +9,17 @@ from dataclasses import dataclass
 
 from jcuts.kernel_ir import loop_transforms
 from jcuts.kernel_ir.program import Program
+from jcuts.lower import layer_fusion
 from jcuts.lower.excess_precision import drop_bf16_round_trips
 from jcuts.schedule import fit
-from jcuts.schedule.cpu import loop_candidates, loop_schedule, row_reduction, scan, winograd_candidates
+from jcuts.schedule.cpu import (
+    layer_fusion_candidates,
+    loop_candidates,
+    loop_schedule,
+    row_reduction,
+    scan,
+    winograd_candidates,
+)
 from jcuts.schedule.cpu import packing as cpu_packing
 from jcuts.schedule.cpu.loop_candidates import Machine
 from jcuts.schedule.cpu.loop_schedule import Schedule
@@ -56,7 +64,9 @@ def candidates(program: Program, machine: Machine, limit: int, percent: float = 
 
 
 def multi_phase_schedules(program: Program, machine: Machine, limit: int) -> list[tuple[Program, float]]:
-    """Scheduled programs of a scan or a row reduction with their scores, best first."""
+    """Scheduled programs of a scan, a row reduction or a chain of layers with their scores, best first."""
+    if program.template == layer_fusion.TEMPLATE:
+        return layer_fusion_candidates.schedules(program, machine, limit)
     if program.template == "scan":
         return scan.schedules(program, machine, limit)
     return row_reduction.schedules(program, machine, limit)

@@ -1,0 +1,157 @@
+"""Enumerates tilings of fused layers on a CPU, ranked by their estimated cycles: windows fit a core's L2 cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from jcuts.base.errors import Refusal
+from jcuts.kernel_ir.program import Phase, Program
+from jcuts.lower.patterns.layer_windows import LayerLink, match_layers
+from jcuts.schedule.cpu import loop_candidates, loop_schedule
+from jcuts.schedule.cpu.cycle_model import cycles
+from jcuts.schedule.cpu.layer_fusion import (
+    HALO,
+    LayerTiling,
+    local_bytes,
+    schedule_phases,
+    tile_program,
+    windows,
+)
+from jcuts.schedule.cpu.loop_schedule import Schedule
+from jcuts.schedule.cpu.machine import Machine
+
+TILES = (1, 2, 3, 4, 6, 7, 8, 12, 14, 16, 24, 28, 32, 48, 56, 64, 96, 112, 128, 192, 256, 512)
+"""Points of a tile along the axis that is cut."""
+CACHE_SHARES = (1 / 32, 1 / 8, 1 / 3, 2 / 3, 1)
+"""Of each axis, the largest tile whose intermediate results fill at most such a share of the L2 cache."""
+EVEN_SHARES = (1, 2, 3, 4, 6, 8)
+"""Tiles per thread of tiles that leave every thread as many."""
+PER_AXIS = 3
+"""Tilings of each axis that are kept."""
+SMALLEST = 4
+"""Points of the tile by which an axis is tried: as many as the halo of most filters."""
+
+
+def schedules(program: Program, machine: Machine, limit: int) -> list[tuple[Program, float]]:
+    """Scheduled programs of a chain of layers with their scores, best first; none where no tiling is legal."""
+    links = match_layers(program)
+    if isinstance(links, Refusal):
+        return []
+    kept: list[tuple[Program, float]] = []
+    lanes = loop_candidates.lanes_of(program, machine)
+    least = _least_cycles(program, lanes, machine)
+    for tilings in _tilings(program, links, machine):
+        chosen = _RegisterTiles(machine, lanes)
+        made = [found for tiling in tilings if (found := _scheduled(program, links, tiling, chosen)) is not None]
+        kept += sorted(((p, _score(p, least, machine)) for p in made), key=_order)[:PER_AXIS]
+    return sorted(kept, key=_order)[:limit]
+
+
+def _order(item: tuple[Program, float]) -> tuple[float, str]:
+    return -item[1], str(item[0].params)
+
+
+def _tilings(program: Program, links: Sequence[LayerLink], machine: Machine) -> Iterator[list[LayerTiling]]:
+    """For each axis of the last layer tiles of it, large ones first, with one point of the axes outside it."""
+    extents = program.phases[-1].ranges()
+    axes = movable_axes(program, links)
+    for depth, cut in enumerate(axes):
+        fits: dict[int, tuple[int, LayerTiling]] = {}
+        even = {-(-extents[cut] // (machine.threads * n)) for n in EVEN_SHARES}
+        for size in sorted({min(t, extents[cut]) for t in TILES} | even):
+            tiling = LayerTiling((*((a, 1) for a in axes[:depth]), (cut, size)))
+            layers = windows(program, links, tiling)
+            if isinstance(layers, Refusal):
+                continue
+            made = tile_program(program, links, layers, tiling)
+            if size > 1 and math.prod(g.extent for g in made.grid) < machine.threads:
+                break  # threads without a tile
+            share = local_bytes(made) / machine.l2
+            if share > 1:
+                break
+            halo = any(any(layer.result.overlap) for layer in layers if layer.result is not None)
+            tiling = replace(tiling, split=_split(made, machine, halo))
+            fits.update({k: (size, tiling) for k, most in enumerate(CACHE_SHARES) if share <= most})
+        found = dict(fits.values())
+        yield [found[size] for size in sorted(found, reverse=True)]
+
+
+def movable_axes(program: Program, links: Sequence[LayerLink]) -> list[str]:
+    """Axes of the last layer whose tiles need a window of every intermediate result, outermost first."""
+    tiles = {a.name: LayerTiling(((a.name, min(SMALLEST, a.extent)),)) for a in program.phases[-1].axes}
+    return [name for name, tiling in tiles.items() if not isinstance(windows(program, links, tiling), Refusal)]
+
+
+def _split(program: Program, machine: Machine, halo: bool) -> tuple[tuple[str, int], ...]:
+    """Tiles per task: even shares along the outermost axes; more tasks than threads would compute more halos."""
+    wanted = machine.threads * (1 if halo or machine.threads == 1 else loop_candidates.TASKS_PER_THREAD)
+    found = []
+    for grid in program.grid:
+        pieces = min(grid.extent, wanted)
+        block = -(-grid.extent // pieces)
+        found.append((grid.axis, block))
+        wanted = -(-wanted // -(-grid.extent // block))
+    return tuple(found)
+
+
+class _RegisterTiles:
+    """The register tile of every layer: that of the largest tile serves all of one axis."""
+
+    def __init__(self, machine: Machine, lanes: int) -> None:
+        self.machine, self.lanes = replace(machine, threads=1), lanes
+        self.of: dict[tuple[str, tuple[str, ...]], Schedule] = {}
+
+    def choose(self, part: Program, guarded: frozenset[str]) -> Phase | None:
+        """The best schedule of a phase whose lanes do not run along a guarded axis."""
+        (phase,) = part.phases
+        names = tuple(phase.ranges())
+        key = phase.name.removesuffix(HALO), names
+        known = self.of.get(key)
+        if known is None or known.vector in guarded:
+            ranked = loop_candidates.candidates(part, self.machine, limit=1 << 30)
+            fit = (s for s, _ in ranked if s.vector and s.vector not in guarded)
+            known = next(fit, None)
+            if known is None:
+                return None
+            self.of[key] = known = replace(known, lanes=self.lanes, blocks=())
+        return loop_schedule.apply(part, known).phases[0]
+
+
+def _scheduled(
+    program: Program, links: Sequence[LayerLink], tiling: LayerTiling, chosen: _RegisterTiles
+) -> Program | None:
+    layers = windows(program, links, tiling)
+    assert not isinstance(layers, Refusal)
+    made = schedule_phases(tile_program(program, links, layers, tiling), chosen.lanes, chosen.choose)
+    if isinstance(made, Refusal):
+        return None
+    unroll = tuple((p.name, tuple((a.name, a.unroll) for a in p.axes if a.unroll > 1)) for p in made.phases)
+    params = (
+        ("lanes", chosen.lanes),
+        ("tiles", tiling.tiles),
+        ("split", tiling.split),
+        ("unroll", unroll),
+        ("local_bytes", local_bytes(made)),
+    )
+    return replace(made, params=params)
+
+
+def _least_cycles(program: Program, lanes: int, machine: Machine) -> float:
+    """Cycles of the accumulations of all layers at the machine's peak."""
+    points = sum(
+        math.prod(a.extent for a in p.axes) * math.prod(r.extent for r in p.reds) * len(p.accs) for p in program.phases
+    )
+    return points / (lanes * machine.fma_ports)
+
+
+def _score(program: Program, least: float, machine: Machine) -> float:
+    """The CPU's PUL: accumulations at the machine's peak over the estimated cycles of all layers, halos included."""
+    tasks = {g.axis: g.blocks for g in program.grid}
+    total = 0.0
+    for phase in program.phases:
+        share = math.prod(tasks[a.name] / a.extent for a in phase.axes if a.name in phase.once)
+        total += share * cycles(replace(program, phases=(phase,)), machine)
+    rounds = -(-program.tiles // machine.threads)
+    return min(1.0, least / total) * program.tiles / (rounds * machine.threads)

@@ -20,7 +20,7 @@ from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.node import Graph
 from jcuts.kernel_ir.program import Buffer, Phase, Program
 from jcuts.lower.builder import descendants, make_buffers, op_rule
-from jcuts.lower.patterns.layer_windows import match_layers
+from jcuts.lower.patterns.layer_windows import match_layers, movable_axes
 from jcuts.lower.region import MAX_RECOMPUTED_OPS, lower_region
 from jcuts.lower.tensor_graph import TensorGraph
 
@@ -50,9 +50,11 @@ def lower_layers(
     joined = join_stages(graph, parts, TEMPLATE, name)
     if isinstance(joined, Refusal):
         return joined
-    windows = match_layers(joined)
-    if isinstance(windows, Refusal):
-        return windows
+    links = match_layers(joined)
+    if isinstance(links, Refusal):
+        return links
+    if not movable_axes(joined, links):
+        return Refusal("layers", "every tile of the last layer needs all of a result before it")
     asked = [p for _, program in parts if (p := dict(program.params).get("precision"))]
     return replace(joined, params=tuple(("precision", p) for p in asked[:1]))
 

@@ -175,19 +175,26 @@ def inner_name(axis: str) -> str:
     return f"{axis}u"
 
 
-def tile_layers(
-    program: Program, links: Sequence[LayerLink], tiles: Mapping[str, int], number: Mapping[str, str]
-) -> tuple[TiledLayer, ...] | Refusal:
-    """The layers for tiles of the last one.
+def tile_number(axis: str) -> str:
+    """The loop over the tiles of an axis."""
+    return f"{axis}s"
 
-    Args: tiles: axis of the last layer -> its points per tile; number: axis -> the axis that numbers its tiles, in
-        loop order, the innermost last.
+
+def tile_layers(
+    program: Program, links: Sequence[LayerLink], tiles: Mapping[str, int]
+) -> tuple[TiledLayer, ...] | Refusal:
+    """The layers for tiles of the last one, or a refusal where a tile would compute again what another one has.
+
+    Every window has to move with every cut axis; along the innermost one by at least its halo.
+
+    Args: tiles: axis of the last layer -> its points per tile, in loop order, the innermost last.
     """
     ranges = program.phases[-1].ranges()
-    counts = {number[a]: -(-ranges[a] // size) for a, size in tiles.items()}
-    innermost = list(number.values())[-1]
+    counts = {tile_number(a): -(-ranges[a] // size) for a, size in tiles.items()}
+    innermost = list(counts)[-1]
     where = {
-        a: Index.axis(number[a]) * size + (Index.axis(inner_name(a)) if size > 1 else 0) for a, size in tiles.items()
+        a: Index.axis(tile_number(a)) * size + (Index.axis(inner_name(a)) if size > 1 else 0)
+        for a, size in tiles.items()
     }
     layer = TiledLayer(where, dict(tiles), {a: ranges[a] for a in tiles}, None)
     found = [layer]
@@ -195,6 +202,10 @@ def tile_layers(
         window = _window(links[k], program.phases[k + 1], layer, counts, innermost)
         if isinstance(window, Refusal):
             return window
+        if frozenset().union(*(index.axes() for index in window.start)) != counts.keys():
+            return Refusal("layers", "a result that tiles would compute again")
+        if any(kept > step for kept, step in zip(window.overlap, window.step, strict=True) if kept):
+            return Refusal("layers", "a tile smaller than its halo")
         before = program.phases[k].ranges()
         axes = [(a, d) for d, a in enumerate(links[k].writes) if a and window.start[d].terms]
         layer = TiledLayer(
@@ -205,6 +216,16 @@ def tile_layers(
         )
         found.append(layer)
     return tuple(reversed(found))
+
+
+SMALLEST = 4
+"""Points of the tile by which an axis is tried: as many as the halo of most filters."""
+
+
+def movable_axes(program: Program, links: Sequence[LayerLink]) -> list[str]:
+    """Axes of the last layer whose tiles need a window of every intermediate result, outermost first."""
+    axes = {a.name: min(SMALLEST, a.extent) for a in program.phases[-1].axes}
+    return [a for a, size in axes.items() if not isinstance(tile_layers(program, links, {a: size}), Refusal)]
 
 
 def _window(

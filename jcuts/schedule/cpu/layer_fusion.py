@@ -32,6 +32,7 @@ from jcuts.lower.patterns.layer_windows import (
     proven_place,
     tensor_index,
     tile_layers,
+    tile_number,
 )
 
 PAD_FROM = 512
@@ -54,25 +55,9 @@ class LayerTiling:
     split: tuple[tuple[str, int], ...] = ()
 
 
-def tile_number(axis: str) -> str:
-    """The serial axis that numbers the tiles of an axis."""
-    return f"{axis}s"
-
-
 def windows(program: Program, links: Sequence[LayerLink], tiling: LayerTiling) -> tuple[TiledLayer, ...] | Refusal:
-    """The layers of a tiling, or a refusal: every window has to move with every tiled axis, by at least its halo."""
-    number = {axis: tile_number(axis) for axis, _ in tiling.tiles}
-    layers = tile_layers(program, links, dict(tiling.tiles), number)
-    if isinstance(layers, Refusal):
-        return layers
-    for layer in layers[:-1]:
-        assert layer.result is not None
-        moving = frozenset().union(*(index.axes() for index in layer.result.start))
-        if moving != frozenset(number.values()):
-            return Refusal("layers", "a result that tiles would compute again")
-        if any(kept > step for kept, step in zip(layer.result.overlap, layer.result.step, strict=True) if kept):
-            return Refusal("layers", "a tile smaller than its halo")
-    return layers
+    """The layers of a tiling, or a refusal."""
+    return tile_layers(program, links, dict(tiling.tiles))
 
 
 def local_strides(window: Window, size: int) -> tuple[int, ...]:
@@ -95,9 +80,8 @@ def tile_program(
     program: Program, links: Sequence[LayerLink], layers: Sequence[TiledLayer], tiling: LayerTiling
 ) -> Program:
     """The program with one phase per step of a tile; loops inside a tile are not scheduled yet."""
-    number = {axis: tile_number(axis) for axis, _ in tiling.tiles}
     ranges = program.phases[-1].ranges()
-    serial = tuple(Axis(number[a], -(-ranges[a] // size)) for a, size in tiling.tiles)
+    serial = tuple(Axis(tile_number(a), -(-ranges[a] // size)) for a, size in tiling.tiles)
     elements = {
         link.buffer: local_elements(layer.result, program.buffer(link.buffer).bytes // program.buffer(link.buffer).size)
         for link, layer in zip(links, layers, strict=False)
@@ -148,7 +132,7 @@ def _layer_phase(
     shift = {inner_name(a): Index.axis(inner_name(a)) + first for a, (first, _) in bounds.items() if first}
     inner = [Axis(inner_name(a.name), bounds[a.name][1]) if a.name in bounds else a for a in phase.axes]
     axes = (*serial, *(a for a in inner if not (a.name.removesuffix("u") in bounds and a.extent == 1)))
-    single = {inner_name(a): Index(first) for a, (first, count) in bounds.items() if count == 1}
+    single = {inner_name(a): Index() for a, (_, count) in bounds.items() if count == 1}
     ranges = {a.name: a.extent for a in (*axes, *phase.reds)}
     whole = {**ranges, **{inner_name(a): n for a, n in layer.extents.items()}}
     where = {a: index.substitute(shift, whole).substitute(single, whole) for a, index in layer.where.items()}
@@ -246,9 +230,7 @@ def _shift(buffer: Buffer, window: Window, moved: int, serial: Sequence[Axis]) -
     return Phase(f"{buffer.name}.shift", (*serial, *axes), (), (), Graph(), graph, (store,))
 
 
-def schedule_phases(
-    program: Program, lanes: int, choose: Callable[[Program, frozenset[str]], Phase | None]
-) -> Program | Refusal:
+def schedule_phases(program: Program, lanes: int, choose: Callable[[Program, frozenset[str]], Phase]) -> Program:
     """The tiled program with scheduled loops inside its tiles.
 
     Args: choose: the schedule of one phase, given as a program of its own without the loops over tiles, and the axes
@@ -261,8 +243,6 @@ def schedule_phases(
         serial = tuple(a for a in merged.axes if a.name in keep)
         guarded = frozenset(a for s in merged.stores for g in s.guards for a in g.index.axes())
         chosen = choose(first_tile(program, merged), guarded)
-        if chosen is None:
-            return Refusal("layers", f"no schedule of {phase.name} with {lanes} lanes")
         order = {a.name: k for k, a in enumerate(chosen.axes)}
         by_name = {a.name: a for a in chosen.axes}
         inner = sorted((a for a in merged.axes if a.name not in keep), key=lambda a: order[a.name])

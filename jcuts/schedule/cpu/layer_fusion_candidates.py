@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.program import Phase, Program
-from jcuts.lower.patterns.layer_windows import LayerLink, match_layers
+from jcuts.lower.patterns.layer_windows import LayerLink, match_layers, movable_axes
 from jcuts.schedule.cpu import loop_candidates, loop_schedule
 from jcuts.schedule.cpu.cycle_model import cycles
 from jcuts.schedule.cpu.layer_fusion import (
@@ -30,8 +30,6 @@ EVEN_SHARES = (1, 2, 3, 4, 6, 8)
 """Tiles per thread of tiles that leave every thread as many."""
 PER_AXIS = 3
 """Tilings of each axis that are kept."""
-SMALLEST = 4
-"""Points of the tile by which an axis is tried: as many as the halo of most filters."""
 
 
 def schedules(program: Program, machine: Machine, limit: int) -> list[tuple[Program, float]]:
@@ -44,7 +42,7 @@ def schedules(program: Program, machine: Machine, limit: int) -> list[tuple[Prog
     least = _least_cycles(program, lanes, machine)
     for tilings in _tilings(program, links, machine):
         chosen = _RegisterTiles(machine, lanes)
-        made = [found for tiling in tilings if (found := _scheduled(program, links, tiling, chosen)) is not None]
+        made = [_scheduled(program, links, tiling, chosen) for tiling in tilings]
         kept += sorted(((p, _score(p, least, machine)) for p in made), key=_order)[:PER_AXIS]
     return sorted(kept, key=_order)[:limit]
 
@@ -54,11 +52,17 @@ def _order(item: tuple[Program, float]) -> tuple[float, str]:
 
 
 def _tilings(program: Program, links: Sequence[LayerLink], machine: Machine) -> Iterator[list[LayerTiling]]:
-    """For each axis of the last layer tiles of it, large ones first, with one point of the axes outside it."""
+    """For each axis of the last layer tiles of it, large ones first, with one point of the axes outside it.
+
+    Where no windows fit the cache, the smallest ones.
+    """
     extents = program.phases[-1].ranges()
     axes = movable_axes(program, links)
+    beyond: LayerTiling | None = None
+    fitting = False
     for depth, cut in enumerate(axes):
         fits: dict[int, tuple[int, LayerTiling]] = {}
+        smallest: LayerTiling | None = None
         even = {-(-extents[cut] // (machine.threads * n)) for n in EVEN_SHARES}
         for size in sorted({min(t, extents[cut]) for t in TILES} | even):
             tiling = LayerTiling((*((a, 1) for a in axes[:depth]), (cut, size)))
@@ -66,22 +70,20 @@ def _tilings(program: Program, links: Sequence[LayerLink], machine: Machine) -> 
             if isinstance(layers, Refusal):
                 continue
             made = tile_program(program, links, layers, tiling)
-            if size > 1 and math.prod(g.extent for g in made.grid) < machine.threads:
+            if smallest is not None and math.prod(g.extent for g in made.grid) < machine.threads:
                 break  # threads without a tile
             share = local_bytes(made) / machine.l2
-            if share > 1:
+            if share > 1 and smallest is not None:
                 break
             halo = any(any(layer.result.overlap) for layer in layers if layer.result is not None)
             tiling = replace(tiling, split=_split(made, machine, halo))
+            smallest = smallest or tiling
             fits.update({k: (size, tiling) for k, most in enumerate(CACHE_SHARES) if share <= most})
         found = dict(fits.values())
+        beyond, fitting = smallest or beyond, fitting or bool(found)
         yield [found[size] for size in sorted(found, reverse=True)]
-
-
-def movable_axes(program: Program, links: Sequence[LayerLink]) -> list[str]:
-    """Axes of the last layer whose tiles need a window of every intermediate result, outermost first."""
-    tiles = {a.name: LayerTiling(((a.name, min(SMALLEST, a.extent)),)) for a in program.phases[-1].axes}
-    return [name for name, tiling in tiles.items() if not isinstance(windows(program, links, tiling), Refusal)]
+    if beyond is not None and not fitting:
+        yield [beyond]
 
 
 def _split(program: Program, machine: Machine, halo: bool) -> tuple[tuple[str, int], ...]:
@@ -103,8 +105,8 @@ class _RegisterTiles:
         self.machine, self.lanes = replace(machine, threads=1), lanes
         self.of: dict[tuple[str, tuple[str, ...]], Schedule] = {}
 
-    def choose(self, part: Program, guarded: frozenset[str]) -> Phase | None:
-        """The best schedule of a phase whose lanes do not run along a guarded axis."""
+    def choose(self, part: Program, guarded: frozenset[str]) -> Phase:
+        """The best schedule of a phase whose lanes do not run along a guarded axis, scalar code where there is none."""
         (phase,) = part.phases
         names = tuple(phase.ranges())
         key = phase.name.removesuffix(HALO), names
@@ -112,21 +114,15 @@ class _RegisterTiles:
         if known is None or known.vector in guarded:
             ranked = loop_candidates.candidates(part, self.machine, limit=1 << 30)
             fit = (s for s, _ in ranked if s.vector and s.vector not in guarded)
-            known = next(fit, None)
-            if known is None:
-                return None
-            self.of[key] = known = replace(known, lanes=self.lanes, blocks=())
+            known = replace(next(fit, Schedule()), lanes=self.lanes, blocks=())
+            self.of[key] = known
         return loop_schedule.apply(part, known).phases[0]
 
 
-def _scheduled(
-    program: Program, links: Sequence[LayerLink], tiling: LayerTiling, chosen: _RegisterTiles
-) -> Program | None:
+def _scheduled(program: Program, links: Sequence[LayerLink], tiling: LayerTiling, chosen: _RegisterTiles) -> Program:
     layers = windows(program, links, tiling)
     assert not isinstance(layers, Refusal)
     made = schedule_phases(tile_program(program, links, layers, tiling), chosen.lanes, chosen.choose)
-    if isinstance(made, Refusal):
-        return None
     unroll = tuple((p.name, tuple((a.name, a.unroll) for a in p.axes if a.unroll > 1)) for p in made.phases)
     params = (
         ("lanes", chosen.lanes),

@@ -15,11 +15,12 @@ from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.program import Grid, Program
 from jcuts.kernel_ir.verify import verify
 from jcuts.lower.layer_fusion import TEMPLATE, lower_layers
-from jcuts.lower.patterns.layer_windows import match_layers
+from jcuts.lower.patterns.layer_windows import match_layers, movable_axes, tile_number
 from jcuts.schedule.cpu import candidates as cpu_candidates
 from jcuts.schedule.cpu import layer_fusion_candidates
-from jcuts.schedule.cpu.layer_fusion import LayerTiling, local_bytes, tile_number, tile_program, windows
+from jcuts.schedule.cpu.layer_fusion import LayerTiling, local_bytes, tile_program, windows
 from tests import programs
+from tests.schedule.cpu.random_layers import random_layers
 
 RNG = np.random.default_rng(7)
 relu = jax.nn.relu
@@ -134,7 +135,7 @@ def test_any_tile_is_right(name):
     found, program, exact = traced(name)
     links = match_layers(program)
     assert not isinstance(links, Refusal)
-    axes = layer_fusion_candidates.movable_axes(program, links)
+    axes = movable_axes(program, links)
     extents = program.phases[-1].ranges()
     tried = 0
     for depth, cut in enumerate(axes):
@@ -206,12 +207,19 @@ def test_refusals(fn, shapes, reason):
     assert isinstance(program, Refusal) and reason in str(program), program
 
 
-def test_the_second_layer_that_needs_all_of_the_first_has_no_tiling():
-    """softmax-free attention's transposed product: every tile needs the whole intermediate result."""
-    found = programs.trace(lambda x, a, b: b @ relu(x @ a), normal(9, 8), normal(8, 16), normal(8, 9))
+def test_a_result_that_every_tile_needs_has_no_tiling():
+    """The second product contracts both dimensions of the first one's result."""
+    found = programs.trace(
+        lambda x, a, b: jnp.einsum("mh,mhn->n", relu(x @ a), b), normal(9, 8), normal(8, 16), normal(9, 16, 8)
+    )
     program = lower_layers(found.graph, found.everything)
-    ranked = [] if isinstance(program, Refusal) else cpu_candidates.candidates(program, programs.MACHINE, 8)
-    assert all(dict(p.params)["tiles"][0][0] == "d1" for p, _ in ranked)  # columns alone can be cut
+    assert isinstance(program, Refusal) and "needs all of" in str(program)
+
+
+def test_windows_beyond_the_cache_still_have_a_schedule():
+    found, program, exact = traced("3x3, 3x3")
+    ranked = layer_fusion_candidates.schedules(program, replace(programs.MACHINE, l2=64), 4)
+    assert ranked and error(interpret(ranked[0][0], found.operands())[0], exact) < 4e-6
 
 
 def test_templates_are_dispatched():
@@ -219,3 +227,49 @@ def test_templates_are_dispatched():
     assert program.template == TEMPLATE
     ranked = cpu_candidates.candidates(program, programs.MACHINE, 2)
     assert ranked and all(p.template == TEMPLATE for p, _ in ranked)
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_random_layers(first):
+    """Random chains with their best candidate and with a random tile, against float64."""
+    tried = 0
+    for seed in range(first, first + 10):
+        fn, arguments = random_layers(seed)
+        try:
+            jax.eval_shape(fn, *arguments)
+        except (TypeError, ValueError):
+            continue  # a window larger than what is left of the image
+        tried += check_layers(fn, arguments, seed)
+    assert tried
+
+
+def check_layers(fn, arguments, seed: int) -> bool:
+    """Whether the function is a chain of layers; then its kernels are right."""
+    found = programs.trace(fn, *arguments)
+    program = lower_layers(found.graph, found.everything)
+    if isinstance(program, Refusal):
+        return False
+    with jax.enable_x64(True):
+        exact = np.asarray(fn(*[jnp.asarray(a, np.float64) for a in arguments]))
+    if not np.isfinite(exact).all():  # a window that lies in the padding alone
+        return False
+    links = match_layers(program)
+    assert not isinstance(links, Refusal)
+    ranked = layer_fusion_candidates.schedules(program, programs.MACHINE, 16)
+    assert ranked
+    programs_to_try = [ranked[0][0]]
+    axes, rng = movable_axes(program, links), np.random.default_rng(seed)
+    for _ in range(3):
+        depth = int(rng.integers(len(axes)))
+        extents = program.phases[-1].ranges()
+        tiling = LayerTiling(
+            (*((a, 1) for a in axes[:depth]), (axes[depth], int(rng.integers(1, extents[axes[depth]] + 1))))
+        )
+        layers = windows(program, links, tiling)
+        if not isinstance(layers, Refusal):
+            programs_to_try.append(tile_program(program, links, layers, tiling))
+    for scheduled in programs_to_try:
+        verify(scheduled)
+        assert error(interpret(scheduled, found.operands())[0], exact) < 1e-5, (seed, scheduled.params)
+    assert error(programs.run_compiled(ranked[-1][0], found.operands())[0], exact) < 1e-5, seed
+    return True

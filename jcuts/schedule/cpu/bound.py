@@ -23,7 +23,9 @@ def host_arch() -> CpuArch:
 def machine_of(arch: CpuArch, vector_bytes: int, registers: int, threads: int) -> Machine:
     """The CPU's machine description for schedule enumeration, with the registers that the code generator uses."""
     return Machine(
-        vector_bytes, registers, threads, arch.l1d, arch.l2, arch.fma_ports, arch.load_ports, arch.store_ports
+        *(vector_bytes, registers, threads, arch.l1d, arch.l2, arch.fma_ports, arch.load_ports, arch.store_ports),
+        line=arch.line,
+        core=arch.core,
     )
 
 

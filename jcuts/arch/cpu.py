@@ -34,6 +34,9 @@ class CpuArch:
         core: latency, issue width, ... of a core (``cpu_cores.toml``, or measured).
         source: where the numbers come from (``"detected"``, ``"measured"``, ``"fallback"``, or a file).
         fingerprint: names this processor and this version of the measurement.
+        call_seconds: of a custom call that XLA makes in a program, 0 where it was not measured; handover_seconds: what
+            it takes longer where its tasks go to the thread pool.
+        sources: of numbers from a file: where each comes from.
     """
 
     name: str
@@ -56,6 +59,9 @@ class CpuArch:
     core: Core = CORE
     source: str = "detected"
     fingerprint: str = ""
+    call_seconds: float = 0.0
+    handover_seconds: float = 0.0
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("cores", "frequency", "simd_bits", "fma_ports", "alu_ports", "load_ports", "store_ports"):

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from jcuts.base.errors import ModelError
 
-Numbers = TypeVar("Numbers", "Core", "MemoryRates")
+Numbers = TypeVar("Numbers", "Core", "MemoryRates", "Clock")
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,14 @@ class MemoryRates:
     dram_sustained: float
     copy_traffic: float
     gemm_ceiling: float
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The highest clock where the system does not list it: ``assumed`` [Hz], or ``turbo_ratio`` times the base."""
+
+    assumed: float
+    turbo_ratio: float
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,7 @@ class CoreTable:
 
     core: Core
     memory: MemoryRates
+    clock: Clock
     ports: tuple[PortRow, ...]
     sources: dict[str, str]
 
@@ -120,6 +129,7 @@ def parse_cores(text: str, file: str) -> CoreTable:
     sources: dict[str, str] = {}
     core = parse_numbers(found.get("core"), Core, file, "core", sources)
     memory = parse_numbers(found.get("memory"), MemoryRates, file, "memory", sources)
+    clock = parse_numbers(found.get("clock"), Clock, file, "clock", sources)
     rows = []
     for row in found.get("ports", []):
         lists = {name: tuple(row[name]) for name in ("families", "parts") if name in row}
@@ -127,7 +137,7 @@ def parse_cores(text: str, file: str) -> CoreTable:
             rows.append(PortRow(**{**row, **lists, "ports": Ports(**row["ports"])}))
         except (KeyError, TypeError) as error:
             raise ModelError(f"{file}: ports of {row.get('name')!r}: {error}", file=file, key="ports") from error
-    return CoreTable(core, memory, tuple(rows), sources)
+    return CoreTable(core, memory, clock, tuple(rows), sources)
 
 
 def parse_numbers(table: Any, kind: type[Numbers], file: str, name: str, sources: dict[str, str]) -> Numbers:

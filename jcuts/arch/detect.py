@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jcuts.arch import measure
 from jcuts.arch.cpu import CpuArch
-from jcuts.arch.cpu_cores import ports_of
+from jcuts.arch.cpu_cores import TABLE, ports_of
 from jcuts.base import keys
 from jcuts.base.warn_once import unusable_cache
 
@@ -189,12 +189,17 @@ def _simd(machine: str, flags: frozenset[str]) -> tuple[int, int]:
 
 def _frequency(root: Path, info: dict[str, str]) -> float:
     """Highest clock in Hz.  Virtual machines list the base only: the highest turbo sold is assumed then."""
-    khz = _read(root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").strip()
-    if khz.isdigit() and int(khz) > 0:
-        return int(khz) * 1e3
+    if known := listed_clock(root):
+        return known
     named = re.search(r"([\d.]+)\s*GHz", info.get("model name", ""))
     listed = max(_number(info.get("cpu MHz", "")) * 1e6, float(named.group(1)) * 1e9 if named else 0.0)
-    return max(1.6 * listed, 4.5e9)
+    return max(TABLE.clock.turbo_ratio * listed, TABLE.clock.assumed)
+
+
+def listed_clock(root: Path = Path("/")) -> float:
+    """Highest clock as the system lists it [Hz]; 0 where it does not, as in virtual machines."""
+    khz = _read(root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").strip()
+    return int(khz) * 1e3 if khz.isdigit() else 0.0
 
 
 def _number(text: str) -> float:

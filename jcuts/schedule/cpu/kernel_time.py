@@ -14,7 +14,7 @@ from jcuts.estimate.cpu_kernel import CpuKernelTime
 from jcuts.kernel_ir.program import Program
 from jcuts.schedule.cpu.bound import machine_of, work_of
 from jcuts.schedule.cpu.cycle_model import cycle_terms
-from jcuts.schedule.cpu.time_estimate import CALL_SECONDS
+from jcuts.schedule.cpu.time_estimate import call_seconds
 
 
 def kernel_time(program: Program, arch: CpuArch) -> CpuKernelTime:
@@ -22,5 +22,5 @@ def kernel_time(program: Program, arch: CpuArch) -> CpuKernelTime:
     machine = machine_of(arch, arch.simd_bits // 8, arch.vector_registers, arch.cores)
     usual = replace(program, phases=tuple(phase for phase in program.phases if not phase.when))
     return cpu_kernel.kernel_time(
-        cycle_terms(usual, machine), work_of(program, arch), program.tiles, arch, CALL_SECONDS
+        cycle_terms(usual, machine), work_of(program, arch), program.tiles, arch, call_seconds(arch)
     )

@@ -56,6 +56,13 @@ def test_a_cpu_is_written_and_read(quick, tmp_path, capsys):
     assert chosen_cpu() is None and host_arch().source != str(path)
 
 
+def test_explain_does_not_take_a_cpu_for_a_gpu(tmp_path, capsys):
+    path = tmp_path / "cpu.toml"
+    path.write_text(to_toml(measured(), "head"))
+    assert main(["explain", "numpy:zeros_like", "--args", "numpy:pi", "--arch", str(path)]) == 2
+    assert f"{path} is a CPU's file, --arch ranks for GPUs" in capsys.readouterr().err
+
+
 @assembles
 def test_a_dry_run_writes_what_says_so(tmp_path, capsys):
     path = tmp_path / "gpu.toml"

@@ -32,6 +32,8 @@ LOOP_SECONDS = 4e-3
 """What one run takes, about."""
 TICK = 1e-9
 """Resolution of the clock: no time is shorter."""
+BLINK_SECONDS = 2e-4
+"""What one run of the clock's loop takes, about, where the highest clock is looked for."""
 PAGE_FLOATS = 2048
 """Of the buffer that loads and stores touch: it stays in the first-level cache."""
 _ADD = {"x86_64": "addq $$1, $0", "aarch64": "add $0, $0, #1"}
@@ -75,6 +77,19 @@ def core_rates(machine: str, simd_bits: int) -> CoreRates:
         found[name] = instructions / hertz
     latency = 1.0 / found.pop("latency")
     return CoreRates(clock=clock, latency=latency, **found)
+
+
+def highest_clock(machine: str, lanes: int, seconds: float) -> float:
+    """The clock of the fastest of many short runs [Hz]: it changes with what other cores do, so it is watched for so
+    long.  Args: lanes: floats of a vector register.
+    """
+    loop, end = _compiled("clock", machine, lanes), time.perf_counter() + seconds
+    count, best = 1000, 0.0
+    while loop(count) < BLINK_SECONDS:
+        count *= 2
+    while time.perf_counter() < end:
+        best = max(best, count * LINK / loop(count))
+    return best
 
 
 def _fastest(loop: Loop, each: int) -> float:

@@ -52,6 +52,7 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
             "jcuts/schedule/cpu/candidates.py",
             "jcuts/schedule/cpu/loop_candidates.py",
             "jcuts/schedule/cpu/cycle_model.py",
+            "jcuts/estimate/cpu_kernel.py",
         ),
     ),
     (
@@ -112,9 +113,20 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
         (
             "jcuts/arch/data",
             "jcuts/arch/sm_limits.toml",
+            "jcuts/arch/cpu_cores.toml",
             "jcuts/codegen/cuda/toolchain/target.py",
             "jcuts/schedule/gpu/machine.py",
             "docs/add_architecture.md",
+        ),
+    ),
+    (
+        "a number that `jcuts arch measure` takes",
+        "a loop or a kernel; what it becomes in the file",
+        (
+            "jcuts/tune/hardware/cpu_loops.py",
+            "jcuts/tune/hardware/cpu_machine.py",
+            "jcuts/tune/hardware/gpu_kernels.py",
+            "jcuts/tune/hardware/gpu_machine.py",
         ),
     ),
     (

@@ -7,22 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from jcuts.arch.cpu_cores import CORE, MEMORY, Core
 from jcuts.base.errors import ModelError
 
 LEVELS = ("l1", "l2", "l3", "dram")
 """Where data may lie, fastest first."""
-
-COPY_TRAFFIC = 1.5
-"""Bytes moved over bytes counted by a plain copy: it reads n, writes n, and may read the written lines first (3n / 2n).
-Measured copy bandwidth times this is a ceiling of what other access mixes can reach."""
-
-UNMEASURED_CEILING = {"l3": 64.0, "dram": 16.0}
-"""Byte per cycle and core that no core takes from these levels when nothing was measured: a line per cycle from L3 (its
-port is 32 bytes wide in both directions on AMD's cores, 64 on Intel's); from DRAM what 48 outstanding lines give at
-50 ns, three times what most cores sustain."""
-
-GEMM_CEILING = 1.1
-"""A library GEMM stays at least 10% below peak: ``CpuArch.calibrated`` raises a clock that says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +31,12 @@ class CpuArch:
         features: instruction-set flags that matter here (``avx2``, ``avx512f``, ``asimd``, ...).
         bandwidth: measured byte/s over all cores: ``copy`` (large arrays), ``l2``, ``l3``, ``dram``.
         measured_peak: FLOP/s that a library GEMM reached over all cores, per dtype name; may be empty.
-        source: where the numbers come from (``"detected"``, ``"measured"``, ``"fallback"``).
+        core: latency, issue width, ... of a core (``cpu_cores.toml``, or measured).
+        source: where the numbers come from (``"detected"``, ``"measured"``, ``"fallback"``, or a file).
         fingerprint: names this processor and this version of the measurement.
+        call_seconds: of a custom call that XLA makes in a program, 0 where it was not measured; handover_seconds: what
+            it takes longer where its tasks go to the thread pool.
+        sources: of numbers from a file: where each comes from.
     """
 
     name: str
@@ -63,8 +56,12 @@ class CpuArch:
     features: frozenset[str] = frozenset()
     bandwidth: Mapping[str, float] = field(default_factory=dict)
     measured_peak: Mapping[str, float] = field(default_factory=dict)
+    core: Core = CORE
     source: str = "detected"
     fingerprint: str = ""
+    call_seconds: float = 0.0
+    handover_seconds: float = 0.0
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("cores", "frequency", "simd_bits", "fma_ports", "alu_ports", "load_ports", "store_ports"):
@@ -131,19 +128,18 @@ class CpuArch:
             return self.cores * self.frequency * (self.load_ports + self.store_ports) * self.simd_bits / 8
         if level in self.bandwidth:
             return float(self.bandwidth[level])
-        # without a measurement: what cores of the last decade sustain, byte per cycle and core
-        return self.cores * self.frequency * {"l2": 32.0, "l3": 12.0, "dram": 4.0}[level]
+        return self.cores * self.frequency * getattr(MEMORY, f"{level}_sustained")
 
     def ceiling(self, level: str) -> float:
         """Byte/s that no access pattern exceeds at a level (what the bound uses).
 
         L1 is bounded by the load and store ports, L2 by a 64-byte bus each way per cycle, L3 and DRAM by the
-        measured copy times ``COPY_TRAFFIC``, or by ``UNMEASURED_CEILING``.  A slower level is never allowed a higher
-        ceiling than a faster one.
+        measured copy times what a copy moves beyond what it counts, or by `MemoryRates` where nothing was measured.  A
+        slower level is never allowed a higher ceiling than a faster one.
         """
         self._check(level)
         l1 = self.measured("l1")
-        l2 = min(l1, max(self.cores * self.frequency * 128.0, COPY_TRAFFIC * self.measured("l2")))
+        l2 = min(l1, max(self.cores * self.frequency * MEMORY.l2_ceiling, MEMORY.copy_traffic * self.measured("l2")))
         if level == "l1":
             return l1
         if level == "l2":
@@ -154,14 +150,14 @@ class CpuArch:
 
     def _far_ceiling(self, level: str) -> float:
         if level in self.bandwidth:
-            return COPY_TRAFFIC * self.bandwidth[level]
-        return self.cores * self.frequency * UNMEASURED_CEILING[level]
+            return MEMORY.copy_traffic * self.bandwidth[level]
+        return self.cores * self.frequency * getattr(MEMORY, f"{level}_ceiling")
 
     def likely(self, level: str) -> float:
         """Byte/s that a good kernel reaches at a level: what predictions use, between `measured` and `ceiling`."""
         if level in ("l1", "l2"):
             return self.ceiling(level)
-        return min(self.ceiling(level), COPY_TRAFFIC * max(self.measured(level), self.measured("dram")))
+        return min(self.ceiling(level), MEMORY.copy_traffic * max(self.measured(level), self.measured("dram")))
 
     def above(self, level: str) -> float:
         """Bytes that the faster levels may hold together, each of other data (the next one's victims)."""
@@ -184,7 +180,7 @@ class CpuArch:
         """
         frequency = self.frequency
         for kind, rate in gemm.items():
-            frequency = max(frequency, GEMM_CEILING * rate / (self.cores * self.flop_per_clock(kind)))
+            frequency = max(frequency, MEMORY.gemm_ceiling * rate / (self.cores * self.flop_per_clock(kind)))
         return replace(self, frequency=frequency, bandwidth=dict(bandwidth), measured_peak=dict(gemm), source=source)
 
     @staticmethod

@@ -9,12 +9,13 @@ import os
 import platform
 import re
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 from jcuts.arch import measure
 from jcuts.arch.cpu import CpuArch
+from jcuts.arch.cpu_cores import TABLE, ports_of
 from jcuts.base import keys
 from jcuts.base.warn_once import unusable_cache
 
@@ -24,16 +25,6 @@ MEASUREMENT_VERSION = 1
 """Part of the fingerprint: raise it when ``measure.py`` measures differently."""
 
 _KEEP = re.compile(r"^(sse4_2|avx\w*|fma|f16c|amx_\w+|asimd\w*|fphp|bf16|sve2?|i8mm)$")
-
-
-@dataclass(frozen=True)
-class _Ports:
-    """Full-width vector instructions per cycle and core."""
-
-    fma: int
-    alu: int
-    load: int
-    store: int
 
 
 def detect_cpu(
@@ -62,7 +53,7 @@ def describe_cpu(root: Path = Path("/"), cores: int | None = None) -> CpuArch:
     machine = _machine(info)
     flags = frozenset(f for f in info.get("flags", info.get("Features", "")).split() if _KEEP.match(f))
     simd_bits, registers = _simd(machine, flags)
-    ports = _ports(machine, info, simd_bits)
+    ports = ports_of(machine, info, simd_bits)
     usable = cores if cores is not None else _usable_cores(root)
     caches = _caches(root)
     l3_groups = max(1, math.ceil(usable / max(1, caches["l3_sharers"])))
@@ -196,34 +187,19 @@ def _simd(machine: str, flags: frozenset[str]) -> tuple[int, int]:
     return 128, 16
 
 
-def _ports(machine: str, info: dict[str, str], simd_bits: int) -> _Ports:
-    """Instructions per cycle.  An unknown core gets the widest known design, so that the bound stays a bound.
-
-    Sources: Intel and AMD optimisation manuals; Arm Neoverse software optimisation guides; uops.info.
-    """
-    if machine == "aarch64":
-        two_wide = {("0x41", "0xd0c"), ("0x41", "0xd49")}  # Neoverse N1, N2: two 128-bit pipes
-        narrow = (info.get("CPU implementer", ""), info.get("CPU part", "")) in two_wide
-        return _Ports(2, 2, 2, 2) if narrow else _Ports(4, 4, 3, 2)
-    family = int(info["cpu family"]) if info.get("cpu family", "").isdigit() else 0
-    if info.get("vendor_id") == "AuthenticAMD" and family == 25 and simd_bits == 512:
-        # Zen 4 splits 512 bits in two halves: one FMA, one load per cycle, one store every other cycle
-        return _Ports(1, 2, 1, 1)
-    if info.get("vendor_id") == "AuthenticAMD" and family in (23, 25):
-        return _Ports(2, 4, 2, 1) if family == 23 else _Ports(2, 4, 2, 2)
-    if simd_bits == 512:
-        return _Ports(2, 4, 2, 1) if info.get("vendor_id") == "AuthenticAMD" else _Ports(2, 2, 2, 2)
-    return _Ports(2, 4, 3, 2)
-
-
 def _frequency(root: Path, info: dict[str, str]) -> float:
     """Highest clock in Hz.  Virtual machines list the base only: the highest turbo sold is assumed then."""
-    khz = _read(root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").strip()
-    if khz.isdigit() and int(khz) > 0:
-        return int(khz) * 1e3
+    if known := listed_clock(root):
+        return known
     named = re.search(r"([\d.]+)\s*GHz", info.get("model name", ""))
     listed = max(_number(info.get("cpu MHz", "")) * 1e6, float(named.group(1)) * 1e9 if named else 0.0)
-    return max(1.6 * listed, 4.5e9)
+    return max(TABLE.clock.turbo_ratio * listed, TABLE.clock.assumed)
+
+
+def listed_clock(root: Path = Path("/")) -> float:
+    """Highest clock as the system lists it [Hz]; 0 where it does not, as in virtual machines."""
+    khz = _read(root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").strip()
+    return int(khz) * 1e3 if khz.isdigit() else 0.0
 
 
 def _number(text: str) -> float:

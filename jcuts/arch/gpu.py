@@ -14,6 +14,8 @@ COMPUTE_UNITS = ("ffma", "fp64", "tf32_mma", "bf16_mma", "fp16_mma")
 """The compute units a candidate can use; a GPU has a subset of them."""
 RATES = ("clock", "bw_global", "bw_l2", "shared", *COMPUTE_UNITS)
 """What `GpuArch.rate` knows."""
+MEASURED = ("dram_read", "l2_read", "dram_latency", "l2_latency", "launch_seconds", "grid_barrier_seconds")
+"""What `jcuts arch measure` writes besides: rates that were reached [byte/s], latencies [cycle], overheads [s]."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class GpuArch:
         issue_per_clock: warp instructions that an SM issues per cycle.
         l2_bytes, bw_l2: size of the L2 cache; its read bandwidth in byte/s.
         flop_per_clock_sm: FLOP per cycle and SM of every compute unit that exists (an FMA counts 2).
+        measured: what was seen on such a device (`MEASURED`), for the reader: rankings use the fields above.
         sources: for every field, where its number comes from.
     """
 
@@ -66,6 +69,7 @@ class GpuArch:
     l2_bytes: int
     bw_l2: float
     flop_per_clock_sm: Mapping[str, float]
+    measured: Mapping[str, float] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __hash__(self) -> int:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import difflib
 import re
-import tomllib
-from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 
-from jcuts.arch.gpu import COMPUTE_UNITS, GpuArch
+from jcuts.arch.cpu import CpuArch
+from jcuts.arch.cpu_file import parse_cpu
+from jcuts.arch.gpu import COMPUTE_UNITS, MEASURED, GpuArch
+from jcuts.arch.toml_entry import ArchFile
 from jcuts.base.errors import ModelError
 
-SAME_MEMORY_PERCENT = 5
-"""Difference up to which a device's bandwidth is taken for that of its file."""
+SAME_PERCENT = 5
+"""Difference up to which a device's bandwidth or clock is taken for that of its file."""
 _INTEGERS = {f.name for f in fields(GpuArch) if f.type == "int"}
 _NUMBERS = [f.name for f in fields(GpuArch) if f.type in ("int", "float")]
 
@@ -38,12 +39,7 @@ def load_gpu(name: str | Path) -> GpuArch:
     """
     text = str(name)
     if text.endswith(".toml"):
-        path = Path(text)
-        try:
-            content = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"cannot read the architecture file {path}: {error}", file=str(path)) from error
-        return parse_gpu(content, str(path))
+        return parse_gpu(_content(text), text)
     shipped = _shipped()
     found = shipped.get(_key(text))
     if found is not None:
@@ -55,6 +51,35 @@ def load_gpu(name: str | Path) -> GpuArch:
     )
 
 
+def load_cpu(path: str | Path) -> CpuArch:
+    """A CPU from a TOML file, as `jcuts arch measure` writes it.
+
+    Raises: ModelError for a file that cannot be read or is malformed (with file, line, key).
+    """
+    return parse_cpu(_content(str(path)), str(path))
+
+
+def load_arch(name: str | Path) -> CpuArch | GpuArch:
+    """A CPU or a GPU from a TOML file, or a shipped GPU by name.
+
+    Args: name: a path that ends in ``.toml``: a file that says how many ``cores`` there are is a CPU's; else a name.
+    Raises: as `load_gpu`.
+    """
+    text = str(name)
+    if not text.endswith(".toml"):
+        return load_gpu(text)
+    content = _content(text)
+    return parse_cpu(content, text) if "cores" in ArchFile(content, text).table else parse_gpu(content, text)
+
+
+def _content(text: str) -> str:
+    path = Path(text)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"cannot read the architecture file {path}: {error}", file=str(path)) from error
+
+
 def nearest_gpu(capability: tuple[int, int]) -> GpuArch:
     """The shipped GPU of a compute capability (major, minor), or of the newest one before it (of the oldest, if there
     is none before); among several that with the fastest memory."""
@@ -63,24 +88,32 @@ def nearest_gpu(capability: tuple[int, int]) -> GpuArch:
     return [gpu for gpu in found if gpu.compute_capability <= newest][-1]
 
 
-def gpu_of_device(name: str, capability: tuple[int, int], sms: int, bandwidth: float = 0.0) -> tuple[GpuArch, bool]:
+def gpu_of_device(
+    name: str, capability: tuple[int, int], sms: int, bandwidth: float = 0.0, clock: float = 0.0
+) -> tuple[GpuArch, bool]:
     """The architecture of a device: the shipped GPU that its name contains, else the nearest one, scaled.
 
     Args: name: as the driver says it, such as "NVIDIA H100 80GB HBM3"; sms: its multiprocessors; bandwidth: of its
-        memory as its attributes say [byte/s], 0 where unknown.
+        memory [byte/s], clock: its highest SM clock [Hz], both as its attributes say, 0 where unknown.
     Returns: (architecture, whether a file has its name).  Multiprocessors are the device's, rates of all
-        multiprocessors scale with their number.  So is the bandwidth where a file has another one (boards of one name
-        with other memory); where they differ by little, the file's is taken, so that rankings do not depend on digits.
+        multiprocessors scale with their number.  So are clock and bandwidth where a file has others (boards of one name
+        with other memory or power), and rates per cycle scale with the clock; where they differ by little, the file's
+        are taken, so that rankings do not depend on digits.
     """
     key = _key(name)
     named = [
         gpu for known, gpu in _shipped().items() if known in key and divmod(gpu.compute_capability, 10) == capability
     ]
     arch = max(named, key=lambda gpu: len(gpu.name)) if named else nearest_gpu(capability)
-    ratio, apart = sms / arch.num_sm, 100 * abs(bandwidth / arch.bw_global - 1)
-    bandwidth = bandwidth if bandwidth and apart > SAME_MEMORY_PERCENT else arch.bw_global
-    more = {"perf_peak": arch.perf_peak * ratio, "bw_l2": arch.bw_l2 * ratio, "bw_global": bandwidth}
-    return replace(arch, num_sm=sms, **more), bool(named)
+    own = {"bw_global": _own(bandwidth, arch.bw_global), "clock": _own(clock, arch.clock)}
+    ratio = sms / arch.num_sm * (own["clock"] / arch.clock)
+    more = {"perf_peak": arch.perf_peak * ratio, "bw_l2": arch.bw_l2 * ratio}
+    return replace(arch, num_sm=sms, **own, **more), bool(named)
+
+
+def _own(device: float, file: float) -> float:
+    """The device's number where it is known and another one than the file's."""
+    return device if device and 100 * abs(device / file - 1) > SAME_PERCENT else file
 
 
 def parse_gpu(text: str, file: str) -> GpuArch:
@@ -89,77 +122,32 @@ def parse_gpu(text: str, file: str) -> GpuArch:
     Args: text: TOML; file: its name, for messages only.
     Raises: ModelError with attributes ``file``, ``line`` and ``key``.
     """
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        where = re.search(r"line (\d+)", str(error))
-        line = int(where.group(1)) if where else len(text.splitlines())
-        raise ModelError(f"{file}:{line}: not valid TOML: {error}", file=file, line=line, key=None) from error
-
-    def bad(key: str, reason: str) -> ModelError:
-        line = _line_of(text, key)
-        return ModelError(f"{file}:{line}: {key}: {reason}", file=file, line=line, key=key)
-
-    known = {"name", "flop_per_clock_sm", *_NUMBERS}
-    for key in table:
+    found = ArchFile(text, file)
+    known = {"name", "flop_per_clock_sm", "measured", *_NUMBERS}
+    for key in found.table:
         if key not in known:
             near = difflib.get_close_matches(key, sorted(known), n=1)
-            raise bad(key, "unknown key" + (f", did you mean {near[0]!r}?" if near else ""))
-    name = table.get("name")
-    if not isinstance(name, str) or not name:
-        raise bad("name", "must be a non-empty string")
-
+            raise found.bad(key, "unknown key" + (f", did you mean {near[0]!r}?" if near else ""))
+    name = found.name()
     values: dict[str, int | float] = {}
-    sources: dict[str, str] = {}
     for key in _NUMBERS:
-        if key not in table:
-            raise bad(key, "missing")
-        value, sources[key] = _entry(table[key], key, bad)
-        if key in _INTEGERS and value != int(value):
-            raise bad(key, f"value {value!r} must be a whole number")
+        # shared_reserved is honestly zero before compute capability 8.0
+        value = found.number(key, whole=key in _INTEGERS, zero=key == "shared_reserved")
         values[key] = int(value) if key in _INTEGERS else float(value)
-    units = table.get("flop_per_clock_sm")
+    units = found.table.get("flop_per_clock_sm")
     if not isinstance(units, dict) or "ffma" not in units:
-        raise bad("flop_per_clock_sm", "must be a table of compute units that has at least 'ffma'")
-    flop: dict[str, float] = {}
-    for unit, entry in units.items():
+        raise found.bad("flop_per_clock_sm", "must be a table of compute units that has at least 'ffma'")
+    for unit in units:
         if unit not in COMPUTE_UNITS:
-            raise bad(unit, f"unknown compute unit, choose from {list(COMPUTE_UNITS)}")
-        value, sources[f"flop_per_clock_sm.{unit}"] = _entry(entry, unit, bad)
-        flop[unit] = float(value)
-    arch = GpuArch(name=name, flop_per_clock_sm=flop, sources=sources, **values)  # pyright: ignore[reportArgumentType]
+            raise found.bad(unit, f"unknown compute unit, choose from {list(COMPUTE_UNITS)}")
+    flop = {unit: float(value) for unit, value in found.numbers("flop_per_clock_sm", None).items()}
+    seen = found.numbers("measured", MEASURED)
+    arch = GpuArch(name=name, flop_per_clock_sm=flop, measured=seen, sources=found.sources, **values)  # pyright: ignore[reportArgumentType]
     if arch.max_shared > arch.shared_per_sm:
-        raise bad("max_shared", f"value {arch.max_shared} exceeds shared_per_sm = {arch.shared_per_sm}")
+        raise found.bad("max_shared", f"value {arch.max_shared} exceeds shared_per_sm = {arch.shared_per_sm}")
     if arch.max_thread > arch.max_threads_per_sm:
-        raise bad("max_thread", f"value {arch.max_thread} exceeds max_threads_per_sm = {arch.max_threads_per_sm}")
+        raise found.bad("max_thread", f"value {arch.max_thread} exceeds max_threads_per_sm = {arch.max_threads_per_sm}")
     return arch
-
-
-def _entry(entry: object, key: str, bad: Callable[[str, str], ModelError]) -> tuple[int | float, str]:
-    if not isinstance(entry, dict):
-        raise bad(key, "must be a table {value = ..., source = ...}")
-    extra = sorted(set(entry) - {"value", "source", "unit"})
-    if extra:
-        raise bad(key, f"unknown part {extra[0]!r}: allowed are value, unit and source")
-    value, source = entry.get("value"), entry.get("source")
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise bad(key, f"value {value!r} must be a number")
-    # shared_reserved is honestly zero before compute capability 8.0
-    if not 0 <= value < float("inf") or (value == 0 and key != "shared_reserved"):
-        raise bad(key, f"value {value!r} must be positive and finite")
-    if not isinstance(source, str) or not source.strip():
-        raise bad(key, "has no source: say where the number comes from")
-    return value, source
-
-
-def _line_of(text: str, key: str) -> int:
-    """Line (from 1) on which ``key`` is set; the last line if it is nowhere, which is where it is missing."""
-    pattern = re.compile(rf"^\s*(\[?\s*\"?){re.escape(key)}\b")
-    lines = text.splitlines()
-    for number, line in enumerate(lines, start=1):
-        if pattern.match(line):
-            return number
-    return max(1, len(lines))
 
 
 def _key(name: str) -> str:

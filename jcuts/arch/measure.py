@@ -18,12 +18,13 @@ _GEMM_BUDGET = 0.05
 _DRAM_BYTES = 128 << 20
 
 
-def measure_bandwidth(arch: CpuArch) -> dict[str, float]:
+def measure_bandwidth(arch: CpuArch, patience: float = 1.0) -> dict[str, float]:
     """Copy bandwidth of L2, L3 and DRAM over all cores, byte/s (bytes read plus bytes written).
 
     Every core copies between two private arrays; together they fill half of the level (L3) or leave every cache (DRAM).
     The best of several rounds counts: noise only ever slows a copy.  ``copy`` is the DRAM figure.
 
+    Args: patience: times the usual budget, a third of a second.
     Raises: MemoryError, RuntimeError if arrays or threads cannot be had (callers fall back to constants).
     """
     sizes = {"l2": arch.l2 // 4, "l3": arch.l3 // (4 * arch.cores)}
@@ -35,18 +36,18 @@ def measure_bandwidth(arch: CpuArch) -> dict[str, float]:
             # an L3 share no larger than a core's L2 would measure the L2 again
             if size < 4096 or (level == "l3" and 2 * size <= arch.l2):
                 continue
-            found[level] = _copy_rate(pool, arch.cores, size, _BUDGET[level])
+            found[level] = _copy_rate(pool, arch.cores, size, patience * _BUDGET[level])
     found["copy"] = found["dram"]
     return found
 
 
-def measure_peak(large: int = 512, small: int = 96) -> dict[str, float]:
+def measure_peak(large: int = 512, small: int = 96, patience: float = 1.0) -> dict[str, float]:
     """FLOP/s that numpy's GEMM was seen to reach over all cores, per dtype name.
 
     A large product uses every core, but collapses when another process holds one of them; a small one runs on the
     calling core alone and is a floor then.  The faster of the two is a rate that this machine certainly has.
 
-    Args: large, small: M = N = K of the two products.
+    Args: large, small: M = N = K of the two products; patience: times the usual budget, a fifth of a second.
     """
     found = {}
     for kind in ("float32", "float64"):
@@ -55,7 +56,9 @@ def measure_peak(large: int = 512, small: int = 96) -> dict[str, float]:
             a = np.full((side, side), 0.5, kind)
             b = np.full((side, side), 0.25, kind)
             out = np.empty_like(a)
-            rates.append(2.0 * side**3 / _best(lambda a=a, b=b, out=out: np.matmul(a, b, out=out), _GEMM_BUDGET))
+            rates.append(
+                2.0 * side**3 / _best(lambda a=a, b=b, out=out: np.matmul(a, b, out=out), patience * _GEMM_BUDGET)
+            )
         found[kind] = max(rates)
     return found
 

@@ -73,6 +73,11 @@ def _level(text: str) -> str:
     return lowered
 
 
+def _names(text: str) -> tuple[str, ...]:
+    """Names or paths, separated as in PATH."""
+    return tuple(one.strip() for one in text.split(os.pathsep) if one.strip())
+
+
 def _default_cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     if base and os.path.isabs(base):
@@ -92,6 +97,11 @@ class Knobs:
     """The variables; field ``x`` is read from ``JCUTS_X``.  An empty variable counts as unset."""
 
     cache_dir: Path = _knob(_path, "tuning database and object cache", default_factory=_default_cache_dir)
+    arch: tuple[str, ...] = _knob(
+        _names,
+        "architecture files (`jcuts arch measure`) or GPU names whose rates replace what is detected, separated by ':'",
+        default=(),
+    )
     dump: Path | None = _knob(_path, "write every stage of every function below this directory", default=None)
     fuel: int | None = _knob(_integer(0), "stop after this many fusions (bisects a miscompile)", default=None)
     chunk: int | None = _knob(

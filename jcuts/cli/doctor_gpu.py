@@ -41,7 +41,8 @@ def _rates(device: Any) -> Line:
     from jcuts.xla import devices as xla_devices
 
     arch, named = xla_devices.architecture_of(xla_devices.describe(device))
-    found = f"those of {arch.name}" + ("" if named else f", scaled to {arch.num_sm} SMs: there is no file of this GPU")
+    scaled = f", scaled to {arch.num_sm} SMs and {arch.clock / 1e9:.2f} GHz: there is no file of this GPU"
+    found = f"those of {arch.name}" + ("" if named else scaled)
     return "GPU rates", True, f"{found}; memory {arch.bw_global / 1e12:.2f} TB/s", ""
 
 

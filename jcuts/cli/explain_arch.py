@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jcuts.arch.load import load_gpu
+from jcuts.arch.cpu import CpuArch
+from jcuts.arch.load import load_arch
 from jcuts.base.errors import UsageError
 from jcuts.cli.printing import console, duration, table
 from jcuts.report.function_report import operations_text
@@ -25,7 +26,12 @@ def run(fn: Any, positional: tuple[Any, ...], keywords: dict[str, Any], argument
     """Prints the ranking."""
     from jcuts.pipeline import offline_ranking
 
-    arch = load_gpu(arguments.arch)
+    arch = load_arch(arguments.arch)
+    if isinstance(arch, CpuArch):
+        raise UsageError(
+            f"{arguments.arch} is a CPU's file, --arch ranks for GPUs: JCUTS_ARCH={arguments.arch} ranks by it here",
+            path=arguments.arch,
+        )
     found = offline_ranking.rank(
         getattr(fn, "__wrapped__", fn), *positional, arch=arch, limit=arguments.limit, **keywords
     )

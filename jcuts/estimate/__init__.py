@@ -1,4 +1,6 @@
-"""Performance models without a device: roofline bounds of CPU and GPU kernels, the thesis' PUL score.
+"""Performance models without a device: one expression of resource terms per kernel, read as predicted time, roofline
+bound and the thesis' PUL.
 
-`cpu.py` and `gpu_kernel.py` are the models of generated kernels, `thesis/` the published model.
+`time_model.py` has the terms, `gpu_kernel.py`, `cpu_kernel.py` and `cpu.py` the models of generated kernels, `thesis/`
+the published model.
 """

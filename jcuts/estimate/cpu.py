@@ -1,8 +1,10 @@
-"""Roofline bound and PUL ranking score of a kernel on a CPU: the counterpart of the thesis' GPU model
+"""Roofline bound of a kernel on a CPU from the work that no code can avoid, and the thesis' PUL of tilings
 (``docs/estimate.md``).
 
-The same two quantities as on a GPU.  ``bound`` is a true lower bound on a kernel's time, whatever its code; ``pul``
-is a product of balance ratios in [0, 1] that ranks candidates and promises nothing.
+The same two quantities as on a GPU.  ``bound`` is a true lower bound on a kernel's time, whatever its code: it is read
+from the terms of its work (`work_terms`), which are part of the kernel's time model (`estimate.cpu_kernel`).  ``pul``
+is a product of balance ratios in [0, 1] that ranks tilings without code (`estimate.thesis.cpu_gemm`); that of a
+scheduled program is read from its time model, too.
 """
 
 from __future__ import annotations
@@ -13,12 +15,10 @@ from dataclasses import dataclass, field
 
 from jcuts.arch.cpu import LEVELS, CpuArch
 from jcuts.base.errors import ModelError
+from jcuts.estimate.time_model import Resource, TimeTerm, amounts_by_unit, longest, on_cores, serial, term
 
 OPERATIONS = ("fma", "alu", "load", "store", "special")
 """Kinds of vector instructions; ``special`` is one step of a division, square root, exponential, ..."""
-
-FMA_LATENCY = 4
-"""Cycles until an FMA's result can be accumulated again: fewer accumulators than latency * ports leave ports idle."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,58 @@ def core_balance(tiles: int, cores: int) -> float:
     return tiles / (cores * math.ceil(tiles / cores))
 
 
+def work_terms(work: CpuWork, arch: CpuArch) -> TimeTerm:
+    """The work that no code can avoid, as terms [cycles]: all resources at once, ports and caches at their peak.
+
+    Memory takes what a good kernel reaches (`CpuArch.likely`); its amount is what bounds.  The busiest core has
+    ceil(tiles / cores) of the full tiles.  Floating-point kinds share the same ports, so their times add up.
+    """
+    ops = {kind: work.vector_ops.get(kind, 0.0) for kind in OPERATIONS}
+    widest = max(arch.fma_ports, arch.alu_ports)
+    flop = {
+        is_float: serial(
+            [
+                term(Resource.COMPUTE, amount / arch.flop_per_clock(kind), amount, kind)
+                for kind, amount in work.flop.items()
+                if _is_float(kind) == is_float
+            ]
+        )
+        for is_float in (True, False)
+    }
+    rest = [term(Resource.ALU, ops[kind] / widest, ops[kind], kind) for kind in ("alu", "special")]
+    core = longest(
+        [
+            *flop.values(),
+            term(Resource.ALU, ops["fma"] / arch.fma_ports, ops["fma"], "fma"),
+            serial([term(Resource.ALU, ops["fma"] / widest), *rest]),
+            term(Resource.LOAD, ops["load"] / arch.load_ports, ops["load"]),
+            term(Resource.STORE, ops["store"] / arch.store_ports, ops["store"]),
+        ]
+    )
+    footprint = work.input_bytes + work.output_bytes
+    memory = footprint / arch.likely(arch.resident_level(footprint)) if footprint else 0.0
+    return longest(
+        [
+            on_cores(core, _busiest_share(work, arch.cores)),
+            term(Resource.DRAM, memory * arch.frequency, footprint),
+            term(Resource.L2, work.l2_bytes / arch.ceiling("l2") * arch.frequency, work.l2_bytes),
+            term(Resource.L1, work.l1_bytes / arch.ceiling("l1") * arch.frequency, work.l1_bytes),
+        ]
+    )
+
+
+def _busiest_share(work: CpuWork, cores: int) -> float:
+    """Share of the work that the busiest core has at least: ceil(tiles / cores) full tiles, or an even share."""
+    return max(1.0 / cores, math.ceil(work.tiles / cores) / (work.tiles / (1 - work.edge_share)))
+
+
 def bound(work: CpuWork, arch: CpuArch) -> BoundReport:
-    """Roofline lower bound on the time of a kernel.
+    """Roofline lower bound on the time of a kernel: `bound_of` the terms of its work."""
+    return bound_of(work_terms(work, arch), arch)
+
+
+def bound_of(root: TimeTerm, arch: CpuArch) -> BoundReport:
+    """Roofline lower bound on the time of a kernel, from the amounts of `work_terms`.
 
         seconds = max( balance * (FLOP / peak, instructions / ports),
                        for every level: (compulsory bytes - what faster levels hold) / ceiling of the level,
@@ -118,28 +168,39 @@ def bound(work: CpuWork, arch: CpuArch) -> BoundReport:
 
     Returns: a ``BoundReport``; seconds >= 0.
     """
-    clocks = arch.cores * arch.frequency
-    full = work.tiles / (1 - work.edge_share)
-    balance = max(1.0, arch.cores * math.ceil(work.tiles / arch.cores) / full)
-    ops = {kind: work.vector_ops.get(kind, 0.0) for kind in OPERATIONS}
-    arithmetic = ops["fma"] + ops["alu"] + ops["special"]
-    floating = [kind for kind in work.flop if _is_float(kind)]
-    integer = [kind for kind in work.flop if not _is_float(kind)]
-    compute = {
-        "flop": sum(work.flop[kind] / arch.peak(kind) for kind in floating),
-        "integer": sum(work.flop[kind] / arch.peak(kind) for kind in integer),
-        "fma": ops["fma"] / (arch.fma_ports * clocks),
-        "alu": arithmetic / (max(arch.fma_ports, arch.alu_ports) * clocks),
-        "load": ops["load"] / (arch.load_ports * clocks),
-        "store": ops["store"] / (arch.store_ports * clocks),
+    found = amounts_by_unit(root)
+
+    def on_busiest(resource: Resource, unit: str = "") -> float:
+        return found.get((resource.value, unit), (0.0, 0.0))[0]
+
+    def of_all(resource: Resource) -> float:
+        return found.get((resource.value, ""), (0.0, 0.0))[1]
+
+    kinds = [unit for name, unit in found if name == Resource.COMPUTE]
+    cycles = {kind: on_busiest(Resource.COMPUTE, kind) / arch.flop_per_clock(kind) for kind in kinds}
+    fma, *others = (on_busiest(Resource.ALU, kind) for kind in ("fma", "alu", "special"))
+    core = {
+        "flop": sum(cycles[kind] for kind in kinds if _is_float(kind)),
+        "integer": sum(cycles[kind] for kind in kinds if not _is_float(kind)),
+        "fma": fma / arch.fma_ports,
+        "alu": (fma + sum(others)) / max(arch.fma_ports, arch.alu_ports),
+        "load": on_busiest(Resource.LOAD) / arch.load_ports,
+        "store": on_busiest(Resource.STORE) / arch.store_ports,
     }
-    footprint = work.input_bytes + work.output_bytes
-    level = arch.resident_level(footprint)
-    terms = {name: balance * seconds for name, seconds in compute.items()}
+    footprint = of_all(Resource.DRAM)
+    terms = {name: count / arch.frequency for name, count in core.items()}
     terms["memory"] = max((footprint - arch.above(level)) / arch.ceiling(level) for level in LEVELS)
-    terms["l2"] = work.l2_bytes / arch.ceiling("l2")
-    terms["l1"] = work.l1_bytes / arch.ceiling("l1")
-    return BoundReport(max(terms.values()), terms, balance, level)
+    terms["l2"] = of_all(Resource.L2) / arch.ceiling("l2")
+    terms["l1"] = of_all(Resource.L1) / arch.ceiling("l1")
+    balance = max(1.0, arch.cores * busiest_share(root))
+    return BoundReport(max(terms.values()), terms, balance, arch.resident_level(footprint))
+
+
+def busiest_share(root: TimeTerm) -> float:
+    """Share of a kernel's tasks that its busiest core has, by the first such node of an expression; 1 without one."""
+    if root.kind == "on_cores":
+        return root.times
+    return next((node.busiest for node in root.parts if node.kind == "on_cores"), 1.0)
 
 
 def register_ratio(rows: int, vectors: int, arch: CpuArch) -> float:
@@ -156,7 +217,7 @@ def register_ratio(rows: int, vectors: int, arch: CpuArch) -> float:
     if rows < 1 or vectors < 1:
         raise ModelError(f"a register tile of {rows} x {vectors} is impossible", rows=rows, vectors=vectors)
     busy = rows * vectors / arch.fma_ports
-    ratio = busy / max(busy, (rows + vectors) / arch.load_ports, FMA_LATENCY)
+    ratio = busy / max(busy, (rows + vectors) / arch.load_ports, arch.core.fma_latency)
     needed = rows * vectors + vectors + 1
     return ratio * min(1.0, arch.vector_registers / needed) ** 2
 

@@ -1,4 +1,4 @@
-"""Analytic time model of a GPU kernel: an expression of resource terms (roofline, occupancy, latency, launch).
+"""Analytic time model of a kernel: an expression of resource terms (roofline, occupancy, latency, caches, launch).
 
 A kernel family counts what a launch does and builds one expression; it is read in three ways:
 
@@ -6,12 +6,15 @@ A kernel family counts what a launch does and builds one expression; it is read 
     bound            every resource at the architecture's peak, all at once, no latency and no launch: a lower bound
     PUL              COEF_r * GMRatio * SMRatio * WBRatio of the same counts (`estimate.kernel_pul`)
 
+GPUs read them by `KernelTime`, CPUs by `estimate.cpu_kernel`.
+
 The nodes are
 
     term(resource, value, amount)          one resource for so many cycles; amount: what it does, in its unit
     overlap(remainder, parts)              resources that work at the same time: the longest, and a share of the others
     serial(parts)                          one after the other
     per_sm(times, part, ...)               what the resident blocks of an SM take, for every wave of blocks
+    on_cores(part, share)                  what one core takes for everything, shared out to a CPU's cores
     scaled(name, factor, part)             a ratio that lengthens its part (occupancy, access width, last wave)
     soft_maximum(power, parts)             near the longest part, more where they are alike
 
@@ -29,14 +32,18 @@ from jcuts.arch.gpu import GpuArch
 
 
 class Resource(StrEnum):
-    """What a term is spent on.  Terms of the first five say how much they do; `PER_SM` and memory bound the time."""
+    """What a term is spent on.  Terms of the first five say how much they do; `PER_SM` and memory bound the time.
+
+    A CPU core has those of the last group besides; its FMA ports are `COMPUTE`, its decoder is `ISSUE`, what comes from
+    its second-level cache `L2`.
+    """
 
     COMPUTE = "compute unit"
-    """FLOP of tensor cores or FMA units, padding of tiles included."""
+    """FLOP of tensor cores or FMA units, padding of tiles included (a CPU's bound: without)."""
     SMEM = "shared memory"
     """Bytes that pass the shared-memory port."""
     ISSUE = "issue"
-    """Warp instructions."""
+    """Warp instructions; a CPU core's instructions of any kind."""
     L2 = "L2 cache"
     """Bytes that blocks ask the L2 cache for."""
     DRAM = "memory"
@@ -54,6 +61,23 @@ class Resource(StrEnum):
     REDUCE = "partial sums"
     LAUNCH = "launch"
 
+    LOAD = "load ports"
+    """Vector loads; rows that straddle lines and gathers take several slots."""
+    STORE = "store ports"
+    """Vector stores."""
+    L3 = "L3 cache"
+    """Bytes that come from beyond a core's second-level cache."""
+    SPILL = "register spills"
+    """Stores and loads of what does not fit the registers."""
+    TILE = "tile overhead"
+    """Prologue, epilogue and refilled pipelines of a register tile."""
+    LOOP_END = "loop ends"
+    """Mispredicted branches."""
+    ADDRESS = "guarded addresses"
+    """Scalar instructions outside the innermost loop."""
+    TRANSFORM = "transforms"
+    """Winograd's, of inputs, filters and outputs."""
+
 
 PER_SM = (Resource.COMPUTE, Resource.SMEM, Resource.ISSUE)
 """Resources of which every SM has its own: the SM with most blocks decides."""
@@ -63,15 +87,16 @@ class TimeTerm:
     """A node of the expression. Its ``value`` is computed when it is made.
 
     Attributes:
-        kind: 'term', 'overlap', 'serial', 'per_sm', 'scaled' or 'soft_maximum'.
-        name: the resource of a term, what a factor stands for; value: cycles or seconds.
+        kind: 'term', 'overlap', 'serial', 'repeat', 'per_sm', 'on_cores', 'scaled' or 'soft_maximum'.
+        name: the resource of a term, what a factor or a series stands for; value: cycles or seconds.
         parts: what it is made of.
         amount: of a term, in the resource's unit: FLOP, bytes, warp instructions; per SM inside `per_sm`.
+        unit: of a term of a CPU, what does the amount: a dtype, a kind of instruction; '' elsewhere.
         times: how often the parts take place, or the factor; busiest, balanced: how often the blocks that the amounts
             count take place on the SM with most of them, and on average over all SMs.
     """
 
-    __slots__ = ("amount", "balanced", "busiest", "kind", "name", "parts", "times", "value")
+    __slots__ = ("amount", "balanced", "busiest", "kind", "name", "parts", "times", "unit", "value")
 
     def __init__(
         self,
@@ -83,14 +108,15 @@ class TimeTerm:
         times: float = 1.0,
         busiest: float = 1.0,
         balanced: float = 1.0,
+        unit: str = "",
     ) -> None:
         self.kind, self.name, self.value, self.parts, self.amount = kind, name, value, parts, amount
-        self.times, self.busiest, self.balanced = times, busiest, balanced
+        self.times, self.busiest, self.balanced, self.unit = times, busiest, balanced, unit
 
 
-def term(resource: Resource, value: float, amount: float = 0.0) -> TimeTerm:
+def term(resource: Resource, value: float, amount: float = 0.0, unit: str = "") -> TimeTerm:
     """One resource at work. Args: amount: what bounds the time at the resource's peak; 0 where nothing does."""
-    return TimeTerm("term", resource.value, value, (), amount)
+    return TimeTerm("term", resource.value, value, (), amount, unit=unit)
 
 
 def overlap(remainder: float, parts: Sequence[TimeTerm]) -> TimeTerm:
@@ -100,12 +126,12 @@ def overlap(remainder: float, parts: Sequence[TimeTerm]) -> TimeTerm:
     return TimeTerm("overlap", "", longest + remainder * (sum(values) - longest), parts, times=remainder)
 
 
-def serial(parts: Sequence[TimeTerm]) -> TimeTerm:
-    """Parts that follow each other."""
+def serial(parts: Sequence[TimeTerm], name: str = "") -> TimeTerm:
+    """Parts that follow each other. Args: name: what they are together, for `named`."""
     value = 0.0
     for part in parts:
         value += part.value
-    return TimeTerm("serial", "", value, parts)
+    return TimeTerm("serial", name, value, parts)
 
 
 def repeat(times: float, part: TimeTerm) -> TimeTerm:
@@ -125,6 +151,11 @@ def per_sm(waves: float, part: TimeTerm, *, resident: float, blocks: float, sms:
 def on_sms(part: TimeTerm, *, blocks: int, sms: int) -> TimeTerm:
     """A part whose amounts are those of one block, and whose value is that of the whole launch."""
     return TimeTerm("per_sm", "", part.value, (part,), busiest=math.ceil(blocks / sms), balanced=blocks)
+
+
+def on_cores(part: TimeTerm, share: float) -> TimeTerm:
+    """A part whose value and amounts are one core's for all tasks. Args: share: of the tasks on the busiest core."""
+    return TimeTerm("on_cores", "", share * part.value, (part,), times=share, busiest=share)
 
 
 def scaled(name: str, factor: float, part: TimeTerm) -> TimeTerm:
@@ -219,10 +250,20 @@ def peak_rate(arch: GpuArch, resource: str, unit: str) -> float:
 def amounts(root: TimeTerm) -> dict[str, tuple[float, float]]:
     """What resources do in a call, in their units: on the SM with most blocks, and over all SMs together."""
     found: dict[str, tuple[float, float]] = {}
+    for (name, _), (busiest, balanced) in amounts_by_unit(root).items():
+        old = found.get(name, (0.0, 0.0))
+        found[name] = (old[0] + busiest, old[1] + balanced)
+    return found
+
+
+def amounts_by_unit(root: TimeTerm) -> dict[tuple[str, str], tuple[float, float]]:
+    """The same by resource and unit: FLOP of one dtype, vector instructions of one kind."""
+    found: dict[tuple[str, str], tuple[float, float]] = {}
     for node, busiest, balanced in _leaves(root, 1.0, 1.0):
         if node.amount:
-            old = found.get(node.name, (0.0, 0.0))
-            found[node.name] = (old[0] + busiest * node.amount, old[1] + balanced * node.amount)
+            key = node.name, node.unit
+            old = found.get(key, (0.0, 0.0))
+            found[key] = (old[0] + busiest * node.amount, old[1] + balanced * node.amount)
     return found
 
 
@@ -236,16 +277,23 @@ def _leaves(node: TimeTerm, busiest: float, balanced: float) -> Iterator[tuple[T
 def breakdown(root: TimeTerm) -> Mapping[str, float]:
     """What every resource takes by itself over the whole call, in the unit of the expression."""
     found: dict[str, float] = {}
-
-    def visit(node: TimeTerm, times: float) -> None:
+    for node, times in _nodes(root, 1.0):
         if node.kind == "term":
             found[node.name] = found.get(node.name, 0.0) + times * node.value
-        inner = times * node.times if node.kind in ("repeat", "per_sm", "scaled") else times
-        for part in node.parts:
-            visit(part, inner)
-
-    visit(root, 1.0)
     return found
+
+
+def named(root: TimeTerm, name: str) -> float:
+    """What the series of this name take over the whole call, in the unit of the expression."""
+    return sum(times * node.value for node, times in _nodes(root, 1.0) if node.kind == "serial" and node.name == name)
+
+
+def _nodes(node: TimeTerm, times: float) -> Iterator[tuple[TimeTerm, float]]:
+    """Every node, with how often it takes place."""
+    yield node, times
+    inner = times * node.times if node.kind in ("repeat", "per_sm", "on_cores", "scaled") else times
+    for part in node.parts:
+        yield from _nodes(part, inner)
 
 
 def text(root: TimeTerm, indent: int = 0) -> str:
@@ -253,7 +301,8 @@ def text(root: TimeTerm, indent: int = 0) -> str:
     how = {
         "term": root.name,
         "overlap": f"overlap, {root.times:g} of the shorter",
-        "serial": "serial",
+        "serial": root.name or "serial",
+        "on_cores": f"on the busiest core: x {root.times:.3g}",
         "repeat": f"{root.times:g} x",
         "per_sm": f"{root.times:g} waves",
         "scaled": f"{root.name}: x {root.times:.3g}",

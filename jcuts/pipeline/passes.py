@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jcuts.arch.chosen import chosen_cpu
 from jcuts.base import keys
 from jcuts.base.dump import open_dump
 from jcuts.base.errors import UsageError
@@ -103,7 +104,11 @@ def _divide(state: State) -> State:
 def _group(state: State) -> State:
     on_gpu = state.platform != "cpu"
     computation = group(state.closed, state.settings, Fuel(), state.platform, wait=on_gpu)
-    rates = xla_devices.rates_of_another() if on_gpu and not state.unusable else ""
+    if on_gpu:
+        rates = "" if state.unusable else xla_devices.rates_of_another()
+    else:
+        cpu = chosen_cpu()
+        rates = f"schedules are ranked by the numbers of {cpu.source} (JCUTS_ARCH)" if cpu is not None else ""
     return replace(state, computation=computation).noted(rates or None)
 
 

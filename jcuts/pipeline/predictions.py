@@ -2,7 +2,7 @@
 
 GPU: the time model of the kernel's family (`schedule.gpu.kernel_time`); of memory-bound families with the registers,
 shared memory and launches that the assembler reports, where the kernel is compiled.  CPU: the cycle model that ranks
-schedules, of loops.
+schedules, beside the work that no code can avoid (`schedule.cpu.kernel_time`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from jcuts.arch.cpu import CpuArch
 from jcuts.codegen.cuda.toolchain.image import Image
+from jcuts.estimate import cpu_kernel
 from jcuts.estimate.kernel_pul import pul_ratios
 from jcuts.kernel_ir.program import Program
 from jcuts.pipeline.outcome import Outcome, Winner
 from jcuts.report.function_report import FunctionReport
-from jcuts.schedule.cpu import time_estimate
+from jcuts.schedule.cpu import kernel_time as cpu_kernel_time
+from jcuts.schedule.cpu.bound import host_arch
 from jcuts.schedule.gpu import kernel_time
 from jcuts.schedule.gpu.launch_stats import Taken
 from jcuts.schedule.gpu.machine import GpuMachine
@@ -67,10 +70,16 @@ def predict(winner: Winner) -> Prediction:
     if program is None:
         return Prediction()
     if "cuda" not in dict(program.params):
-        return Prediction(time_estimate.seconds(program))
+        return of_cpu_schedule(program, host_arch())
     arch, _ = xla_devices.architecture_of(xla_devices.this())
     machine = GpuMachine.of(arch)
     return of_schedule(program, machine, () if kernel is None else taken_by(kernel.object_code))
+
+
+def of_cpu_schedule(program: Program, arch: CpuArch) -> Prediction:
+    """The model of a scheduled CPU program."""
+    time = cpu_kernel_time.kernel_time(program, arch)
+    return Prediction(time.seconds, time.bound(arch), cpu_kernel.ratios(time, arch).pul)
 
 
 def of_schedule(program: Program, machine: GpuMachine, taken: Sequence[Taken] = ()) -> Prediction:

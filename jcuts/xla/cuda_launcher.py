@@ -38,6 +38,8 @@ MARK = "jcuts_mark"
 HOOK = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)
 """Is told the number of a mark and the CUDA stream that it is executed on."""
 _TEXT = 2048
+_CLOCK_KHZ = 13
+"""CU_DEVICE_ATTRIBUTE_CLOCK_RATE."""
 _MEMORY_CLOCK_KHZ = 36
 """CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE."""
 _MEMORY_BUS_BITS = 37
@@ -118,15 +120,24 @@ def driver_version(library: str = DRIVER) -> tuple[int, int] | None:
 
 def memory_bandwidth(library: str = DRIVER) -> float:
     """Of the first device's memory by its attributes (bus width, memory clock) [byte/s]; 0 where they are not said."""
-    clock, width = ctypes.c_int(), ctypes.c_int()
+    clock, width = (_attribute(number, library) for number in (_MEMORY_CLOCK_KHZ, _MEMORY_BUS_BITS))
+    return 2000 * clock * width / 8  # twice per clock of kHz
+
+
+def highest_clock(library: str = DRIVER) -> float:
+    """Of the first device's multiprocessors by its attributes [Hz]; 0 where they do not say."""
+    return 1000 * _attribute(_CLOCK_KHZ, library)
+
+
+def _attribute(number: int, library: str) -> int:
+    """An attribute of the first device, 0 where there is none. Starts nothing on a device."""
+    found = ctypes.c_int()
     try:
-        driver = ctypes.CDLL(library)
-        for number, into in ((_MEMORY_CLOCK_KHZ, clock), (_MEMORY_BUS_BITS, width)):
-            if driver.cuDeviceGetAttribute(ctypes.byref(into), number, 0):
-                return 0.0
+        if ctypes.CDLL(library).cuDeviceGetAttribute(ctypes.byref(found), number, 0):
+            return 0
     except (OSError, AttributeError):
-        return 0.0
-    return 2000 * clock.value * width.value / 8  # twice per clock of kHz
+        return 0
+    return found.value
 
 
 def too_old(driver: tuple[int, int] | None, toolkit: tuple[int, int] | None) -> str:

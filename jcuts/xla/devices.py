@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jcuts.arch.chosen import chosen_gpu
 from jcuts.arch.gpu import GpuArch
 from jcuts.arch.load import gpu_of_device, load_gpu
 from jcuts.arch.sm_limits import NEWEST_CAPABILITY
@@ -66,19 +67,42 @@ def target() -> CudaTarget:
     return CudaTarget(this().capability)
 
 
-@functools.cache
 def architecture_of(gpu: Gpu) -> tuple[GpuArch, bool]:
-    """The rates of a GPU of this process (`arch.load.gpu_of_device`), and whether a file has its name."""
-    return gpu_of_device(gpu.name, gpu.capability, gpu.sms, cuda_launcher.memory_bandwidth())
+    """The rates of a GPU of this process (`arch.load.gpu_of_device`, or the file of ``JCUTS_ARCH``), and whether a file
+    has its name.
+
+    Raises: UsageError where ``JCUTS_ARCH`` names a GPU of another compute capability.
+    """
+    chosen = chosen_gpu()
+    if chosen is None:
+        return _detected(gpu)
+    if divmod(chosen.compute_capability, 10) != gpu.capability:
+        theirs, ours = (f"{major}.{minor}" for major, minor in (divmod(chosen.compute_capability, 10), gpu.capability))
+        raise UsageError(
+            f"JCUTS_ARCH names {chosen.name}, of compute capability {theirs}: {gpu.name} has {ours}",
+            name=chosen.name,
+            device=gpu.name,
+        )
+    return chosen, True
+
+
+@functools.cache
+def _detected(gpu: Gpu) -> tuple[GpuArch, bool]:
+    return gpu_of_device(
+        gpu.name, gpu.capability, gpu.sms, cuda_launcher.memory_bandwidth(), cuda_launcher.highest_clock()
+    )
 
 
 def rates_of_another() -> str:
     """'' where the rates that rank schedules are those of a file of the GPU's name, else whose they are."""
     gpu = this()
     arch, named = architecture_of(gpu)
+    if chosen_gpu() is not None:
+        return f"schedules are ranked by rates of {arch.name} (JCUTS_ARCH)"
     if named:
         return ""
-    return f"no architecture file for {gpu.name}: schedules are ranked by rates of {arch.name}, scaled to {gpu.sms} SMs"
+    scaled = f"{gpu.sms} SMs, {arch.clock / 1e9:.2f} GHz and {arch.bw_global / 1e12:.2f} TB/s"
+    return f"no architecture file for {gpu.name}: schedules are ranked by rates of {arch.name}, scaled to {scaled}"
 
 
 def machine() -> GpuMachine:

@@ -175,5 +175,16 @@ def test_a_board_with_other_memory_has_its_own_bandwidth():
     assert near == (load_gpu("H200"), True)
 
 
+def test_a_board_with_another_clock_scales_rates_per_cycle():
+    h100 = load_gpu("H100")
+    pcie, _ = gpu_of_device("NVIDIA H100 PCIe", (9, 0), 114, 2.04e12, 1.755e9)
+    assert pcie.clock == 1.755e9 and pcie.peak("bf16_mma") == pytest.approx(114 * 4096 * 1.755e9)
+    assert pcie.bw_l2 == pytest.approx(h100.bw_l2 * 114 / 132 * 1.755 / 1.98)
+    assert pcie.perf_peak == pytest.approx(h100.perf_peak * 114 / 132 * 1.755 / 1.98)
+    assert gpu_of_device("NVIDIA H100", (9, 0), 132, 0.0, 1.95e9)[0] == h100
+    other, named = gpu_of_device("NVIDIA Something", (8, 9), 58, 3e11, 2.04e9)
+    assert not named and (other.clock, other.bw_global, other.num_sm) == (2.04e9, 3e11, 58)
+
+
 def test_a_name_of_another_capability_is_another_gpu():
     assert gpu_of_device("Not an A100", (9, 0), 132)[1] is False

@@ -22,6 +22,7 @@ def test_every_variable_is_parsed():
     k = knobs.parse(
         {
             "JCUTS_CACHE_DIR": "/a/b",
+            "JCUTS_ARCH": " cpu.toml :H100:",
             "JCUTS_DUMP": "~/dump",
             "JCUTS_FUEL": "0",
             "JCUTS_DISABLE": "Yes",
@@ -38,6 +39,7 @@ def test_every_variable_is_parsed():
     )
     assert k == knobs.Knobs(
         cache_dir=Path("/a/b"),
+        arch=("cpu.toml", "H100"),
         dump=Path("~/dump").expanduser(),
         fuel=0,
         disable=True,

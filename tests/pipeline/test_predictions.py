@@ -1,4 +1,4 @@
-"""The performance model of chosen kernels in the report: times in order, PUL of GPU kernels from their cubins."""
+"""The performance model of chosen kernels in the report: times in order, PUL, of GPU kernels from their cubins."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def test_the_report_names_what_is_measured_predicted_and_bound():
     chosen = [s for s in report.subsets if s.chosen != "xla"]
     assert chosen
     for one in chosen:
-        assert one.predicted_seconds >= one.bound_seconds > 0 and one.pul is None and 0 < one.score <= 1
+        assert one.predicted_seconds >= one.bound_seconds > 0 and 0 < one.pul <= 1 and 0 < one.score <= 1
     assert [len(row) for row in rows(report)] == [len(HEADINGS)] * len(report.subsets)
     at = {name: rows(report)[0][HEADINGS.index(name)] for name in ("predicted us", "bound us", "PUL", "score")}
-    assert at["PUL"] == "-" and float(at["predicted us"]) >= float(at["bound us"]) and float(at["score"]) > 0
+    assert float(at["PUL"]) >= 0 and float(at["predicted us"]) >= float(at["bound us"]) and float(at["score"]) > 0
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 
+from jcuts.arch.chosen import chosen_cpu
 from jcuts.arch.cpu import CpuArch
 from jcuts.arch.detect import describe_cpu
 from jcuts.estimate.cpu import CpuWork
@@ -14,16 +15,22 @@ from jcuts.schedule.cpu.machine import Machine
 FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 
 
-@functools.cache
 def host_arch() -> CpuArch:
-    """This CPU from data files, without measuring, so that a bound is reproducible."""
+    """This CPU as ``JCUTS_ARCH`` says, else from system files without measuring: a bound is reproducible."""
+    return chosen_cpu() or _described()
+
+
+@functools.cache
+def _described() -> CpuArch:
     return describe_cpu()
 
 
 def machine_of(arch: CpuArch, vector_bytes: int, registers: int, threads: int) -> Machine:
     """The CPU's machine description for schedule enumeration, with the registers that the code generator uses."""
     return Machine(
-        vector_bytes, registers, threads, arch.l1d, arch.l2, arch.fma_ports, arch.load_ports, arch.store_ports
+        *(vector_bytes, registers, threads, arch.l1d, arch.l2, arch.fma_ports, arch.load_ports, arch.store_ports),
+        line=arch.line,
+        core=arch.core,
     )
 
 

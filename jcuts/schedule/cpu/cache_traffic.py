@@ -1,4 +1,5 @@
-"""Cache-reuse analysis of a loop nest: bytes moved between cache levels, from working sets and loop order.
+"""Cache-reuse analysis of a loop nest: bytes moved between cache levels, from working sets and loop order, as terms of
+the kernel's time model.
 
 For each level of the nest the lines that all accesses touch inside it are its working set.  The outermost level whose
 set fits a cache is loaded once per run of it; an access that the next loops outwards do not move stays where it is.
@@ -11,20 +12,20 @@ import itertools
 import math
 from dataclasses import dataclass
 
+from jcuts.arch.cpu_cores import CORE, Core
+from jcuts.estimate.time_model import Resource, TimeTerm, soft_longest, term
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import ITEM_SIZE, Phase, Program
 from jcuts.schedule import fit
 from jcuts.schedule.cpu.machine import Machine
 
-LINE = 64
-WAYS = 8
 _FIT = fit.coefficients("cpu", "cache_traffic")
 L2_BYTES = _FIT.l2_bytes_per_cycle  # per cycle, from that level into the next one
 L3_BYTES = _FIT.l3_bytes_per_cycle
 START = _FIT.line_start_bytes  # bytes whose time it takes until a run of lines elsewhere comes in
 EXPOSED = _FIT.l2_exposed_ratio  # share of the shorter of computing and moving that the longer does not hide
 FAR_EXPOSED = _FIT.l3_exposed_ratio
-PAGE = 4096  # bytes: prefetchers stop at its end
+NOTHING = term(Resource.START, 0.0)
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class _Access:
     strides: tuple[tuple[str, int], ...]
     size: int
     total: int  # bytes of the buffer
+    line: int = 64  # bytes
+    core: Core = CORE
 
     def _rows(self, extents: dict[str, int]) -> tuple[float, int, int]:
         """(bytes of one row of neighbouring lines, rows, bytes between two rows or 0)."""
@@ -41,7 +44,7 @@ class _Access:
         for stride, count in sorted((abs(s), extents.get(n, 1)) for n, s in self.strides):
             if count == 1:
                 continue
-            if stride <= max(run, LINE):
+            if stride <= max(run, self.line):
                 run += stride * (count - 1)
             else:
                 rows, step = rows * count, step or stride
@@ -54,12 +57,13 @@ class _Access:
         rows than places, only the share row / gcd(step, way) of the cache is of use.
         """
         run, rows, step = self._rows(extents)
-        row = math.ceil(run / LINE) * LINE
-        bytes_ = min(float(rows * row), float(max(self.total, LINE)))
+        row = math.ceil(run / self.line) * self.line
+        bytes_ = min(float(rows * row), float(max(self.total, self.line)))
         if not step:
             return bytes_, bytes_
-        apart = math.gcd(step, cache // WAYS)
-        return bytes_, bytes_ if rows * apart <= cache // WAYS else bytes_ / min(1.0, row / apart)
+        way = cache // self.core.cache_ways
+        apart = math.gcd(step, way)
+        return bytes_, bytes_ if rows * apart <= way else bytes_ / min(1.0, row / apart)
 
     def has_set_conflicts(self, extents: dict[str, int], cache: int) -> bool:
         """Whether rows of one tile are so far apart that they push each other out of their sets.
@@ -67,33 +71,34 @@ class _Access:
         Two ways are left to the other operands.
         """
         _, rows, step = self._rows(extents)
-        return step > 0 and rows * math.gcd(step, cache // WAYS) > (WAYS - 2) * (cache // WAYS)
+        return step > 0 and rows * math.gcd(step, cache // self.core.cache_ways) > (self.core.cache_ways - 2) * (
+            cache // self.core.cache_ways
+        )
 
     def page_opens_per_byte(self, extents: dict[str, int]) -> float:
         """Pages that are opened anew per byte of a tile: its rows over their length, where each lies in another."""
         run, rows, step = self._rows(extents)
-        return 0.0 if rows == 1 or step < PAGE else 1.0 / max(run, LINE)
+        return 0.0 if rows == 1 or step < self.core.page_bytes else 1.0 / max(run, self.line)
 
     def moved_by(self, name: str) -> bool:
         """Whether an axis changes the address."""
         return any(n == name for n, _ in self.strides)
 
 
-def traffic_cycles(program: Program, phase: Phase, lanes: int, machine: Machine, busy: float) -> float:
-    """Cycles of all tiles of a phase: ``busy`` compute cycles overlapped with the cache lines that are loaded
-    meanwhile.
+def beside_traffic(program: Program, phase: Phase, lanes: int, machine: Machine, busy: TimeTerm) -> TimeTerm:
+    """All tiles of a phase: what computes, ``busy``, overlapped with the cache lines that are loaded meanwhile.
 
     Of computing and of each level's transfers the longest counts, and a share of the others that it does not hide.
     """
-    accesses = _accesses(program, phase)
+    accesses = _accesses(program, phase, machine)
     loops = _loops(program, phase, lanes)
-    second = _bytes_into_cache(accesses, loops, machine.l1, _FIT.l1_usable_ratio, 0.0) / L2_BYTES
-    third = _bytes_into_cache(accesses, loops, machine.l2, 1.0, START) / L3_BYTES
-    near = max(busy, second) + EXPOSED * min(busy, second)
-    return max(near, third) + FAR_EXPOSED * min(near, third)
+    second = _bytes_into_cache(accesses, loops, machine.l1, _FIT.l1_usable_ratio, 0.0)
+    third = _bytes_into_cache(accesses, loops, machine.l2, 1.0, START)
+    near = soft_longest(EXPOSED, busy, term(Resource.L2, second / L2_BYTES, second), NOTHING)
+    return soft_longest(FAR_EXPOSED, near, term(Resource.L3, third / L3_BYTES, third), NOTHING)
 
 
-def _accesses(program: Program, phase: Phase) -> list[_Access]:
+def _accesses(program: Program, phase: Phase, machine: Machine) -> list[_Access]:
     sizes = {b.name: (ITEM_SIZE[b.dtype], b.bytes) for b in program.buffers}
     found: set[_Access] = set()
 
@@ -107,7 +112,7 @@ def _accesses(program: Program, phase: Phase) -> list[_Access]:
                 stride = max(1, total // size // ranges.get(name, 1))
             if stride and name in ranges:
                 strides.append((name, stride * size))
-        found.add(_Access(tuple(strides), size, total))
+        found.add(_Access(tuple(strides), size, total, machine.line, machine.core))
 
     for graph in (phase.body, phase.exit):
         for node in graph.nodes:

@@ -45,7 +45,7 @@ class _Candidate:
 
 
 def candidates(program: Program, machine: Machine, limit: int, percent: float = 100) -> list[tuple[Program, float]]:
-    """The top ``percent`` of all schedules by ranking score in [0, 1] (the CPU's PUL).
+    """The top ``percent`` of all schedules by ranking score in [0, 1].
 
     Pruned twice: by share, but never below `LEAST`, and to at most ``limit``. Best first, at least one.
     """

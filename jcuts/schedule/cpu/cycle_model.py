@@ -1,5 +1,5 @@
-"""Cycle model of a scheduled program on one core (port pressure, latency, spills, cache misses): the CPU's ranking
-score.
+"""Cycle model of a scheduled program on one core (port pressure, latency, spills, cache misses), as an expression of
+resource terms (`estimate.time_model`): the CPU's ranking score, and the code in its kernels' time model.
 
 Everything is counted from the program alone, tile by tile: port pressure (arithmetic, load, store) of a loop body,
 latency of its accumulation chains, register spills, overhead of a tile outside its body; and, from the loop order, the
@@ -14,26 +14,24 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from jcuts.estimate.cpu_kernel import TILES
+from jcuts.estimate.time_model import Resource, TimeTerm, longest, repeat, serial, term
 from jcuts.kernel_ir.node import Graph, Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program, Red
 from jcuts.schedule import fit
-from jcuts.schedule.cpu.cache_traffic import traffic_cycles
+from jcuts.schedule.cpu.cache_traffic import beside_traffic
 from jcuts.schedule.cpu.machine import Machine
 from jcuts.schedule.cpu.time_estimate import COSTLY, FLOATS, SPECIAL, SPECIAL_STEPS
 
-FMA_LATENCY = 4  # cycles until a sum can be added to again
-ISSUE = 6  # instructions that a core decodes and retires per cycle
 _FIT = fit.coefficients("cpu", "cycle_model")
 GATHER_STEPS = _FIT.gather_instructions_per_lane  # instructions of a gather per lane
-POINTERS = 12  # addresses that general registers hold beside loop counters
 GUARD_STEPS = 4  # scalar instructions of a guarded address: compare twice, combine, choose
 SPILL_CYCLES = _FIT.spill_cycles  # per vector that is stored or loaded because it does not fit the registers
 TILE_CYCLES = _FIT.tile_cycles  # prologue, epilogue and refilled pipelines of one tile
 LOOP_STEPS = 3  # counter, compare, branch
 EXIT_CYCLES = _FIT.loop_end_cycles  # share of a mispredicted branch that the end of an inner loop costs
-PREDICTED = 24  # iterations of a loop whose end branch predictors know beforehand
 COMBINE = {"max": 3, "min": 3, "argmax": 5, "argmin": 5}  # instructions: NaN is kept, whatever the order
-LINE = 64
+ENTRY_CYCLES = 1.0  # of a call, so that a program without work takes time
 
 Counts = Mapping[str, int]
 
@@ -54,18 +52,24 @@ class _Load:
 
 def cycles(program: Program, machine: Machine) -> float:
     """Estimated cycles of all tiles on one core, > 0."""
-    return sum(_phase_cycles(program, phase, machine) for phase in program.phases) + 1.0
+    return cycle_terms(program, machine).value
 
 
-def _phase_cycles(program: Program, phase: Phase, machine: Machine) -> float:
+def cycle_terms(program: Program, machine: Machine) -> TimeTerm:
+    """The same by resource: tiles of every phase beside the lines that they bring into the caches."""
+    phases = [_phase_terms(program, phase, machine) for phase in program.phases]
+    return serial([*phases, term(Resource.START, ENTRY_CYCLES)])
+
+
+def _phase_terms(program: Program, phase: Phase, machine: Machine) -> TimeTerm:
     repeats = math.prod(g.blocks for g in program.grid if all(a.name != g.axis for a in phase.axes))
     lanes = program.lanes if phase.vector_axis is not None else 1
     body, leave = _Body(phase, lanes, machine) if phase.reds else None, _Exit(phase, lanes, machine)
-    total = 0.0
+    tiles = []
     for counts, times in _variants(phase.axes, lanes, program.serial):
-        tile = TILE_CYCLES + leave.cycles(counts) + (body.cycles(counts) if body is not None else 0.0)
-        total += times * tile
-    return repeats * traffic_cycles(program, phase, lanes, machine, total)
+        parts = [term(Resource.TILE, TILE_CYCLES), leave.terms(counts)]
+        tiles.append(repeat(times, serial([*parts, body.terms(counts)] if body is not None else parts)))
+    return repeat(repeats, beside_traffic(program, phase, lanes, machine, serial(tiles, TILES)))
 
 
 def _variants(axes: tuple[Axis, ...], lanes: int, serial: tuple[str, ...]) -> Iterator[tuple[dict[str, int], int]]:
@@ -149,10 +153,10 @@ def _load(node: Node, vector: str, lanes: int, names: tuple[str, ...], machine: 
         slots *= GATHER_STEPS * lanes
     elif kind == "row":
         # Rows that do not start at multiples of their length straddle lines: such a load is two.
-        step = min(LINE, lanes * size)
+        step = min(machine.line, lanes * size)
         others = [s for n, s in strides if n != vector]
         aligned = node.index.const * size % step == 0 and all(s is not None and s * size % step == 0 for s in others)
-        slots = machine.slots(machine.load_ports, lanes * size) * (1.0 if aligned else 1.0 + step / LINE)
+        slots = machine.slots(machine.load_ports, lanes * size) * (1.0 if aligned else 1.0 + step / machine.line)
     return _Load(kind, strides, guards, bool(node.guards), slots)
 
 
@@ -173,23 +177,25 @@ class _Body:
         self.straight = inner.extent < 2 * inner.unroll * (lanes if inner.vector else 1)  # no loop around the body
         self.chains = math.prod(r.chains for r in phase.reds)
 
-    def cycles(self, counts: Counts) -> float:
+    def terms(self, counts: Counts) -> TimeTerm:
         """All iterations of the reduction loops for one tile."""
         phase = self.phase
         pieces = [_tile_counts(r.extent, r.unroll, self.lanes if r.vector else 1) for r in phase.reds]
-        total = sum(
-            math.prod(n for _, n in pick)
-            * self._iteration({**counts, **{r.name: c for r, (c, _) in zip(phase.reds, pick, strict=True)}}, counts)
-            for pick in itertools.product(*pieces)
-        )
+        parts = []
+        for pick in itertools.product(*pieces):
+            inside = {**counts, **{r.name: c for r, (c, _) in zip(phase.reds, pick, strict=True)}}
+            parts.append(repeat(math.prod(n for _, n in pick), self._iteration(inside, counts)))
         trips = 1
         for red in phase.reds:
             rounds = red.extent // (red.unroll * (self.lanes if red.vector else 1))
-            total += trips * (EXIT_CYCLES if rounds > PREDICTED else 0.0)
+            if rounds > self.machine.core.predicted_iterations:
+                parts.append(term(Resource.LOOP_END, trips * EXIT_CYCLES))
             trips *= max(1, rounds)
-        return total + self._hoisted(counts)
+        if hoisted := self._hoisted(counts):
+            parts.append(term(Resource.ADDRESS, hoisted))
+        return serial(parts)
 
-    def _iteration(self, inside: Counts, counts: Counts) -> float:
+    def _iteration(self, inside: Counts, counts: Counts) -> TimeTerm:
         machine, counter = self.machine, self.counter
         points = math.prod(counts.values())
         steps = math.prod(inside[r.name] for r in self.phase.reds)
@@ -208,11 +214,19 @@ class _Body:
                     pointers += counter.points(load, {**inside, inner: 1})
         accs = points * self.chains * len(self.phase.accs)
         reloads, spills = self._spilled(inside, counts, accs, steps)
-        loads += 0.5 * max(0, pointers - POINTERS)
+        loads += 0.5 * max(0, pointers - machine.core.address_registers)
         issued = arithmetic + loads + scalar
-        chain = steps / self.chains * FMA_LATENCY
-        ports = max(arithmetic / machine.fma_ports, loads / machine.load_ports, issued / ISSUE, chain)
-        return ports + SPILL_CYCLES * (reloads + spills)
+        ports = longest(
+            [
+                term(Resource.COMPUTE, arithmetic / machine.fma_ports),
+                term(Resource.LOAD, loads / machine.load_ports),
+                term(Resource.ISSUE, issued / machine.core.issue_width),
+                term(Resource.CHAIN, steps / self.chains * machine.core.fma_latency),
+            ]
+        )
+        if not reloads + spills:
+            return ports
+        return serial([ports, term(Resource.SPILL, SPILL_CYCLES * (reloads + spills))])
 
     def _spilled(self, inside: Counts, counts: Counts, accs: int, steps: int) -> tuple[float, float]:
         """Loads and stores of what does not fit the registers, per iteration.
@@ -247,7 +261,7 @@ class _Body:
             if load.guarded and inner.name not in load.guards:
                 all_taps = {**counts, **{r.name: r.extent for r in reds[:-1]}}
                 total += GUARD_STEPS * self.counter.points(load, all_taps)
-        return total / ISSUE * 2
+        return total / self.machine.core.issue_width * 2
 
 
 class _Exit:
@@ -266,7 +280,7 @@ class _Exit:
         )
         self.stores = [_store(phase, s.buffer, s.address, self.lanes) for s in phase.stores]
 
-    def cycles(self, counts: Counts) -> float:
+    def terms(self, counts: Counts) -> TimeTerm:
         """One tile."""
         machine, counter = self.machine, self.counter
         points = math.prod(counts.values())
@@ -276,8 +290,14 @@ class _Exit:
         scalar = sum(GUARD_STEPS * counter.points(load, counts) for load in counter.loads if load.guarded)
         stores = points * sum(self.stores)
         issued = arithmetic + loads + stores + scalar
-        ports = max(arithmetic / machine.fma_ports, loads / machine.load_ports, stores / machine.store_ports)
-        return max(ports, issued / ISSUE)
+        return longest(
+            [
+                term(Resource.COMPUTE, arithmetic / machine.fma_ports),
+                term(Resource.LOAD, loads / machine.load_ports),
+                term(Resource.STORE, stores / machine.store_ports),
+                term(Resource.ISSUE, issued / machine.core.issue_width),
+            ]
+        )
 
 
 def _store(phase: Phase, buffer: str, address, lanes: int) -> float:

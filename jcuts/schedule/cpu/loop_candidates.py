@@ -53,7 +53,7 @@ def candidates(program: Program, machine: Machine, limit: int = 8) -> list[tuple
 
 
 def score(program: Program, machine: Machine) -> float:
-    """The CPU's PUL of a scheduled program: its arithmetic's cycles at the machine's peak over its estimated cycles."""
+    """Ranking score of a scheduled program: its arithmetic's cycles at the machine's peak over its estimated cycles."""
     lanes = lanes_of(program, machine)
     phase = program.phases[-1]  # packing puts a copy in front
     points = math.prod(a.extent for a in phase.axes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from jcuts.arch.cpu_cores import CORE, Core
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,7 @@ class Machine:
         l1, l2: sizes of a core's data caches [B].
         fma_ports, load_ports, store_ports: full-width vector instructions per cycle; cores that split them (one port)
             run two of half the width.
+        line: bytes of a cache line. core: latency, issue width, ... (`arch.cpu_cores`).
     """
 
     vector_bytes: int
@@ -25,6 +28,13 @@ class Machine:
     fma_ports: int = 2
     load_ports: int = 2
     store_ports: int = 1
+    line: int = 64
+    core: Core = CORE
+
+    def __repr__(self) -> str:
+        """Part of the key of stored rankings: a core that nothing else is known of is not named."""
+        named = [f.name for f in fields(self) if f.name not in ("line", "core") or getattr(self, f.name) != f.default]
+        return f"Machine({', '.join(f'{name}={getattr(self, name)!r}' for name in named)})"
 
     def slots(self, ports: int, size: float) -> float:
         """Slots of a full-width port that an instruction on ``size`` bytes takes."""

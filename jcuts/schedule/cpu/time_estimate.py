@@ -57,6 +57,11 @@ SPECIAL = frozenset(
 SPECIAL_STEPS = 16  # vector instructions of a polynomial with its range reduction
 
 
+def call_seconds(arch: CpuArch) -> float:
+    """Of a custom call with its hand-over to the thread pool: as measured on this CPU, else `CALL_SECONDS`."""
+    return arch.call_seconds + arch.handover_seconds if arch.call_seconds else CALL_SECONDS
+
+
 def seconds(program: Program, arch: CpuArch | None = None) -> float:
     """Estimated time of the kernel with a good schedule [s], > 0.
 
@@ -70,13 +75,13 @@ def seconds(program: Program, arch: CpuArch | None = None) -> float:
     work = work_of(program, arch)
     footprint = work.input_bytes + work.output_bytes
     memory = footprint / arch.likely(arch.resident_level(footprint)) if footprint else 0.0
-    return CALL_SECONDS + max(_compute_seconds(program, work, arch), memory)
+    return call_seconds(arch) + max(_compute_seconds(program, work, arch), memory)
 
 
 def traffic_seconds(size: float, arch: CpuArch | None = None) -> float:
     """Estimated time of an operation that XLA runs and that moves ``size`` bytes [s], > 0."""
     arch = arch or host_arch()
-    return CALL_SECONDS + size / arch.likely(arch.resident_level(size))
+    return call_seconds(arch) + size / arch.likely(arch.resident_level(size))
 
 
 def _compute_seconds(program: Program, work: CpuWork, arch: CpuArch) -> float:
@@ -123,7 +128,7 @@ def streamed_seconds(program: Program, arch: CpuArch | None = None) -> float:
     arch = arch or host_arch()
     work = work_of(program, arch)
     moved = cached_traffic_seconds(work.input_bytes + work.output_bytes, arch)
-    return CALL_SECONDS + _compute_seconds(program, work, arch) + moved
+    return call_seconds(arch) + _compute_seconds(program, work, arch) + moved
 
 
 def cached_traffic_seconds(size: float, arch: CpuArch | None = None) -> float:

@@ -13,6 +13,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from jcuts.arch.cpu_cores import CORE
+from jcuts.estimate.time_model import Resource, TimeTerm, serial, term
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
 from jcuts.lower import toom_cook
 from jcuts.lower.patterns.winograd import WinogradRoles, match
@@ -49,7 +51,7 @@ REGISTER_TILES = (
     (1, 4),
     (1, 1),
 )
-FMA_LATENCY = 8  # independent accumulators that keep the multiply-add units busy
+ACCUMULATORS = 2 * CORE.fma_latency  # independent ones that keep the units of two ports busy
 SPILL = 20  # accumulators from which on LLVM's code for 32 registers spills (measured: a third of the speed)
 BLOCKS = (4, 8, 16, 28, 56)  # tiles per block: enough to reuse a filter in registers, few enough for the cache
 FEATURES = (16, 32, 64, 128)
@@ -129,7 +131,7 @@ def _register_tile(tiles: tuple[tuple[str, int], ...], width: int, lanes: int, m
 def _tile_rate(tiles: int, wide: int, rows: int, vectors: int) -> float:
     """Share of the multiply-add rate that a register tile reaches: issue, latency, edges."""
     units = rows * vectors
-    issue = units / max(units, vectors + 0.5 * rows, FMA_LATENCY)
+    issue = units / max(units, vectors + 0.5 * rows, ACCUMULATORS)
     edges = tiles / (-(-tiles // rows) * rows) * wide / (-(-wide // vectors) * vectors)
     return issue * edges
 
@@ -151,6 +153,15 @@ def _split(form: WinogradRoles, plan: Plan, machine: Machine) -> tuple[tuple[str
 
 def _score(program: Program, form: WinogradRoles, plan: Plan, machine: Machine) -> float:
     """Multiplications of the direct form over the kernel's estimated time, both in vector multiply-adds of one core."""
+    time, tasks = _terms(program, form, plan, machine)
+    used = min(1.0, tasks / machine.threads)
+    wide = -(-form.feature.extent // plan.lanes)
+    direct = math.prod(d.extent * d.taps for d in form.dims) * form.channel.extent * wide
+    return direct / time.value * used
+
+
+def _terms(program: Program, form: WinogradRoles, plan: Plan, machine: Machine) -> tuple[TimeTerm, int]:
+    """The kernel by its steps, in vector multiply-adds of one core; and its tasks."""
     lanes, size = plan.lanes, ITEM_SIZE[program.phases[0].accs[0].dtype]
     points = plan.points ** len(form.transformed)
     in_block = math.prod(n for _, n in plan.tiles)
@@ -168,14 +179,20 @@ def _score(program: Program, form: WinogradRoles, plan: Plan, machine: Machine) 
     v_channels = channels if not plan.filters_first and blocks > 1 else plan.channels
     kept = points * size * (u_channels * plan.features + v_channels * in_block + in_block * plan.features)
     pressure = 1.0 + PRESSURE * max(0.0, kept / machine.l2 - 1.0)
-    time = pressure * points * tiles * channels * wide / rate
-    time += ADD_COST * points * tiles * wide * (channels // plan.channels - 1)
-    time += FILTER_COST * (1.0 + RUN / (plan.features * size)) * points * channels * wide * filters
-    time += INPUT_COST * points * tiles * deep * inputs + OUTPUT_COST * points * tiles * wide
-    tasks = feature_tasks * tile_tasks
-    used = min(1.0, tasks / machine.threads)
-    direct = math.prod(d.extent * d.taps for d in form.dims) * channels * wide
-    return direct / time * used
+    product = pressure * points * tiles * channels * wide / rate
+    sums = ADD_COST * points * tiles * wide * (channels // plan.channels - 1)
+    weights = FILTER_COST * (1.0 + RUN / (plan.features * size)) * points * channels * wide * filters
+    patches = INPUT_COST * points * tiles * deep * inputs
+    transforms = serial(
+        [term(Resource.TRANSFORM, patches), term(Resource.TRANSFORM, OUTPUT_COST * points * tiles * wide)]
+    )
+    parts = [
+        term(Resource.COMPUTE, product),
+        term(Resource.REDUCE, sums),
+        term(Resource.TRANSFORM, weights),
+        transforms,
+    ]
+    return serial(parts), feature_tasks * tile_tasks
 
 
 def _counts(form: WinogradRoles, plan: Plan) -> list[tuple[tuple[str, int], int]]:

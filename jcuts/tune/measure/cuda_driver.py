@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ _ATTRIBUTE_CLOCK = 36
 _ATTRIBUTE_BUS = 37
 """Of the memory [bits]."""
 _CAPTURE_THREAD_LOCAL = 1
+_NAME_BYTES = 256
 
 Pointer = ctypes.c_void_p
 Size = ctypes.c_size_t
@@ -159,6 +160,29 @@ class Driver:
             "cuLaunchKernel", function, one, one, one, one, one, one, ctypes.c_uint(0), Pointer(stream), table, None
         )
 
+    def launch_grid(
+        self, function: ctypes.c_void_p, blocks: int, threads: int, arguments: Sequence[Any], *, together: bool = False
+    ) -> None:
+        """Launches blocks of threads on the stream.
+
+        Args: arguments: ctypes values; together: a cooperative launch: all blocks are resident at once, or it fails.
+        """
+        table = (Pointer * len(arguments))(*(ctypes.addressof(a) for a in arguments))
+        one = ctypes.c_uint(1)
+        shape = (ctypes.c_uint(blocks), one, one, ctypes.c_uint(threads), one, one, ctypes.c_uint(0))
+        if together:
+            self.call("cuLaunchCooperativeKernel", function, *shape, Pointer(self.stream), table)
+        else:
+            self.call("cuLaunchKernel", function, *shape, Pointer(self.stream), table, None)
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        """Time on the device of what ``work`` launches on the stream [s]."""
+        events = Events(self)
+        try:
+            return events.seconds(work)
+        finally:
+            events.close()
+
     def synchronize(self) -> None:
         """Waits for the stream."""
         self.call("cuStreamSynchronize", Pointer(self.stream))
@@ -168,6 +192,13 @@ class Driver:
         value = ctypes.c_int()
         self.call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(number), self.handle)
         return value.value
+
+    @property
+    def name(self) -> str:
+        """As the driver says it, such as "NVIDIA H100 80GB HBM3"."""
+        text = ctypes.create_string_buffer(_NAME_BYTES)
+        self.call("cuDeviceGetName", text, ctypes.c_int(_NAME_BYTES), self.handle)
+        return text.value.decode(errors="replace")
 
     @property
     def l2_bytes(self) -> int:

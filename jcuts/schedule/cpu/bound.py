@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 from jcuts.arch.chosen import chosen_cpu
 from jcuts.arch.cpu import CpuArch
@@ -11,6 +12,9 @@ from jcuts.arch.detect import describe_cpu
 from jcuts.estimate.cpu import CpuWork
 from jcuts.kernel_ir.program import ITEM_SIZE, Phase, Program
 from jcuts.schedule.cpu.machine import Machine
+
+ACCUMULATIONS = "accumulations"
+"""Parameter of fused layers: accumulated terms of every layer, of which tiles compute some beyond it or twice."""
 
 FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 
@@ -40,18 +44,21 @@ def work_of(program: Program, arch: CpuArch) -> CpuWork:
     Counted are only operations that no compiler can remove: one multiply-add (2 FLOP) or one operation per accumulated
     term. Element operations of exit graphs are left out (invariant ones are hoisted), so the bound stays a bound.
     """
+    known: Any = dict(program.params).get(ACCUMULATIONS)
+    layers = iter(known or ())
     flop: dict[str, float] = {}
     touched: dict[str, float] = {}
     for phase in program.phases:
         if phase.when:  # runs rarely, or never
             continue
-        points = math.prod(a.extent for a in phase.axes)
-        inner = math.prod(r.extent for r in phase.reds)
+        terms = next(layers) if phase.accs and not phase.once and known else 0
+        if not known:
+            terms = math.prod(a.extent for a in phase.axes) * math.prod(r.extent for r in phase.reds)
         for acc in phase.accs:
             kind = "float32" if acc.dtype in ("bfloat16", "float16") else acc.dtype
             if kind in FLOATS:
                 fused = phase.body.nodes[acc.values[0]].op == "mul" and acc.combine == "add"
-                flop[kind] = flop.get(kind, 0.0) + (2.0 if fused else 1.0) * points * inner
+                flop[kind] = flop.get(kind, 0.0) + (2.0 if fused else 1.0) * terms
         for name, count in _reads(phase).items():
             touched[name] = touched.get(name, 0.0) + count
     reads = sum(min(b.bytes, touched.get(b.name, 0.0) * ITEM_SIZE[b.dtype]) for b in program.inputs)

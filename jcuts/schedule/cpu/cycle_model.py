@@ -63,13 +63,15 @@ def cycle_terms(program: Program, machine: Machine) -> TimeTerm:
 
 def _phase_terms(program: Program, phase: Phase, machine: Machine) -> TimeTerm:
     repeats = math.prod(g.blocks for g in program.grid if all(a.name != g.axis for a in phase.axes))
+    tasks = {g.axis: g.blocks for g in program.grid}
+    first = math.prod(tasks[a.name] / a.extent for a in phase.axes if a.name in phase.once)
     lanes = program.lanes if phase.vector_axis is not None else 1
     body, leave = _Body(phase, lanes, machine) if phase.reds else None, _Exit(phase, lanes, machine)
     tiles = []
     for counts, times in _variants(phase.axes, lanes, program.serial):
         parts = [term(Resource.TILE, TILE_CYCLES), leave.terms(counts)]
         tiles.append(repeat(times, serial([*parts, body.terms(counts)] if body is not None else parts)))
-    return repeat(repeats, beside_traffic(program, phase, lanes, machine, serial(tiles, TILES)))
+    return repeat(repeats * first, beside_traffic(program, phase, lanes, machine, serial(tiles, TILES)))
 
 
 def _variants(axes: tuple[Axis, ...], lanes: int, serial: tuple[str, ...]) -> Iterator[tuple[dict[str, int], int]]:

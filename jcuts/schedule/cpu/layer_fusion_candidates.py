@@ -10,6 +10,7 @@ from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.program import Phase, Program
 from jcuts.lower.patterns.layer_windows import LayerLink, match_layers, movable_axes
 from jcuts.schedule.cpu import loop_candidates, loop_schedule
+from jcuts.schedule.cpu.bound import ACCUMULATIONS
 from jcuts.schedule.cpu.cycle_model import cycles
 from jcuts.schedule.cpu.layer_fusion import (
     HALO,
@@ -39,11 +40,10 @@ def schedules(program: Program, machine: Machine, limit: int) -> list[tuple[Prog
         return []
     kept: list[tuple[Program, float]] = []
     lanes = loop_candidates.lanes_of(program, machine)
-    least = _least_cycles(program, lanes, machine)
     for tilings in _tilings(program, links, machine):
         chosen = _RegisterTiles(machine, lanes)
         made = [_scheduled(program, links, tiling, chosen) for tiling in tilings]
-        kept += sorted(((p, _score(p, least, machine)) for p in made), key=_order)[:PER_AXIS]
+        kept += sorted(((p, _score(p, machine)) for p in made), key=_order)[:PER_AXIS]
     return sorted(kept, key=_order)[:limit]
 
 
@@ -130,24 +130,22 @@ def _scheduled(program: Program, links: Sequence[LayerLink], tiling: LayerTiling
         ("split", tiling.split),
         ("unroll", unroll),
         ("local_bytes", local_bytes(made)),
+        (ACCUMULATIONS, _accumulations(program)),
     )
     return replace(made, params=params)
 
 
-def _least_cycles(program: Program, lanes: int, machine: Machine) -> float:
-    """Cycles of the accumulations of all layers at the machine's peak."""
-    points = sum(
-        math.prod(a.extent for a in p.axes) * math.prod(r.extent for r in p.reds) * len(p.accs) for p in program.phases
+def _accumulations(program: Program) -> tuple[int, ...]:
+    """Accumulated terms of every layer, without what tiles compute beyond it or twice."""
+    return tuple(
+        math.prod(a.extent for a in p.axes) * math.prod(r.extent for r in p.reds) for p in program.phases
     )
-    return points / (lanes * machine.fma_ports)
 
 
-def _score(program: Program, least: float, machine: Machine) -> float:
-    """The CPU's PUL: accumulations at the machine's peak over the estimated cycles of all layers, halos included."""
-    tasks = {g.axis: g.blocks for g in program.grid}
-    total = 0.0
-    for phase in program.phases:
-        share = math.prod(tasks[a.name] / a.extent for a in phase.axes if a.name in phase.once)
-        total += share * cycles(replace(program, phases=(phase,)), machine)
+def _score(program: Program, machine: Machine) -> float:
+    """Accumulations at the machine's peak over the estimated cycles of all layers, by the share of threads at work."""
+    (counts,) = (value for name, value in program.params if name == ACCUMULATIONS)
+    assert isinstance(counts, tuple)
+    least = sum(counts) / (program.lanes * machine.fma_ports)
     rounds = -(-program.tiles // machine.threads)
-    return min(1.0, least / total) * program.tiles / (rounds * machine.threads)
+    return min(1.0, least / cycles(program, machine)) * program.tiles / (rounds * machine.threads)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jcuts.arch.detect import describe_cpu
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.program import Grid, Program
@@ -18,6 +19,8 @@ from jcuts.lower.layer_fusion import TEMPLATE, lower_layers
 from jcuts.lower.patterns.layer_windows import match_layers, movable_axes, tile_number
 from jcuts.schedule.cpu import candidates as cpu_candidates
 from jcuts.schedule.cpu import layer_fusion_candidates
+from jcuts.schedule.cpu.bound import work_of
+from jcuts.schedule.cpu.kernel_time import kernel_time
 from jcuts.schedule.cpu.layer_fusion import LayerTiling, local_bytes, tile_program, windows
 from tests import programs
 from tests.schedule.cpu.random_layers import random_layers
@@ -273,3 +276,17 @@ def check_layers(fn, arguments, seed: int) -> bool:
         assert error(interpret(scheduled, found.operands())[0], exact) < 1e-5, (seed, scheduled.params)
     assert error(programs.run_compiled(ranked[-1][0], found.operands())[0], exact) < 1e-5, seed
     return True
+
+
+def test_the_bound_counts_every_layer_once():
+    """Halos and what tiles compute beyond the layers are no compulsory work."""
+    found, program, _ = traced("three 3x3")
+    arch = describe_cpu()
+    alone = [found.build([k]) for k in range(len(found.graph.nodes)) if found.graph.nodes[k].prim.startswith("conv")]
+    flop = sum(work_of(p, arch).flop["float32"] for p in alone if isinstance(p, Program))
+    ranked = layer_fusion_candidates.schedules(program, programs.MACHINE, 16)
+    assert len(alone) == 3 and ranked
+    for scheduled, _ in ranked:
+        assert work_of(scheduled, arch).flop == {"float32": flop}
+        time = kernel_time(scheduled, arch)
+        assert 0 < time.bound(arch) <= time.seconds

@@ -24,6 +24,7 @@ from benchmarks.random_programs import plans, runner
 from jcuts.base import knobs
 from jcuts.base.errors import AccuracyRejected, CompileRejected, NativeError
 from jcuts.codegen.artifact import CompiledKernel
+from jcuts.fusion.partition_space import SpaceOptions
 from jcuts.kernel_ir.program import Program
 from jcuts.pipeline import computation
 from jcuts.pipeline import passes as pipeline_passes
@@ -68,7 +69,7 @@ def every_kernel(seed: int) -> Iterator[tuple[list[computation.Computation], Any
         planned.append(top)
         everywhere = top.walk()
         for level in everywhere:
-            plans.other_cover(level, rng)
+            plans.other_cover(level, rng, SpaceOptions())
         computation.add_candidates((s for level in everywhere for s in level.subsets), "cuda")
         chosen: dict[str, Program | None] = {}
         for level in everywhere:

@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 
 from jcuts.base import knobs
-from jcuts.fusion.partition_space import Incumbent, explore
+from jcuts.fusion.partition_space import CPU_OPTIONS, Incumbent, SpaceOptions, explore
 from jcuts.pipeline import computation, kernel_selection
 from jcuts.pipeline import passes as pipeline_passes
 from jcuts.pipeline.state import State
@@ -31,11 +31,14 @@ class Watch(logging.Handler):
             self.messages.append(record.getMessage())
 
 
-def other_cover(level: computation.Computation, rng: np.random.Generator) -> None:
-    """Half of the levels get a random cover out of the partition search's, as if other subsets had been faster."""
+def other_cover(level: computation.Computation, rng: np.random.Generator, options: SpaceOptions = CPU_OPTIONS) -> None:
+    """Half of the levels get a random cover out of the partition search's, as if other subsets had been faster.
+
+    Args: options: of the platform's search.
+    """
     if rng.random() < 0.5 or not level.graph.nodes:
         return
-    space = explore(level.graph, Incumbent(level.grouping.subsets))
+    space = explore(level.graph, Incumbent(level.grouping.subsets), options)
     times = {subset: float(rng.uniform(1e-6, 1e-4)) for subset in space.estimates}
     level.set_partition(
         (members, space.programs[members])

@@ -13,9 +13,11 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <shared_mutex>
 #include <string>
 #include <string_view>
@@ -23,6 +25,9 @@
 #include <unordered_map>
 #include <vector>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -249,6 +254,15 @@ struct LaunchState {
 ffi::TypeId LaunchState::id = {};
 ffi::TypeInfo launch_state_info = ffi::MakeTypeInfo<LaunchState>();
 
+static ffi::Error Unknown(const std::string& digest) {
+  return ffi::Error(
+      ffi::ErrorCode::kNotFound,
+      "jcuts kernel " + digest +
+          " is not known to this process and is not in its object cache. The executable was compiled by another "
+          "process, machine or jcuts version: import jcuts with the same JCUTS_CACHE_DIR before loading it, or "
+          "clear JAX's persistent compilation cache and compile again.");
+}
+
 static ffi::ErrorOr<std::unique_ptr<LaunchState>> Instantiate(std::string_view digest, int64_t num_outputs,
                                                               int64_t scratch_bytes, int64_t slots, int64_t tiles) {
   std::string name(digest);
@@ -260,12 +274,7 @@ static ffi::ErrorOr<std::unique_ptr<LaunchState>> Instantiate(std::string_view d
   }
   Kernel kernel = Resolve(name);
   if (kernel == nullptr) {
-    return ffi::Unexpected(ffi::Error(
-        ffi::ErrorCode::kNotFound,
-        "jcuts kernel " + name +
-            " is not known to this process and is not in its object cache. The executable was compiled by another "
-            "process, machine or jcuts version: import jcuts with the same JCUTS_CACHE_DIR before loading it, or "
-            "clear JAX's persistent compilation cache and compile again."));
+    return ffi::Unexpected(Unknown(name));
   }
   auto state = std::make_unique<LaunchState>();
   state->kernel = kernel;
@@ -276,26 +285,13 @@ static ffi::ErrorOr<std::unique_ptr<LaunchState>> Instantiate(std::string_view d
   return ffi::ErrorOr<std::unique_ptr<LaunchState>>(std::move(state));
 }
 
-static ffi::Error Launch(const LaunchState& state, ffi::ThreadPool& pool, const ffi::RemainingArgs& args,
-                         const ffi::RemainingRets& rets) {
-  size_t results = static_cast<size_t>(state.num_outputs);
-  size_t expected = results + (state.scratch_stride > 0 ? 1 : 0);
-  if (rets.size() != expected) {
-    return ffi::Error::InvalidArgument("jcuts launch: expected " + std::to_string(expected) + " result buffers, got " +
-                                       std::to_string(rets.size()));
-  }
-  size_t count = args.size() + results;
-  auto gather = [&](void** out) {
-    for (size_t i = 0; i < args.size(); ++i) *out++ = args.get<ffi::AnyBuffer>(i).value().untyped_data();
-    for (size_t i = 0; i < results; ++i) *out++ = rets.get<ffi::AnyBuffer>(i).value()->untyped_data();
-  };
-  char* scratch = nullptr;
-  if (state.scratch_stride > 0) scratch = AlignUp(rets.get<ffi::AnyBuffer>(results).value()->untyped_data());
-
+// Runs all tiles of a kernel on the calling thread and at most `slots` - 1 of the pool's.  `gather` writes the pointers
+// of its `count` buffers.
+template <typename Gather>
+static void RunTiles(Kernel kernel, int64_t tiles, int64_t slots, char* scratch, int64_t scratch_stride, size_t count,
+                     const Gather& gather, ffi::ThreadPool& pool) {
   // Asking the pool for its size costs a call: not for one tile.
-  int64_t threads = state.tiles == 1 || state.slots == 1
-                        ? 1
-                        : std::min({pool.num_threads(), state.tiles, state.slots});
+  int64_t threads = tiles == 1 || slots == 1 ? 1 : std::min({pool.num_threads(), tiles, slots});
   if (threads <= 1) {
     constexpr size_t kInline = 64;
     void* few[kInline];
@@ -306,19 +302,19 @@ static ffi::Error Launch(const LaunchState& state, ffi::ThreadPool& pool, const 
       buffers = many.data();
     }
     gather(buffers);
-    state.kernel(buffers, 0, state.tiles, scratch);
-    return ffi::Error::Success();
+    kernel(buffers, 0, tiles, scratch);
+    return;
   }
 
   Job* job = t_jobs.Take();
   job->buffers.resize(count);
   gather(job->buffers.data());
-  job->kernel = state.kernel;
-  job->tiles = state.tiles;
-  job->chunk = std::max<int64_t>(1, state.tiles / (threads * kChunksPerThread));
+  job->kernel = kernel;
+  job->tiles = tiles;
+  job->chunk = std::max<int64_t>(1, tiles / (threads * kChunksPerThread));
   job->scratch = scratch;
-  job->scratch_stride = state.scratch_stride;
-  job->slots = state.slots;
+  job->scratch_stride = scratch_stride;
+  job->slots = slots;
   job->fp_mode = GetFpMode();
   for (int64_t i = 1; i < threads; ++i) {
     job->refs.fetch_add(1, std::memory_order_relaxed);
@@ -333,6 +329,23 @@ static ffi::Error Launch(const LaunchState& state, ffi::ThreadPool& pool, const 
   job->Work();
   job->WaitForBegunTiles();
   t_jobs.Give(job);
+}
+
+static ffi::Error Launch(const LaunchState& state, ffi::ThreadPool& pool, const ffi::RemainingArgs& args,
+                         const ffi::RemainingRets& rets) {
+  size_t results = static_cast<size_t>(state.num_outputs);
+  size_t expected = results + (state.scratch_stride > 0 ? 1 : 0);
+  if (rets.size() != expected) {
+    return ffi::Error::InvalidArgument("jcuts launch: expected " + std::to_string(expected) + " result buffers, got " +
+                                       std::to_string(rets.size()));
+  }
+  auto gather = [&](void** out) {
+    for (size_t i = 0; i < args.size(); ++i) *out++ = args.get<ffi::AnyBuffer>(i).value().untyped_data();
+    for (size_t i = 0; i < results; ++i) *out++ = rets.get<ffi::AnyBuffer>(i).value()->untyped_data();
+  };
+  char* scratch = nullptr;
+  if (state.scratch_stride > 0) scratch = AlignUp(rets.get<ffi::AnyBuffer>(results).value()->untyped_data());
+  RunTiles(state.kernel, state.tiles, state.slots, scratch, state.scratch_stride, args.size() + results, gather, pool);
   return ffi::Error::Success();
 }
 
@@ -341,6 +354,153 @@ static ffi::Error Execute(LaunchState* state, ffi::ThreadPool pool, ffi::Remaini
     return Launch(*state, pool, args, rets);
   } catch (const std::exception& error) {  // out of memory: nothing may unwind into XLA
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string("jcuts launch: ") + error.what());
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Several kernels in one call.  Values that only these kernels read lie in an arena that outlives the call: XLA's
+// temporary buffers beyond malloc's threshold are mapped anew in every call, a page fault per 4 KiB.
+
+class Arenas {
+ public:
+  explicit Arenas(int64_t bytes) : bytes_(bytes) {}
+  ~Arenas() {
+    for (char* arena : free_) std::free(arena);
+  }
+  Arenas(const Arenas&) = delete;
+  Arenas& operator=(const Arenas&) = delete;
+
+  // An arena that no other call uses; null for no bytes.  Throws std::bad_alloc.
+  char* Take() {
+    if (bytes_ == 0) return nullptr;
+    {
+      std::lock_guard lock(mutex_);
+      if (!free_.empty()) {
+        char* arena = free_.back();
+        free_.pop_back();
+        return arena;
+      }
+      free_.reserve(++made_);  // so that giving it back cannot fail
+    }
+    size_t align = bytes_ >= kHugePage ? kHugePage : kAlign;
+    size_t size = (static_cast<size_t>(bytes_) + align - 1) / align * align;
+    void* arena = std::aligned_alloc(align, size);
+    if (arena == nullptr) throw std::bad_alloc();
+#if defined(__linux__)
+    if (bytes_ >= kHugePage) madvise(arena, size, MADV_HUGEPAGE);  // a hint: fewer page faults and TLB misses
+#endif
+    return static_cast<char*>(arena);
+  }
+  void Give(char* arena) {
+    if (arena == nullptr) return;
+    if (bytes_ > kMostKept) return std::free(arena);
+    std::lock_guard lock(mutex_);
+    free_.push_back(arena);
+  }
+
+ private:
+  static constexpr int64_t kHugePage = 2 << 20;
+  static constexpr int64_t kMostKept = 1 << 30;  // larger arenas go back to the system after each call
+  const int64_t bytes_;
+  std::mutex mutex_;
+  std::vector<char*> free_;
+  size_t made_ = 0;
+};
+
+enum PlaceKind : int64_t { kOperand = 0, kResult = 1, kScratch = 2 };
+
+struct Place {
+  int64_t kind, number, offset;
+};
+
+struct Step {
+  Kernel kernel;
+  int64_t tiles, slots, scratch_stride, scratch_offset;
+  std::vector<Place> places;
+};
+
+struct ChainState {
+  static ffi::TypeId id;
+  explicit ChainState(int64_t bytes) : arenas(bytes) {}
+  std::vector<Step> steps;
+  int64_t operands = 0, results = 0;  // numbers that steps name, plus one
+  Arenas arenas;
+};
+
+ffi::TypeId ChainState::id = {};
+ffi::TypeInfo chain_state_info = ffi::MakeTypeInfo<ChainState>();
+
+// `wiring`: per kernel its number of buffers, where its scratch memory begins in the arena, and per buffer kind, number
+// and offset; `sizes`: per kernel tiles, scratch bytes per slot, slots.
+static ffi::ErrorOr<std::unique_ptr<ChainState>> InstantiateChain(std::string_view digests,
+                                                                  ffi::Span<const int64_t> wiring,
+                                                                  ffi::Span<const int64_t> sizes,
+                                                                  int64_t arena_bytes) {
+  auto impossible = [](const std::string& what) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("jcuts chain: impossible " + what));
+  };
+  if (arena_bytes < 0) return impossible("arena of " + std::to_string(arena_bytes) + " bytes");
+  auto state = std::make_unique<ChainState>(arena_bytes);
+  std::string names(digests);
+  size_t at = 0, wire = 0;
+  for (size_t begin = 0; begin < names.size();) {
+    size_t end = names.find(' ', begin);
+    if (end == std::string::npos) end = names.size();
+    std::string name = names.substr(begin, end - begin);
+    begin = end + 1;
+    if (at + 3 > sizes.size() || wire + 2 > wiring.size()) return impossible("attributes of kernel " + name);
+    int64_t scratch_bytes = sizes[at + 1];
+    Step step{nullptr, sizes[at], sizes[at + 2], RoundUp(scratch_bytes), wiring[wire + 1], {}};
+    int64_t count = wiring[wire];
+    at += 3;
+    wire += 2;
+    if (step.tiles < 1 || step.slots < 1 || scratch_bytes < 0 || count < 1 || step.scratch_offset < 0 ||
+        step.scratch_offset > arena_bytes || static_cast<size_t>(count) > (wiring.size() - wire) / 3) {
+      return impossible("attributes of kernel " + name);
+    }
+    for (int64_t k = 0; k < count; ++k, wire += 3) {
+      Place place{wiring[wire], wiring[wire + 1], wiring[wire + 2]};
+      bool known = place.kind == kOperand || place.kind == kResult || place.kind == kScratch;
+      if (!known || place.number < 0 || place.offset < 0 || (place.kind == kScratch && place.offset >= arena_bytes)) {
+        return impossible("buffer of kernel " + name);
+      }
+      if (place.kind == kOperand) state->operands = std::max(state->operands, place.number + 1);
+      if (place.kind == kResult) state->results = std::max(state->results, place.number + 1);
+      step.places.push_back(place);
+    }
+    step.kernel = Resolve(name);
+    if (step.kernel == nullptr) return ffi::Unexpected(Unknown(name));
+    state->steps.push_back(std::move(step));
+  }
+  if (state->steps.empty() || at != sizes.size() || wire != wiring.size()) return impossible("number of kernels");
+  return ffi::ErrorOr<std::unique_ptr<ChainState>>(std::move(state));
+}
+
+static ffi::Error ExecuteChain(ChainState* state, ffi::ThreadPool pool, ffi::RemainingArgs args,
+                               ffi::RemainingRets rets) {
+  if (static_cast<int64_t>(args.size()) < state->operands || static_cast<int64_t>(rets.size()) < state->results) {
+    return ffi::Error::InvalidArgument("jcuts chain: fewer buffers than its kernels name");
+  }
+  char* arena = nullptr;
+  try {
+    arena = state->arenas.Take();
+    for (const Step& step : state->steps) {
+      auto gather = [&](void** out) {
+        for (const Place& place : step.places) {
+          void* base = place.kind == kOperand  ? args.get<ffi::AnyBuffer>(place.number).value().untyped_data()
+                       : place.kind == kResult ? rets.get<ffi::AnyBuffer>(place.number).value()->untyped_data()
+                                               : arena;
+          *out++ = static_cast<char*>(base) + place.offset;
+        }
+      };
+      char* scratch = step.scratch_stride > 0 ? AlignUp(arena + step.scratch_offset) : nullptr;
+      RunTiles(step.kernel, step.tiles, step.slots, scratch, step.scratch_stride, step.places.size(), gather, pool);
+    }
+    state->arenas.Give(arena);
+    return ffi::Error::Success();
+  } catch (const std::exception& error) {  // out of memory: nothing may unwind into XLA
+    state->arenas.Give(arena);
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string("jcuts chain: ") + error.what());
   }
 }
 
@@ -361,6 +521,20 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jcuts_cpu_launch_execute, jcuts::Execute,
                                   .RemainingArgs()
                                   .RemainingRets());
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jcuts_cpu_chain_instantiate, jcuts::InstantiateChain,
+                              ffi::Ffi::BindInstantiate()
+                                  .Attr<std::string_view>("digests")
+                                  .Attr<ffi::Span<const int64_t>>("wiring")
+                                  .Attr<ffi::Span<const int64_t>>("sizes")
+                                  .Attr<int64_t>("arena_bytes"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jcuts_cpu_chain_execute, jcuts::ExecuteChain,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::State<jcuts::ChainState>>()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .RemainingRets());
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Plain C, called from Python through ctypes.
 
@@ -371,6 +545,8 @@ int jcuts_ffi_api_version() { return 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API_MINO
 
 void* jcuts_state_type_id() { return &jcuts::LaunchState::id; }
 void* jcuts_state_type_info() { return &jcuts::launch_state_info; }
+void* jcuts_chain_type_id() { return &jcuts::ChainState::id; }
+void* jcuts_chain_type_info() { return &jcuts::chain_state_info; }
 
 // The code behind `kernel` must stay mapped for the life of the process: executables keep the pointer.
 int jcuts_register(const char* digest, void* kernel) {

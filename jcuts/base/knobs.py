@@ -111,7 +111,7 @@ class Knobs:
         _boolean, "raise errors of jcuts' own planning, which otherwise leave the program to XLA", default=False
     )
     verify: bool = _knob(_boolean, "check programs and partitions after every pass", default=False)
-    chains: bool = _knob(_boolean, "one call for GPU kernels that can follow each other", default=True)
+    chains: bool = _knob(_boolean, "one call for kernels that can follow each other", default=True)
     disable: bool = _knob(_boolean, "leave every function to XLA as it is", default=False)
     native: Path | None = _knob(_path, "native library to load instead of the installed one", default=None)
     cudnn: Path | None = _knob(_path, "cuDNN library to open instead of the one that JAX uses", default=None)

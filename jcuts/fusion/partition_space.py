@@ -33,6 +33,7 @@ from jcuts.fusion.greedy import MAX_SUBSET
 from jcuts.fusion.move_epilogue import CHEAP
 from jcuts.fusion.partition_search import Limits, grow_subsets
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
+from jcuts.lower.layer_fusion import TEMPLATE as LAYERS
 from jcuts.lower.layer_fusion import lower_region_or_layers
 from jcuts.lower.region import MAX_RECOMPUTED_OPS, lower_region
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
@@ -42,10 +43,8 @@ from jcuts.schedule.gpu.machine import GpuMachine
 
 WORTH = 0.10
 """Predicted saving, as a share of the time of the subsets to be replaced, that is worth a measurement."""
-
 TOTAL = 0.01
 """And as a share of the whole graph's time."""
-
 LIMITS = Limits(max_size=12, max_subsets=1_500, max_evaluations=1_500, beam=3)
 
 Part = tuple[NodeSet, Program]
@@ -78,9 +77,8 @@ class SpaceOptions:
     """What the search of a platform looks at.
 
     Attributes:
-        model: predicts seconds. limits: keep the search fast.
+        model: predicts seconds. limits: keep the search fast. lower: the program of a region, or why it is none.
         cheap: cost of an operation that a contraction or window may repeat for every use.
-        lower: the program of a region, or why it is none.
         horizontal: whether subsets that share an input are merged, too.
         joint: whether equal exchanges are judged, and measured, together: a network has them in every block.
     """
@@ -150,8 +148,9 @@ class Space:
                             subset that has S's heaviest operation)
 
         The first says what this kind usually takes, the second whether this operation is a slow one: a slow fused
-        kernel may be slow because it is fused, or because its reduction is slow by itself.  Where no kernel of S's kind
-        was measured, the scale is that of the regions of the incumbent that S replaces, all together.
+        kernel may be slow because it is fused, or because its reduction is slow by itself.  Of fused layers the first
+        counts alone: what makes a layer slow by itself, a large result, they do not have; before any was measured, the
+        scale of the regions of the incumbent that S meets, all together.
         """
         ratio = {s: time / self.estimates[s] for s, time in measured.items() if s in self.programs}
         kinds: dict[str, list[float]] = {}
@@ -165,12 +164,13 @@ class Space:
             if subset in measured:
                 found[subset] = measured[subset]
                 continue
-            parts = [s for s in self.greedy if s < subset and s in ratio]
-            if self._kind(subset) not in usual and parts:
-                found[subset] = estimate * sum(measured[s] for s in parts) / sum(self.estimates[s] for s in parts)
-                continue
             kind = usual.get(self._kind(subset), general)
             own = holder.get(self._heaviest(subset))
+            if self._kind(subset) == LAYERS:
+                met = [s for s in self.greedy if s & subset and s in ratio]
+                if LAYERS not in usual and met:
+                    kind = sum(map(measured.__getitem__, met)) / sum(map(self.estimates.__getitem__, met))
+                own = None
             found[subset] = estimate * (kind if own is None else math.sqrt(kind * ratio[own]))
         return found
 
@@ -301,10 +301,26 @@ def explore(graph: TensorGraph, incumbent: Incumbent, options: SpaceOptions = CP
     for members in (*greedy, *other):
         cost(frozenset(min(atom) for atom in atoms if atom <= members))
         kept.add(members)
+    for members in _chained_regions(graph, greedy, fixed):
+        numbers = frozenset(min(atom) for atom in atoms if atom <= members)
+        if expand(numbers) == members and mergeable(numbers) is True and cost(numbers):
+            kept.add(members)
     space.estimates = {s: t for s, t in space.estimates.items() if s in kept}
     space.programs = {s: p for s, p in space.programs.items() if s in kept}
     space.truncated = growth.truncated
     return space
+
+
+def _chained_regions(graph: TensorGraph, greedy: Sequence[NodeSet], fixed: frozenset[NodeSet]) -> list[NodeSet]:
+    """Two or three regions of the incumbent in a row, each the only reader of the one before: candidates of layers."""
+    owner = {n: members for members in greedy if members not in fixed for n in members}
+    after: dict[NodeSet, NodeSet] = {}
+    for members in dict.fromkeys(owner.values()):
+        made = [graph.tensors[t] for t in graph.subset_outputs(members)]
+        readers = {owner.get(user, frozenset()) for t in made for user in t.users if user not in members}
+        if len(made) == len(readers) == 1 and not made[0].escapes and (reader := readers.pop()):
+            after[members] = reader
+    return [*(a | b for a, b in after.items()), *(a | b | after[b] for a, b in after.items() if b in after)]
 
 
 def _atoms(graph: TensorGraph, greedy: Sequence[NodeSet], other: Sequence[NodeSet], cheap: float) -> list[NodeSet]:

@@ -149,7 +149,7 @@ def _rebuild(state: State) -> State:
 
 
 def _chain(state: State) -> State:
-    closed = rebuild.with_chains(state.closed, state.settings)
+    closed = rebuild.with_chains(state.closed, state.settings, state.platform)
     return replace(state, closed=closed).noted(chains_fuse.note(closed))
 
 

@@ -132,25 +132,27 @@ def _rebuilt(level: Computation, calls: Mapping[int, Sequence[KernelCall]]) -> j
 
 
 # -- chain ----------------------------------------------------------------------------------------------------------
-def with_chains(closed: jaxapi.Closed, settings: Settings) -> jaxapi.Closed:
+def with_chains(closed: jaxapi.Closed, settings: Settings, platform: str) -> jaxapi.Closed:
     """With one call for kernels that can follow each other, in the function and in its loop bodies."""
     eqns = []
     for eqn in closed.jaxpr.eqns:
         if jaxapi.primitive_name(eqn) in CONTROL_FLOW:
             bodies = [body for _, _, body in jaxapi.inner_jaxprs(eqn)]
-            chained = [with_chains(body, settings) for body in bodies]
+            chained = [with_chains(body, settings, platform) for body in bodies]
             if any(new is not old for new, old in zip(chained, bodies, strict=True)):
                 eqn = jaxapi.with_inner_jaxprs(eqn, chained)
         eqns.append(eqn)
     if any(new is not old for new, old in zip(eqns, closed.jaxpr.eqns, strict=True)):
         closed = jaxapi.with_eqns(closed, eqns)
-    return fuse_where_wanted(closed, settings)
+    return fuse_where_wanted(closed, settings, platform)
 
 
-def fuse_where_wanted(closed: jaxapi.Closed, settings: Settings) -> jaxapi.Closed:
-    """One jaxpr with chains, where the variant has them and the GPU launches ahead."""
+def fuse_where_wanted(closed: jaxapi.Closed, settings: Settings, platform: str) -> jaxapi.Closed:
+    """One jaxpr with chains, where the variant has them; on a GPU, where it launches ahead."""
     wanted = knobs.current().chains and (settings.form is None or settings.form.chained)
-    if not wanted or not chains_fuse.calls(closed) or xla_devices.machine().capability < chains_fuse.EARLY:
+    if not wanted or not chains_fuse.calls(closed):
+        return closed
+    if platform != "cpu" and xla_devices.machine().capability < chains_fuse.EARLY:
         return closed
     return chains_fuse.fuse_calls(closed)
 

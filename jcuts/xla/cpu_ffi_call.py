@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -84,6 +85,47 @@ def call_kernel(
         tiles=np.int64(kernel.tiles),
     )
     return tuple(outputs[: len(kernel.outputs)])
+
+
+def call_chain(
+    digests: Sequence[str],
+    wiring: Sequence[int],
+    sizes: Sequence[int],
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    *,
+    arena_bytes: int,
+) -> tuple[jax.Array, ...]:
+    """Calls kernels of this CPU in sequence as one XLA custom call (`xla.chains`), which must have been registered.
+
+    What only they read lies in an arena that the call keeps from one execution to the next.
+
+    Args:
+        digests: of the kernels.
+        wiring: per kernel its number of buffers, bytes into the arena where its scratch memory begins, and three
+            numbers per buffer (its operands, its results): 0 for an operand of the call, 1 for a result, 2 for the
+            arena; which; bytes into it.
+        sizes: per kernel its tiles, bytes of a scratch slot, slots.
+        operands, results: arrays, and what has the shapes and dtypes of the results.
+    """
+    cpu_launcher.ensure_registered()
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
+    shapes += scratch.result_of(scratch.least_bytes(0, len(shapes)))
+    call = jax.ffi.ffi_call(
+        cpu_launcher.CHAIN,
+        shapes,
+        has_side_effect=False,
+        input_layouts=[tuple(range(len(jax.numpy.shape(x)))) for x in operands],
+        output_layouts=[tuple(range(len(x.shape))) for x in shapes],
+    )
+    outputs = call(
+        *operands,
+        digests=" ".join(digests),
+        wiring=np.array(wiring, np.int64),
+        sizes=np.array(sizes, np.int64),
+        arena_bytes=np.int64(arena_bytes),
+    )
+    return tuple(outputs[: len(results)])
 
 
 def _check(kernel: CompiledKernel, operands: tuple[Any, ...]) -> None:

@@ -21,6 +21,8 @@ log = logging.getLogger("jcuts.register")
 
 TARGET = "jcuts_cpu_launch"
 STATE_TYPE = "jcuts_cpu_launch_state"
+CHAIN = "jcuts_cpu_chain"
+CHAIN_STATE_TYPE = "jcuts_cpu_chain_state"
 PLATFORM = "cpu"
 
 _lock = threading.RLock()
@@ -143,6 +145,14 @@ def ensure_registered() -> None:
             "launcher",
             (lib.jcuts_state_type_id(), lib.jcuts_state_type_info()),
             {"instantiate": lib.jcuts_cpu_launch_instantiate, "execute": lib.jcuts_cpu_launch_execute},
+        )
+        register_launcher(
+            CHAIN,
+            CHAIN_STATE_TYPE,
+            PLATFORM,
+            "launcher of chains",
+            (lib.jcuts_chain_type_id(), lib.jcuts_chain_type_info()),
+            {"instantiate": lib.jcuts_cpu_chain_instantiate, "execute": lib.jcuts_cpu_chain_execute},
         )
         _callback = native_library.RESOLVER(_resolve)
         lib.jcuts_set_resolver(_callback)

@@ -189,10 +189,10 @@ def test_forms_with_single_calls_and_the_knob_leave_calls_alone(monkeypatch):
     monkeypatch.setattr(chains_fuse, "fuse_calls", lambda closed: "chains")
     closed: Any = "calls"
     for form in (None, FORM):
-        assert rebuild.fuse_where_wanted(closed, Settings(form=form)) == "chains"
-        assert rebuild.fuse_where_wanted(closed, Settings(form=Variant.single(form))) == "calls"
+        assert rebuild.fuse_where_wanted(closed, Settings(form=form), "cuda") == "chains"
+        assert rebuild.fuse_where_wanted(closed, Settings(form=Variant.single(form)), "cuda") == "calls"
         with knobs.scope(chains=False):
-            assert rebuild.fuse_where_wanted(closed, Settings(form=form)) == "calls"
+            assert rebuild.fuse_where_wanted(closed, Settings(form=form), "cuda") == "calls"
 
 
 def pointwise(x, w, b):

@@ -123,7 +123,7 @@ def _scheduled(program: Program, links: Sequence[LayerLink], tiling: LayerTiling
     layers = windows(program, links, tiling)
     assert not isinstance(layers, Refusal)
     made = schedule_phases(tile_program(program, links, layers, tiling), chosen.lanes, chosen.choose)
-    unroll = tuple((p.name, tuple((a.name, a.unroll) for a in p.axes if a.unroll > 1)) for p in made.phases)
+    unroll = tuple(tuple((a.name, a.unroll) for a in p.axes if a.unroll > 1) for p in made.phases)
     params = (
         ("lanes", chosen.lanes),
         ("tiles", tiling.tiles),
@@ -137,9 +137,7 @@ def _scheduled(program: Program, links: Sequence[LayerLink], tiling: LayerTiling
 
 def _accumulations(program: Program) -> tuple[int, ...]:
     """Accumulated terms of every layer, without what tiles compute beyond it or twice."""
-    return tuple(
-        math.prod(a.extent for a in p.axes) * math.prod(r.extent for r in p.reds) for p in program.phases
-    )
+    return tuple(math.prod(a.extent for a in p.axes) * math.prod(r.extent for r in p.reds) for p in program.phases)
 
 
 def _score(program: Program, machine: Machine) -> float:

@@ -44,6 +44,8 @@ _DROPPED = frozenset(
         "JAX_LOG_COMPILES",
     }
 )
+WARM_BUFFERS = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(64 << 20)}
+"""glibc in a measuring process keeps large results: kernels are timed on warm memory, as in a chain's arena."""
 _MAX_LINE = 64 * 2**20
 _MAX_STARTS = 3
 
@@ -151,6 +153,8 @@ def _environment(platform: str = "cpu") -> dict[str, str]:
     env["JAX_PLATFORMS"] = platform
     env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the parent holds most of a GPU's memory
     env["JCUTS_WORKER_PARENT"] = str(os.getpid())
+    if platform == "cpu":
+        env.update({name: value for name, value in WARM_BUFFERS.items() if name not in env})
     current = knobs.current()
     for name in ("threads", "native", "cache_dir", "cudnn"):  # a `knobs.scope` of the parent is not in its environment
         value = getattr(current, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from jcuts.trace import jaxapi
-from jcuts.xla import cuda_launcher
+from jcuts.xla import cpu_ffi_call, cpu_launcher, cuda_launcher
 from jcuts.xla.chains import arena
 from jcuts.xla.chains.dataflow import Dataflow
 from jcuts.xla.chains.order import Chain
@@ -36,6 +36,7 @@ class Call(NamedTuple):
         updated: the operand that its first result overwrites, or None.
         start: bytes into that result at which it writes.
         scratch: bytes of its own.
+        sizes: of a CPU's kernel its tiles, bytes of a scratch slot, slots; () on a GPU.
     """
 
     digest: str
@@ -44,20 +45,18 @@ class Call(NamedTuple):
     updated: Any
     start: int
     scratch: int
+    sizes: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, eqn: Any, reads: Dataflow) -> Call:
         """The kernel of a call's equation."""
         attributes = dict(eqn.params["attributes"])
         results = list(eqn.outvars[: int(attributes["num_outputs"])])
-        return cls(
-            str(attributes["digest"]),
-            reads.operands(eqn),
-            results,
-            reads.overwritten_value(eqn),
-            int(attributes["start"]),
-            int(attributes["scratch_bytes"]),
-        )
+        operands, digest, scratch = reads.operands(eqn), str(attributes["digest"]), int(attributes["scratch_bytes"])
+        if jaxapi.call_target(eqn) == cpu_launcher.TARGET:
+            sizes = int(attributes["tiles"]), scratch, int(attributes["slots"])
+            return cls(digest, operands, results, None, 0, cpu_ffi_call.scratch_result_bytes(scratch, sizes[2]), sizes)
+        return cls(digest, operands, results, reads.overwritten_value(eqn), int(attributes["start"]), scratch)
 
 
 class BufferAssignment:
@@ -94,14 +93,18 @@ class BufferAssignment:
         """The equation of the call that replaces the chain's kernels."""
         digests = [call.digest for call in self._calls]
         shapes = [v.aval for v in self.results]
-        return traced_eqns(
-            lambda *xs: cuda_launcher.call_chain(
+        sizes = [number for call in self._calls for number in call.sizes]
+
+        def call(*xs: Any) -> Any:
+            if sizes:
+                return cpu_ffi_call.call_chain(
+                    digests, self.numbers(), sizes, xs, shapes, arena_bytes=self.scratch_bytes
+                )
+            return cuda_launcher.call_chain(
                 digests, self.numbers(), xs, shapes, scratch_bytes=self.scratch_bytes, aliases=self.aliases
-            ),
-            self.operands,
-            self.results,
-            self._last,
-        )
+            )
+
+        return traced_eqns(call, self.operands, self.results, self._last)
 
     def numbers(self) -> list[int]:
         """Launcher data of each kernel: number of buffers, offset of its own scratch memory, and per buffer its kind

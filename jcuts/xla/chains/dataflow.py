@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jcuts.trace import jaxapi
-from jcuts.xla import cuda_launcher
+from jcuts.xla import cpu_launcher, cuda_launcher
+
+TARGETS = frozenset({cuda_launcher.TARGET, cpu_launcher.TARGET})
+"""Custom calls of one kernel; a function's kernels are all of one device."""
 
 VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
 
@@ -57,7 +60,7 @@ def is_kernel(eqn: Any) -> bool:
     """Whether an equation is a kernel call; false where it also reads the old value of the operand it overwrites (XLA
     copies that).
     """
-    return jaxapi.call_target(eqn) == cuda_launcher.TARGET and all(
+    return jaxapi.call_target(eqn) in TARGETS and all(
         sum(a is eqn.invars[k] for a in eqn.invars) == 1 for k in _overwritten(eqn)
     )
 

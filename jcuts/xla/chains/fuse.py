@@ -1,10 +1,14 @@
-"""Launch fusion: merges neighbouring CUDA kernel calls into one custom call (a *chain*) with programmatic dependent
-launch.
+"""Launch fusion: merges neighbouring kernel calls into one custom call (a *chain*).
+
+On a GPU kernels of a chain overlap by programmatic dependent launch; on a CPU what only they read lies in an arena.
 
 XLA serialises two calls, inside a CUDA graph too; between kernels of one call the launcher need not
 (`custom_calls/launch_cuda.cc`): the next kernel is launched while the previous one still runs, and waits on the device
 (``griddepcontrol.wait``).  Values that only kernels of a chain read lie in the chain's scratch memory, where values
 with disjoint lifetimes share bytes.
+
+On a CPU that memory outlives the call (`custom_calls/launch_cpu.cc`): XLA's temporary buffers are allocated in every
+call, and beyond malloc's threshold (32 MiB) each of their pages is mapped and cleared anew.
 
     dataflow           what kernels read, through reshapes, and overwrite    xla/chains/dataflow.py
     order              the order with the fewest chains                      xla/chains/order.py
@@ -18,16 +22,18 @@ function.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from jcuts.trace import jaxapi
-from jcuts.xla import cuda_launcher
+from jcuts.xla import cpu_launcher, cuda_launcher
 from jcuts.xla.chains import peak_memory
 from jcuts.xla.chains.buffer_assignment import merged
 from jcuts.xla.chains.dataflow import VIEWS, Dataflow, is_kernel
 from jcuts.xla.chains.order import Chain, order_for_chains
 
+CHAINS = (cuda_launcher.CHAIN, cpu_launcher.CHAIN)
+"""Custom calls of several kernels."""
 EARLY = (9, 0)
 """Compute capability from which on a kernel can be launched before the one in front of it has ended."""
 MORE_BYTES = 1 << 30
@@ -60,8 +66,8 @@ def calls(closed: jaxapi.Closed) -> int:
 
 
 def joined(closed: jaxapi.Closed) -> float:
-    """Number of kernels in chains of two or more, counted as often as they run (infinite in a while loop)."""
-    return sum(length * runs for length, runs in _lengths(closed) if length > 1)
+    """Number of a GPU's kernels in chains of two or more, counted as often as they run (infinite in a while loop)."""
+    return sum(length * runs for length, runs in _lengths(closed, (cuda_launcher.CHAIN,)) if length > 1)
 
 
 def note(closed: jaxapi.Closed) -> str | None:
@@ -73,11 +79,11 @@ def note(closed: jaxapi.Closed) -> str | None:
     return f"{sum(lengths)} kernels that can follow each other run in {several} (of {', '.join(map(str, lengths))})"
 
 
-def _lengths(closed: jaxapi.Closed, runs: float = 1) -> Iterator[tuple[int, float]]:
-    """Kernels per chain, and how often each chain runs. Args: runs: of the jaxpr."""
+def _lengths(closed: jaxapi.Closed, targets: Collection[str] = CHAINS, runs: float = 1) -> Iterator[tuple[int, float]]:
+    """Kernels per chain, and how often each chain runs. Args: targets: custom calls; runs: of the jaxpr."""
     for eqn in closed.jaxpr.eqns:
-        if jaxapi.call_target(eqn) == cuda_launcher.CHAIN:
-            yield str(dict(eqn.params["attributes"])["digests"]).count(" "), runs
+        if jaxapi.call_target(eqn) in targets:
+            yield len(str(dict(eqn.params["attributes"])["digests"]).split()), runs
         again = {"scan": eqn.params.get("length", 1), "while": math.inf}.get(jaxapi.primitive_name(eqn), 1)
         for _, _, body in jaxapi.inner_jaxprs(eqn) if again else ():
-            yield from _lengths(body, runs * again)
+            yield from _lengths(body, targets, runs * again)

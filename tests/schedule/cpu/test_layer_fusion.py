@@ -14,7 +14,7 @@ from jcuts.arch.detect import describe_cpu
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.program import Grid, Program
-from jcuts.kernel_ir.verify import verify
+from jcuts.kernel_ir.verify import read, verify
 from jcuts.lower.layer_fusion import TEMPLATE, lower_layers
 from jcuts.lower.patterns.layer_windows import match_layers, movable_axes, tile_number
 from jcuts.schedule.cpu import candidates as cpu_candidates
@@ -126,6 +126,7 @@ def test_the_candidates_are_right(name):
     assert ranked, name
     for scheduled, score in ranked:
         assert 0 < score <= 1
+        assert read(scheduled.to_text()) == scheduled  # as a worker process receives it
         verify(scheduled, all_addresses=True)
         assert local_bytes(scheduled) <= programs.MACHINE.l2
         assert error(interpret(scheduled, found.operands())[0], exact) < 4e-6

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jcuts.api import Optimized, optimize
+    from jcuts.artifact.load import load, register_targets
     from jcuts.microbatch.best_batch import best_batch_size
 
-__all__ = ["Optimized", "best_batch_size", "optimize"]
+__all__ = ["Optimized", "best_batch_size", "load", "optimize", "register_targets"]
 __version__ = "0.1.0"
 
 
@@ -27,6 +28,10 @@ def __getattr__(name: str) -> Any:
         from jcuts.microbatch.best_batch import best_batch_size
 
         return best_batch_size
+    if name in ("load", "register_targets"):
+        from jcuts.artifact import load as loading  # needs neither the planner nor its packages
+
+        return getattr(loading, name)
     if name in __all__:
         from jcuts import api
 

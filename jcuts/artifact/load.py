@@ -55,10 +55,9 @@ def load(path: str | Path, *, on_mismatch: str = REFUSE, key: Any = None, types:
             is_fallback = _is_fallback(path, found, compared, on_mismatch)
     loaded = Loaded(
         found,
-        file.sections,
+        file,
         weights.read(found, file, path),
         code,
-        identity=file.identity,
         differences=compared.all,
         is_fallback=is_fallback,
         types=types,

@@ -15,7 +15,8 @@ import numpy as np
 from jax import export, tree_util
 
 from jcuts.artifact import kernels, trees
-from jcuts.artifact.manifest import ARGUMENTS, ArrayType, Manifest, Program, Signature, static_value
+from jcuts.artifact.container import Container
+from jcuts.artifact.manifest import ARGUMENTS, ArrayType, Manifest, Program, Signature, seal, static_value
 from jcuts.base.errors import ArtifactError, UnknownSignature
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.trace import jaxapi
@@ -65,21 +66,20 @@ class Loaded:
     def __init__(
         self,
         manifest: Manifest,
-        sections: Mapping[str, memoryview],
+        file: Container,
         arrays: Mapping[str, np.ndarray],
         found: Mapping[str, CompiledKernel],
         *,
-        identity: str,
         differences: Sequence[str],
         is_fallback: bool,
         types: Sequence[type] = (),
     ) -> None:
         self.manifest = manifest
-        self.identity = identity
+        self.identity = file.identity
         self.differences = tuple(differences)
         self.is_fallback = is_fallback
         self.__name__ = manifest.name
-        self._sections = sections
+        self._file = file
         self._arrays = arrays
         self._kernels = found
         self._lock = threading.Lock()
@@ -218,15 +218,17 @@ class Loaded:
 
     def _deserialized(self, entry: _Entry) -> Any:
         program = self._program(entry)
-        data = self._sections.get(program.section)
-        if data is None:
-            raise ArtifactError(f"the artefact has no section {program.section!r}", section=program.section)
+        data = self._file.section(program.section)
+        if self._file.digests[program.section] != program.sha256:
+            raise ArtifactError(f"section {program.section!r} does not hold the program that the manifest says")
         try:
             exported = export.deserialize(bytearray(data))
         except Exception as error:  # flatbuffers and MLIR have errors of their own
             raise ArtifactError(
                 f"the program {program.section!r} cannot be read by jax {jax.__version__}: {error}"
             ) from error
+        if exported.fun_name != seal(self.manifest, entry.signature):
+            raise ArtifactError(f"the program {program.section!r} and the manifest do not belong together")
         tensors = {tensor.key: tensor.type for tensor in self.manifest.tensors}
         inputs = (*(tensors[key] for key in program.weights), *entry.signature.inputs)
         for what, avals, types in (

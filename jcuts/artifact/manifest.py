@@ -7,6 +7,7 @@ nothing.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -32,6 +33,7 @@ DTYPES = frozenset(
 )
 _SHA = re.compile(r"[0-9a-f]{64}")
 _MOST_ELEMENTS = 1 << 48
+_text = json_fields.text
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,10 @@ class Static:
 
 @dataclass(frozen=True)
 class Program:
-    """An exported program: its section, the keys of the weights that are its first operands, and XLA's options."""
+    """An exported program: its section and its SHA-256, keys of the weights that come first, and XLA's options."""
 
     section: str
+    sha256: str
     weights: tuple[str, ...]
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -141,6 +144,25 @@ class Manifest:
         return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
+def seal(manifest: Manifest, signature: Signature) -> str:
+    """Name of a signature's programs: a digest of all that decides how they are called, and with what.
+
+    The manifest has the programs' SHA-256 and the programs have this in their name, so that neither is changed without
+    the other, checksums recomputed or not.
+    """
+    kernels = [kernel for kernel in manifest.kernels if kernel.name in signature.kernels]
+    whole = asdict(manifest) | {"kernels": [asdict(kernel) for kernel in kernels]}
+    call = asdict(signature)
+    for program in ("program", "plain"):
+        call[program] = {name: call[program][name] for name in ("weights", "options")}
+    for name in ("decision", "choices", "evidence"):
+        del call[name]
+    for name in ("file", "tensors", "signatures"):
+        del whole[name]
+    text = json.dumps([whole, call], sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return "sealed_" + hashlib.sha256(text.encode()).hexdigest()
+
+
 def from_json(data: bytes | memoryview) -> Manifest:
     """The inverse of `Manifest.to_json`. Raises: ArtifactError for anything else."""
     try:
@@ -202,7 +224,7 @@ def _one_of(known: Any) -> Callable[[Any], str]:
 def _options(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or any(type(v) not in (str, int, float, bool) for v in value.values()):
         raise TypeError("options of XLA are no JSON object of plain values")
-    return {json_fields.text(k): v for k, v in value.items()}
+    return {_text(k): v for k, v in value.items()}
 
 
 def _array_type(data: Any) -> ArrayType:
@@ -213,14 +235,14 @@ def _array_type(data: Any) -> ArrayType:
 
 
 def _tensor(data: Any) -> Tensor:
-    return Tensor(**_fields(data, "a weight", name=json_fields.text, type=_array_type, key=_sha))
+    return Tensor(**_fields(data, "a weight", name=_text, type=_array_type, key=_sha))
 
 
 def _static(data: Any) -> Static:
     def position(value: Any) -> int | None:
         return None if value is None else _count(value)
 
-    return Static(**_fields(data, "a static argument", position=position, name=json_fields.text, value=static_value))
+    return Static(**_fields(data, "a static argument", position=position, name=_text, value=static_value))
 
 
 def static_value(value: Any) -> Any:
@@ -233,13 +255,14 @@ def static_value(value: Any) -> Any:
 
 
 def _program(data: Any) -> Program:
-    return Program(**_fields(data, "a program", section=json_fields.text, weights=_all(_sha), options=_options))
+    readers = {"section": _text, "sha256": _sha, "weights": _all(_sha), "options": _options}
+    return Program(**_fields(data, "a program", **readers))
 
 
 def _signature(data: Any) -> Signature:
     readers = {"in_tree": _any, "out_tree": _any, "inputs": _all(_array_type), "outputs": _all(_array_type)}
     readers |= {"statics": _all(_static), "donated": _all(_count), "program": _program, "plain": _program}
-    readers |= {"kernels": _all(json_fields.text), "decision": _any, "choices": _any, "evidence": _any}
+    readers |= {"kernels": _all(_text), "decision": _any, "choices": _any, "evidence": _any}
     found = Signature(**_fields(data, "a signature", **readers))
     if any(n >= len(found.inputs) for n in found.donated):
         raise ValueError("an input is donated that there is not")
@@ -248,7 +271,7 @@ def _signature(data: Any) -> Signature:
 
 def _kernel(data: Any) -> Kernel:
     found = Kernel(**_fields(data, "a kernel", header=_any, sha256=_sha))
-    readers: dict[str, Callable[[Any], Any]] = {"digest": json_fields.text, "symbol": json_fields.text}
+    readers: dict[str, Callable[[Any], Any]] = {"digest": _text, "symbol": _text}
     readers |= {"tiles": _count, "scratch_bytes": _count, "inputs": _any, "outputs": _any}
     header = _fields(found.header, "a kernel's header", **readers)
     CompiledKernel.from_header(header, b"")  # checks the rest
@@ -261,13 +284,10 @@ def _device(data: Any) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise TypeError("the device is no JSON object")
     if data.get("platform") == "cpu":
-        readers = {"machine": json_fields.text, "model": json_fields.text, "features": _all(json_fields.text)}
+        readers = {"machine": _text, "model": _text, "features": _all(_text)}
         return _fields(data, "the device", platform=_one_of(PLATFORMS), cores=_count, external=_all(_text), **readers)
     pair = _all(_count)
     return _fields(data, "the device", platform=_one_of(PLATFORMS), name=_text, capability=pair, driver=pair)
-
-
-_text = json_fields.text
 
 
 def _manifest(data: Mapping[str, Any]) -> Manifest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from jcuts.artifact.manifest import (
     Signature,
     Static,
     Tensor,
+    seal,
 )
 from jcuts.base import fingerprint
 from jcuts.base.errors import UnsupportedError
@@ -30,9 +31,12 @@ from jcuts.xla import elf_loader
 
 @dataclass(frozen=True)
 class ExportedProgram:
-    """A serialised ``jax.export`` program. ``weights`` are its first operands, ``options`` XLA's for it."""
+    """A program: ``export(name)`` serialises it under a name (``jax.export``).
 
-    data: bytes
+    ``weights`` are its first operands, ``options`` XLA's for it.
+    """
+
+    export: Callable[[str], bytes]
     weights: Sequence[Any]
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -121,20 +125,13 @@ def save(
     secret = container.read_key(key)
     found = _Weights(mode, _names_of(names))
     sections: dict[str, container.Bytes] = {"manifest": b""}
-    places: dict[str, str] = {}
     codes: dict[str, Kernel] = {}
     code_bytes: list[bytes] = []
 
-    def program(exported: ExportedProgram, prefix: str) -> Program:
-        digest = hashlib.sha256(exported.data).hexdigest()
-        section = places.setdefault(digest, f"program.{len(places)}")
-        sections[section] = exported.data
-        return Program(section, found.keys(exported.weights, prefix), dict(exported.options))
-
     signatures = []
     for call in calls:
-        plain = program(call.plain, "w")
-        tuned = program(call.program, "prepared")
+        plain = _program(call.plain, found.keys(call.plain.weights, "w"))
+        tuned = _program(call.program, found.keys(call.program.weights, "prepared"))
         if mode == ARGUMENTS and (odd := set(plain.weights) ^ set(tuned.weights)):
             _refuse_folded(odd, found.tensors)
         for kernel_name, kernel in call.kernels.items():
@@ -171,6 +168,10 @@ def save(
         kernels=tuple(codes.values()),
         signatures=tuple(signatures),
     )
+    sealed = [
+        _serialised(manifest, signature, call, sections) for signature, call in zip(signatures, calls, strict=True)
+    ]
+    manifest = replace(manifest, signatures=tuple(sealed))
     sections |= {kernels.section_of(n): code for n, code in enumerate(code_bytes)}
     if mode == BESIDE:
         weights.write_beside(path.parent / manifest.file, manifest.tensors, found.data)
@@ -178,6 +179,24 @@ def save(
         sections |= {weights.section_of(n): found.data[t.key] for n, t in enumerate(manifest.tensors)}
     sections["manifest"] = manifest.to_json()
     return container.write(path, sections, key=secret)
+
+
+def _program(exported: ExportedProgram, keys: tuple[str, ...]) -> Program:
+    return Program("", "", keys, dict(exported.options))
+
+
+def _serialised(
+    manifest: Manifest, signature: Signature, call: SavedCall, sections: dict[str, container.Bytes]
+) -> Signature:
+    """The signature with its programs exported under its seal, each into a section."""
+    made = {}
+    for kind, exported in (("program", call.program), ("plain", call.plain)):
+        data = exported.export(seal(manifest, signature))
+        section = f"{kind}.{sum(name.startswith(kind) for name in sections)}"
+        sections[section] = data
+        found: Program = getattr(signature, kind)
+        made[kind] = replace(found, section=section, sha256=hashlib.sha256(data).hexdigest())
+    return replace(signature, **made)
 
 
 def rename_kernels(found: Mapping[str, CompiledKernel]) -> dict[str, CompiledKernel]:

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from jcuts import __version__
 from jcuts.base import knobs
 from jcuts.base.errors import JcutsError
-from jcuts.cli import best_batch, cache, cluster, demo, doctor, explain, microbatch, plan, validate
+from jcuts.cli import best_batch, build, cache, cluster, demo, doctor, explain, inspect, microbatch, plan, validate
 
 COMMANDS = {"explain": explain, "cache": cache, "demo": demo, "doctor": doctor}
+COMMANDS |= {"build": build, "inspect": inspect}
 COMMANDS |= {"plan": plan, "cluster": cluster, "validate": validate}
 COMMANDS |= {"microbatch": microbatch, "best-batch": best_batch}
 """Name to module; a module has ``HELP``, ``add_arguments(parser)`` and ``run(arguments) -> exit status``."""

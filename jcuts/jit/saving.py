@@ -16,7 +16,7 @@ from jax import export
 
 from jcuts.artifact.manifest import WEIGHTS, Static, static_value
 from jcuts.artifact.save import ExportedProgram, SavedCall, rename_kernels, save
-from jcuts.base.errors import NativeError, UnsupportedError, UsageError, summary
+from jcuts.base.errors import ArtifactError, NativeError, UnsupportedError, UsageError, summary
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.jit import acceptance_record, variant_space
 from jcuts.jit.decision import Decision
@@ -51,6 +51,8 @@ def saved_call(traced: TracedCall, decision: Decision, out_tree: Any, seeds: Seq
         raise UnsupportedError(
             "the arguments lie on several devices: save the function of one device's part, and call it under shard_map"
         )
+    if decision.deferred:
+        raise ArtifactError(f"not saved: {decision.reason}; try again when no other process measures")
     if jaxapi.has_effects(closed):
         raise UnsupportedError(f"the function has effects ({', '.join(jaxapi.effects_of(closed))}): it cannot be saved")
     platform = "cuda" if traced.on_gpu else traced.platform
@@ -100,23 +102,32 @@ def _exported(
         opened = jaxapi.make_closed([], [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns, [], like=closed)
         return jaxapi.eval_closed(opened, *consts, *xs)
 
-    program.__name__ = "main"
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in targets]
     types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.in_avals]
     shapes = tuple(jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights)
-    try:
-        made = export.export(jax.jit(program), platforms=platforms, disabled_checks=checks)(shapes, *types)
-        return ExportedProgram(bytes(made.serialize()), weights, options)
-    except Exception as error:  # JAX's own kinds of errors, for effects, callbacks, foreign custom calls, ...
-        raise UnsupportedError(f"jax.export does not export the function: {summary(error)}") from error
+
+    def serialise(name: str) -> bytes:
+        program.__name__ = name
+        try:
+            made = export.export(jax.jit(program), platforms=platforms, disabled_checks=checks)(shapes, *types)
+            return bytes(made.serialize())
+        except Exception as error:  # JAX's own kinds of errors, for effects, callbacks, foreign custom calls, ...
+            raise UnsupportedError(f"jax.export does not export the function: {summary(error)}") from error
+
+    return ExportedProgram(serialise, weights, options)
 
 
 def _everywhere(closed: jaxapi.Closed, platform: str) -> ExportedProgram:
     """The user's program for every platform that a fallback may run on, or for the one at hand."""
-    try:
-        return _exported(closed, sorted({*_EVERYWHERE, platform}), (), {})
-    except UnsupportedError:
-        return _exported(closed, (platform,), (), {})
+    alone, everywhere = (_exported(closed, names, (), {}) for names in ((platform,), sorted({*_EVERYWHERE, platform})))
+
+    def serialise(name: str) -> bytes:
+        try:
+            return everywhere.export(name)
+        except UnsupportedError:
+            return alone.export(name)
+
+    return ExportedProgram(serialise, alone.weights)
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------

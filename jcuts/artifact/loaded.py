@@ -114,6 +114,10 @@ class Loaded:
         """The calls that it was saved for, as text."""
         return tuple(map(str, self._entries))
 
+    def in_tree(self, number: int = 0) -> Any:
+        """``PyTreeDef`` of the dynamic arguments of a signature: the pair of positional and keyword arguments."""
+        return self._entries[number].in_tree
+
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """``jax.stages.Lowered`` of the program that these arguments run."""
         return self._jitted[self._group(self._find(args, kwargs)[0])].lower(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Builds an artefact ahead of time: tunes a function for example arguments and writes what its calls run into a file."""
+"""Builds an artefact ahead of time: tunes a function for example arguments, writes what its calls run into a file."""
 
 from __future__ import annotations
 

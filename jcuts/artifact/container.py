@@ -15,9 +15,9 @@ import hashlib
 import hmac
 import os
 import re
+import secrets
 import struct
-import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,68 +75,60 @@ def _header(sections: Mapping[str, Bytes]) -> tuple[bytes, list[int]]:
     return _PREAMBLE.pack(MAGIC, VERSION, len(sections), at) + b"".join(table), places
 
 
-def write(path: Path, sections: Mapping[str, Bytes], *, key: bytes | None = None) -> str:
-    """Writes a file atomically: what was there stays until the new one is complete on disk.
+def pack(sections: Mapping[str, Bytes], *, key: bytes | None = None) -> tuple[str, list[Bytes]]:
+    """A file's identity (SHA-256 of its header), and its bytes in parts.
 
     Args: sections: name -> bytes. key: for the HMAC, None for none.
-    Returns: its identity (SHA-256 of the header).
-    Raises: ArtifactError: it cannot be written.
+    Raises: ArtifactError: an impossible name.
     """
     if bad := [name for name in sections if not _NAME.fullmatch(name)]:
         raise ArtifactError(f"{bad[0]!r} is no name of a section", section=bad[0])
     header, places = _header(sections)
-    seal = hmac.digest(key, header, "sha256") if key else _UNSIGNED
     digest = hashlib.sha256(header).digest()
-
-    def parts() -> Iterable[Bytes]:
-        yield header
-        yield digest
-        yield seal
-        at = len(header) + 2 * _HASH
-        for place, data in zip(places, sections.values(), strict=True):
-            yield bytes(place - at)
-            yield data
-            at = place + len(data)
-
-    replace_file(path, parts())
-    return digest.hex()
+    parts: list[Bytes] = [header, digest, hmac.digest(key, header, "sha256") if key else _UNSIGNED]
+    at = len(header) + 2 * _HASH
+    for place, data in zip(places, sections.values(), strict=True):
+        parts += [bytes(place - at), data]
+        at = place + len(data)
+    return digest.hex(), parts
 
 
-def replace_file(path: Path, parts: Iterable[Bytes]) -> None:
-    """Writes a temporary file beside ``path``, flushes it to disk, and renames it.
+def replace_files(files: Sequence[tuple[Path, Iterable[Bytes]]]) -> None:
+    """Writes files atomically: all are on disk under temporary names before the first one takes its place.
 
-    Raises: ArtifactError: it cannot be written (then nothing has changed).
+    Raises: ArtifactError: one cannot be written (then nothing has changed).
     """
-    temporary = ""
+    staged: list[tuple[Path, Path]] = []
+    path = Path()
     try:
-        mode = _mode_of_new_files()
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, mode)
-        os.replace(temporary, path)
-        temporary = ""
-        with contextlib.suppress(OSError):  # not every file system lets a folder be flushed
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        for path, parts in files:
+            temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
+            staged.append((temporary, path))
+            with open(temporary, "xb") as file:
+                for part in parts:
+                    file.write(part)
+                file.flush()
+                os.fsync(file.fileno())
+        while staged:
+            temporary, path = staged[0]
+            os.replace(temporary, path)
+            del staged[0]
+            _flush_folder(path.parent)
     except OSError as error:
         raise ArtifactError(f"cannot write {path}: {error.strerror or error}", path=str(path)) from error
     finally:
-        if temporary:
+        for temporary, _ in staged:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
 
 
-def _mode_of_new_files() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
+def _flush_folder(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # not every file system lets a folder be flushed
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def read(path: Path, *, key: bytes | None = None) -> Container:

@@ -14,10 +14,11 @@ import jax
 import numpy as np
 from jax import export, tree_util
 
-from jcuts.artifact import kernels, trees
+from jcuts.artifact import device, kernels, trees
 from jcuts.artifact.container import Container
 from jcuts.artifact.manifest import ARGUMENTS, ArrayType, Manifest, Program, Signature, seal, static_value
-from jcuts.base.errors import ArtifactError, UnknownSignature
+from jcuts.base import run_statistics
+from jcuts.base.errors import ArtifactError, ArtifactMismatch, UnknownSignature
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.trace import jaxapi
 
@@ -97,13 +98,20 @@ class Loaded:
                 groups[group] = self._jit(entry)
         self._jitted = groups
         self._only = next(iter(groups.values())) if len(groups) == 1 else None
+        run_statistics.watch(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not jaxapi.trace_state_clean():
             return self._traced(*args, **kwargs)  # a nested jit takes no options of XLA
-        if self._only is not None:
+        if self._only is None:
+            return self._jitted[self._group(self._find(args, kwargs)[0])](*args, **kwargs)
+        try:
             return self._only(*args, **kwargs)
-        return self._jitted[self._group(self._find(args, kwargs)[0])](*args, **kwargs)
+        except UnknownSignature:
+            raise
+        except TypeError:
+            self._find(args, kwargs)  # says which argument is no array
+            raise
 
     def __repr__(self) -> str:
         runs = "plain XLA" if self.is_fallback else f"{len(self.manifest.kernels)} kernels"
@@ -113,6 +121,21 @@ class Loaded:
     def signatures(self) -> tuple[str, ...]:
         """The calls that it was saved for, as text."""
         return tuple(map(str, self._entries))
+
+    def stats(self) -> dict[str, Any]:
+        """What runs for every saved signature; nothing is tuned."""
+        reason = "; ".join(self.differences) if self.is_fallback else "as saved"
+        rows = [
+            {
+                "arguments": [str(t) for t in entry.signature.inputs],
+                "program": "xla" if self.is_fallback or not entry.signature.kernels else "jcuts",
+                "reason": reason,
+                "fallback": self.is_fallback,
+                "tuning_seconds": 0.0,
+            }
+            for entry in self._entries
+        ]
+        return {"name": self.__name__, "kind": "load", "signatures": rows}
 
     def in_tree(self, number: int = 0) -> Any:
         """``PyTreeDef`` of the dynamic arguments of a signature: the pair of positional and keyword arguments."""
@@ -239,8 +262,11 @@ class Loaded:
             ("takes", exported.in_avals, inputs),
             ("gives", exported.out_avals, entry.signature.outputs),
         ):
-            if tuple(_type_of(aval) for aval in avals) != types:
+            if tuple(ArrayType(tuple(aval.shape), np.dtype(aval.dtype).name) for aval in avals) != types:
                 raise ArtifactError(f"the program {program.section!r} {what} other arrays than the manifest says")
+        if device.platform_here() not in exported.platforms:
+            difference = f"platform: {self.__name__} was exported for {' and '.join(exported.platforms)}"
+            raise ArtifactMismatch(f"{difference}, here {device.platform_here()}", differences=(difference,))
         used = {} if self.is_fallback else {name: self._kernels[name] for name in entry.signature.kernels}
         kernels.check_calls(exported, used, () if self.is_fallback else self.manifest.targets)
         return exported

@@ -173,12 +173,15 @@ def save(
     ]
     manifest = replace(manifest, signatures=tuple(sealed))
     sections |= {kernels.section_of(n): code for n, code in enumerate(code_bytes)}
+    files: list[tuple[Path, Sequence[container.Bytes]]] = []
     if mode == BESIDE:
-        weights.write_beside(path.parent / manifest.file, manifest.tensors, found.data)
+        files.append((path.parent / manifest.file, [weights.pack_beside(manifest.tensors, found.data)]))
     elif mode == INSIDE:
         sections |= {weights.section_of(n): found.data[t.key] for n, t in enumerate(manifest.tensors)}
     sections["manifest"] = manifest.to_json()
-    return container.write(path, sections, key=secret)
+    identity, parts = container.pack(sections, key=secret)
+    container.replace_files([*files, (path, parts)])
+    return identity
 
 
 def _program(exported: ExportedProgram, keys: tuple[str, ...]) -> Program:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jax import numpy as jnp
 
-from jcuts.artifact.container import Container, replace_file
+from jcuts.artifact.container import Container
 from jcuts.artifact.manifest import BESIDE, INSIDE, ArrayType, Manifest, Tensor
 from jcuts.base.errors import ArtifactError, UnsupportedError
 
@@ -64,12 +64,11 @@ def section_of(number: int) -> str:
     return f"weight.{number}"
 
 
-def write_beside(path: Path, tensors: Sequence[Tensor], data: Mapping[str, bytes]) -> None:
-    """Writes a safetensors file, atomically.
+def pack_beside(tensors: Sequence[Tensor], data: Mapping[str, bytes]) -> bytes:
+    """A safetensors file.
 
     Args: data: key -> bytes.
-    Raises: UnsupportedError: the package is missing, or a dtype has no name in the format.  ArtifactError: the file
-        cannot be written.
+    Raises: UnsupportedError: the package is missing, or a dtype has no name in the format.
     """
     try:
         from safetensors import numpy as format_  # pyright: ignore[reportMissingImports]
@@ -81,7 +80,7 @@ def write_beside(path: Path, tensors: Sequence[Tensor], data: Mapping[str, bytes
     if odd := [t.name for t in tensors if t.type.dtype not in _NAMES]:
         raise UnsupportedError(f"weight {odd[0]} has a dtype that safetensors lacks: save the weights inside")
     arrays = {t.name: array_of(data[t.key], t.type) for t in tensors}
-    replace_file(path, [format_.save(arrays, {"format": "jcuts"})])
+    return format_.save(arrays, {"format": "jcuts"})
 
 
 def read_beside(path: Path, tensors: Sequence[Tensor]) -> dict[str, np.ndarray]:

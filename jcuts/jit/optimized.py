@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jcuts.base import knobs
+from jcuts.base import knobs, run_statistics
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import Settings, Variant
 from jcuts.jit import end_to_end_benchmark, progress, saving, variant_space
@@ -75,6 +75,7 @@ class Optimized:
         self._make_deciding = functools.partial(VariantSelector, fn, settings, options, self._arguments, store)
         self._lock = threading.RLock()
         self._reset()
+        run_statistics.watch(self)
 
     def _reset(self) -> None:
         self._deciding = self._make_deciding()
@@ -243,6 +244,21 @@ class Optimized:
     def decision(self, *args: Any, **kwargs: Any) -> end_to_end_benchmark.Decision | None:
         """What the last guard decided for these arguments, or None if they were not seen."""
         return self._decided(self._arguments.signature(args, kwargs))
+
+    def stats(self) -> dict[str, Any]:
+        """What runs for every signature that was called: the program, why, and the seconds that tuning took."""
+        waiting = [(signature, (w.program, w.decision)) for signature, w in list(self._waiting.items())]
+        rows = [
+            {
+                "arguments": [str(aval) for aval, _ in signature.leaves],
+                "program": decision.chosen,
+                "reason": decision.reason,
+                "fallback": variant_space.is_xla(decision.chosen) or decision.deferred,
+                "tuning_seconds": sum(decision.spent.values()),
+            }
+            for signature, (_, decision) in [*list(self._decisions.items()), *waiting]
+        ]
+        return {"name": function_name(self._fn), "kind": "optimize", "signatures": rows}
 
     def _decided(self, signature: Signature) -> end_to_end_benchmark.Decision | None:
         known, waiting = self._decisions.get(signature), self._waiting.get(signature)

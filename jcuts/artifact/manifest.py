@@ -49,14 +49,16 @@ class ArrayType:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A weight: its name, type, and the key by which programs refer to it.
-
-    The key is the SHA-256 of its row-major bytes, or of its name where weights are arguments.
-    """
+    """A weight: its name, type, and the SHA-256 of its row-major bytes, or of its name where weights are arguments."""
 
     name: str
     type: ArrayType
-    key: str
+    sha256: str
+
+    @property
+    def key(self) -> str:
+        """By which programs refer to it."""
+        return hashlib.sha256(f"{self.type} {self.sha256}".encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,7 @@ def _array_type(data: Any) -> ArrayType:
 
 
 def _tensor(data: Any) -> Tensor:
-    return Tensor(**_fields(data, "a weight", name=_text, type=_array_type, key=_sha))
+    return Tensor(**_fields(data, "a weight", name=_text, type=_array_type, sha256=_sha))
 
 
 def _static(data: Any) -> Static:

@@ -76,30 +76,38 @@ class _Weights:
         self.tensors: dict[str, Tensor] = {}
         self.data: dict[str, bytes] = {}
         self._names = names
-        self._by_object: dict[int, str] = {}
-        self._kept: list[Any] = []  # so that no two arrays have one id
+        self._keys: dict[tuple[str, ArrayType], str] = {}
 
     def keys(self, arrays: Sequence[Any], prefix: str) -> tuple[str, ...]:
-        """Keys of arrays; those that are new get names with this prefix."""
-        return tuple(self._key(x, prefix) for x in arrays)
+        """Keys of arrays; those that are new get names with this prefix.
+
+        Raises: UnsupportedError: weights that are arguments have equal values, so that programs do not tell which is
+            which (the same array twice is one weight).
+        """
+        found = tuple(self._key(x, prefix) for x in arrays)
+        if self.mode == ARGUMENTS and len({id(x) for x in arrays}) != len(set(found)):
+            twice = next(key for key in found if found.count(key) > 1)
+            raise UnsupportedError(
+                f"weights={ARGUMENTS!r} needs weights that differ, and there is another one equal to "
+                f"{self.tensors[twice].name}: save with trained or random ones"
+            )
+        return found
 
     def _key(self, x: Any, prefix: str) -> str:
-        if id(x) in self._by_object:
-            return self._by_object[id(x)]
         data = weights.contents(x)
         sha = hashlib.sha256(data).hexdigest()
-        name = self._names.get(sha, f"{prefix}{len(self.tensors)}")
-        taken = {t.name for t in self.tensors.values()}
-        name = name if name not in taken else f"{name}.{len(self.tensors)}"
-        # Equal arguments may be given different values later: they are told apart.
-        key = hashlib.sha256(name.encode()).hexdigest() if self.mode == ARGUMENTS else sha
-        self._by_object[id(x)] = key
-        self._kept.append(x)
-        if key not in self.tensors:
-            self.tensors[key] = Tensor(name, weights.array_type(x), key)
-            if self.mode != ARGUMENTS:
-                self.data[key] = data
-        return key
+        content = sha, weights.array_type(x)
+        if content not in self._keys:
+            name = self._names.get(sha, f"{prefix}{len(self.tensors)}")
+            taken = {t.name for t in self.tensors.values()}
+            name = name if name not in taken else f"{name}.{len(self.tensors)}"
+            is_stored = self.mode != ARGUMENTS
+            tensor = Tensor(name, content[1], sha if is_stored else hashlib.sha256(name.encode()).hexdigest())
+            self._keys[content] = tensor.key
+            self.tensors[tensor.key] = tensor
+            if is_stored:
+                self.data[tensor.key] = data
+        return self._keys[content]
 
 
 def save(

@@ -84,7 +84,7 @@ def pack_beside(tensors: Sequence[Tensor], data: Mapping[str, bytes]) -> bytes:
 
 
 def read_beside(path: Path, tensors: Sequence[Tensor]) -> dict[str, np.ndarray]:
-    """The arrays of a safetensors file, by SHA-256; each is compared with its SHA-256.
+    """The arrays of a safetensors file, by key; each is compared with its SHA-256.
 
     Raises: ArtifactError: unreadable, damaged, or of other weights.
     """
@@ -123,7 +123,7 @@ def _header(data: memoryview, path: Path) -> tuple[dict[str, Any], memoryview]:
 
 
 def _checked(data: memoryview, tensor: Tensor, where: str) -> np.ndarray:
-    if hashlib.sha256(data).hexdigest() != tensor.key:
+    if hashlib.sha256(data).hexdigest() != tensor.sha256:
         raise ArtifactError(
             f"{where}: weight {tensor.name!r} is not the one that was saved (its SHA-256 is another)",
             weight=tensor.name,
@@ -132,7 +132,7 @@ def _checked(data: memoryview, tensor: Tensor, where: str) -> np.ndarray:
 
 
 def read(manifest: Manifest, container: Container, path: Path) -> dict[str, np.ndarray]:
-    """All weights by SHA-256; none where they are arguments. Raises: ArtifactError."""
+    """All weights by key; none where they are arguments. Raises: ArtifactError."""
     if manifest.weights == BESIDE:
         if Path(manifest.file).name != manifest.file or not manifest.file:
             raise ArtifactError(f"{manifest.file!r} is no name of a file beside the artefact", file=manifest.file)
@@ -142,7 +142,7 @@ def read(manifest: Manifest, container: Container, path: Path) -> dict[str, np.n
         for number, tensor in enumerate(manifest.tensors):
             name = section_of(number)
             data = container.section(name)
-            if container.digests[name] != tensor.key:
+            if container.digests[name] != tensor.sha256:
                 raise ArtifactError(f"section {name!r} does not hold weight {tensor.name!r}", section=name)
             found[tensor.key] = array_of(data, tensor.type)
     return found

@@ -14,6 +14,7 @@ import argparse
 import collections
 import hashlib
 import json
+import os
 import random
 import struct
 import subprocess
@@ -215,7 +216,8 @@ def outcomes(source: Path, expected: Path, count: int, *, each: int = 500) -> co
     while at < count:
         command = [sys.executable, str(Path(__file__)), "--child", str(source), str(expected), str(at)]
         command.append(str(min(count, at + each)))
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        done = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
         lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
         for line in lines:
             if len(line) == 3:

@@ -162,6 +162,7 @@ def other_process(path: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as empty:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("JCUTS_")}
         environment |= {"JCUTS_CACHE_DIR": empty, "PATH": empty}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
         command = [sys.executable, str(Path(__file__)), "--load", str(path)]
         done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])

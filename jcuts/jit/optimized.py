@@ -22,8 +22,9 @@ import jax
 from jcuts.base import knobs, run_statistics
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import Settings, Variant
-from jcuts.jit import end_to_end_benchmark, progress, saving, variant_space
+from jcuts.jit import end_to_end_benchmark, progress, variant_space
 from jcuts.jit.call_signature import CallSignature, Signature, platform_of
+from jcuts.jit.export import saving
 from jcuts.jit.trace_token import NeedsDecision, isolated_trace
 from jcuts.jit.traced_call import Call, TracedCall
 from jcuts.jit.variant_compiler import Program

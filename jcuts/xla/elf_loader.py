@@ -32,6 +32,7 @@ _NOBITS = 8
 _SECTION_ABSOLUTE = 0xFFF1
 _SECTION_COMMON = 0xFFF2
 _SECTION_RESERVED = 0xFF00
+_TABLE = "_GLOBAL_OFFSET_TABLE_"
 _PROT_READ = 1
 _PROT_WRITE = 2
 _PROT_EXECUTE = 4
@@ -59,7 +60,7 @@ def supported() -> str:
 
 def undefined_symbols(object_code: bytes) -> frozenset[str]:
     """Names that object code takes from the process. Raises: NativeError: no readable ELF file."""
-    return read_symbols(object_code).undefined
+    return read_symbols(object_code).undefined - {_TABLE}
 
 
 def load(object_code: bytes, symbol: str) -> int:
@@ -92,7 +93,11 @@ def _load(data: bytes, symbol: str) -> int:
         )
         sections.append(_Section(kind, flags, offset, size, link, info, max(1, alignment)))
     places, total, executable = _layout(sections)
-    common, total = total, total + _common_bytes(data, sections)
+    common, got = total, total + _common_bytes(data, sections)
+    symbols = [s.size // 24 for s in sections if s.kind == _SYMTAB]
+    if len(symbols) != 1:
+        raise ValueError(f"it has {len(symbols)} symbol tables")
+    total = got + 8 * symbols[0]
     memory = mmap.mmap(-1, max(total, _PAGE), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE)
     base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for number, place in places.items():
@@ -103,16 +108,16 @@ def _load(data: bytes, symbol: str) -> int:
     entry = None
     for number, section in enumerate(sections):
         if section.kind == _SYMTAB:
-            named = _addresses_of(data, sections, section, places, base, base + common)
+            named = _addresses_of(data, sections, section, places, base, base + common, base + got)
             addresses[number] = [address for _, address in named]
             entry = next((address for name, address in named if name == symbol and address), entry)
     for section in sections:
         if section.kind == _RELA and section.info in places:
             target = sections[section.info]
-            _relocate(data, section, memory, places[section.info], target.size, base, addresses[section.link])
+            _relocate(data, section, memory, places[section.info], target.size, base, got, addresses[section.link])
     if entry is None or not base <= entry < base + executable:
         raise NativeError(f"object code does not define the function {symbol!r}", symbol=symbol)
-    writable = total > common or any(sections[n].flags & _WRITE for n in places)
+    writable = got > common or any(sections[n].flags & _WRITE for n in places)
     _protect(base, executable, max(total, _PAGE), writable)
     with _lock:
         _loaded.append(memory)
@@ -167,7 +172,7 @@ def _common_bytes(data: bytes, sections: list[_Section]) -> int:
 
 
 def _addresses_of(
-    data: bytes, sections: list[_Section], table: _Section, places: dict[int, int], base: int, common: int
+    data: bytes, sections: list[_Section], table: _Section, places: dict[int, int], base: int, common: int, got: int
 ) -> list[tuple[str, int | None]]:
     """Name and address of every symbol of a table; None where it has no place in memory."""
     found: list[tuple[str, int | None]] = []
@@ -180,7 +185,7 @@ def _addresses_of(
         elif index >= _SECTION_RESERVED:
             raise ValueError(f"{name!r} is in the reserved section {index:#x}")
         elif index == 0:
-            found.append((name, _external(name) if name else None))
+            found.append((name, got if name == _TABLE else _external(name) if name else None))
         elif index in places:
             if value > sections[index].size:
                 raise ValueError(f"{name!r} lies outside of its section")
@@ -199,27 +204,44 @@ def _external(name: str) -> int:
     raise NativeError(f"object code needs {name}, which this process does not have", missing=[name])
 
 
-_WORDS = {1: "<Q", 2: "<i", 4: "<i", 10: "<I", 11: "<i"}
-"""R_X86_64_64, PC32, PLT32, 32, 32S: how each is stored."""
-_RELATIVE = (2, 4)
+_WORDS = {
+    **dict.fromkeys((1, 24, 25, 27, 29, 31), "<Q"),
+    **dict.fromkeys((2, 4, 9, 11, 26, 41, 42), "<i"),
+    10: "<I",
+}
+"""How each kind of relocation is stored: R_X86_64_64 (1), PC32, PLT32, ... (System V ABI, AMD64 supplement)."""
+_RELATIVE = (2, 4, 9, 24, 26, 29, 41, 42)
+_BY_SLOT = (9, 27, 41, 42)
+"""What names the symbol's slot of the global offset table, and not the symbol."""
+_FROM_TABLE = (25, 27, 31)
+"""What counts from the table's beginning."""
+_OF_TABLE = (26, 29)
+"""What names the table itself."""
 
 
 def _relocate(
-    data: bytes, table: _Section, memory: Any, place: int, size: int, base: int, addresses: list[int | None]
+    data: bytes, table: _Section, memory: Any, place: int, size: int, base: int, got: int, addresses: list[int | None]
 ) -> None:
+    """Applies a relocation table. Args: place, size: of the section; got: place of its symbols' offset table."""
     for offset in range(table.offset, table.offset + table.size, 24):
         where, info, addend = struct.unpack_from("<QQq", data, offset)
-        kind, address = info & 0xFFFFFFFF, addresses[info >> 32]
-        form = _WORDS.get(kind)
+        kind, number = info & 0xFFFFFFFF, info >> 32
+        form, address = _WORDS.get(kind), addresses[number]
         if form is None:
             raise NativeError(f"object code has a relocation of kind {kind}, which is not known here", kind=kind)
-        if address is None:
+        if kind in _OF_TABLE:
+            address = base + got
+        elif address is None:
             raise ValueError("a relocation names a symbol that has no place")
+        elif kind in _BY_SLOT:
+            struct.pack_into("<Q", memory, got + 8 * number, address)
+            address = base + got + 8 * number
         if where + struct.calcsize(form) > size:
             raise ValueError("a relocation lies outside of its section")
-        value = address + addend - (base + place + where if kind in _RELATIVE else 0)
+        value = address + addend
+        value -= base + place + where if kind in _RELATIVE else base + got if kind in _FROM_TABLE else 0
         try:
-            struct.pack_into(form, memory, place + where, value)
+            struct.pack_into(form, memory, place + where, value % (1 << 64) if form == "<Q" else value)
         except struct.error:
             raise ValueError(f"a relocation of kind {kind} reaches too far") from None
 

@@ -18,8 +18,9 @@ from jcuts.artifact.manifest import WEIGHTS, Static, static_value
 from jcuts.artifact.save import ExportedProgram, SavedCall, rename_kernels, save
 from jcuts.base.errors import ArtifactError, NativeError, UnsupportedError, UsageError, summary
 from jcuts.codegen.artifact import CompiledKernel
-from jcuts.jit import acceptance_record, variant_space
+from jcuts.jit import variant_space
 from jcuts.jit.decision import Decision
+from jcuts.jit.export import acceptance_record
 from jcuts.jit.traced_call import TracedCall
 from jcuts.trace import jaxapi
 from jcuts.xla import cpu_launcher, cuda_launcher

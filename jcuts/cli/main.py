@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from jcuts import __version__
 from jcuts.base import knobs
 from jcuts.base.errors import JcutsError
-from jcuts.cli import best_batch, build, cache, cluster, demo, doctor, explain, inspect, microbatch, plan, validate
+from jcuts.cli import best_batch, cache, cluster, demo, doctor, explain, microbatch, plan, validate
+from jcuts.cli.artifacts import build, inspect
 
 COMMANDS = {"explain": explain, "cache": cache, "demo": demo, "doctor": doctor}
 COMMANDS |= {"build": build, "inspect": inspect}

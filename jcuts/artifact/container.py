@@ -59,6 +59,11 @@ class Container:
             raise ArtifactError(f"the artefact has no section {name!r}", section=name) from None
 
 
+def checksum(data: Bytes) -> str:
+    """SHA-256, hexadecimal: of sections, weights, code and programs."""
+    return hashlib.sha256(data).hexdigest()
+
+
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 

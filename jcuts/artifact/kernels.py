@@ -8,9 +8,8 @@ kernel was compiled for.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jcuts.artifact.container import Container
 from jcuts.artifact.manifest import Manifest
@@ -43,19 +42,21 @@ class Call:
     results: tuple[Aval, ...]
 
 
-def calls(exported: Any) -> Iterator[Call]:
-    """The custom calls of jcuts in a program (a ``jax.export.Exported``)."""
-    for line in exported.mlir_module().splitlines():
+def calls(module: str) -> list[Call]:
+    """The custom calls of jcuts in the text of a StableHLO module. Raises: ArtifactError: one cannot be read."""
+    found = []
+    for line in module.splitlines():
         if "custom_call @jcuts_" not in line:
             continue
-        found = _CALL.search(line)
-        if found is None:
+        parts = _CALL.search(line)
+        if parts is None:
             raise ArtifactError("a program has a call of jcuts that cannot be read")
-        target, attributes, operands, results = found.groups()
+        target, attributes, operands, results = parts.groups()
         text = dict(_TEXT.findall(attributes))
         names = tuple((text.get("digests") or text.get("digest") or "").split())
         numbers = {name: int(value) for name, value in _NUMBER.findall(attributes)}
-        yield Call(target, names, numbers, _types(operands), _types(results.partition(" loc(")[0]))
+        found.append(Call(target, names, numbers, _types(operands), _types(results.partition(" loc(")[0])))
+    return found
 
 
 def _types(text: str) -> tuple[Aval, ...]:
@@ -68,9 +69,9 @@ def _tensors(text: str) -> list[tuple[str, str]]:
     return _TENSOR.findall(text)
 
 
-def check_calls(exported: Any, kernels: Mapping[str, CompiledKernel], targets: tuple[str, ...]) -> None:
+def check_calls(found: Sequence[Call], kernels: Mapping[str, CompiledKernel], targets: tuple[str, ...]) -> None:
     """Does every call of jcuts fit a kernel? Raises: ArtifactError where one does not."""
-    for call in calls(exported):
+    for call in found:
         if call.target not in targets or not call.kernels:
             raise ArtifactError(f"a program calls {call.target}, which is not among {', '.join(targets) or 'none'}")
         for name in call.kernels:

@@ -250,6 +250,9 @@ class Loaded:
             raise ArtifactError(f"section {program.section!r} does not hold the program that the manifest says")
         try:
             exported = export.deserialize(bytearray(data))
+            calls = kernels.calls(exported.mlir_module())
+        except ArtifactError:
+            raise
         except Exception as error:  # flatbuffers and MLIR have errors of their own
             raise ArtifactError(
                 f"the program {program.section!r} cannot be read by jax {jax.__version__}: {error}"
@@ -268,7 +271,7 @@ class Loaded:
             difference = f"platform: {self.__name__} was exported for {' and '.join(exported.platforms)}"
             raise ArtifactMismatch(f"{difference}, here {device.platform_here()}", differences=(difference,))
         used = {} if self.is_fallback else {name: self._kernels[name] for name in entry.signature.kernels}
-        kernels.check_calls(exported, used, () if self.is_fallback else self.manifest.targets)
+        kernels.check_calls(calls, used, () if self.is_fallback else self.manifest.targets)
         return exported
 
     def prepare(self) -> None:

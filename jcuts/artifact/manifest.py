@@ -7,7 +7,6 @@ nothing.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -15,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from jcuts.artifact import container
 from jcuts.base import json_fields
 from jcuts.base.errors import ArtifactError, JcutsError
 from jcuts.codegen.artifact import CompiledKernel
@@ -58,7 +58,7 @@ class Tensor:
     @property
     def key(self) -> str:
         """By which programs refer to it."""
-        return hashlib.sha256(f"{self.type} {self.sha256}".encode()).hexdigest()
+        return container.checksum(f"{self.type} {self.sha256}".encode())
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def seal(manifest: Manifest, signature: Signature) -> str:
     for name in ("file", "tensors", "signatures"):
         del whole[name]
     text = json.dumps([whole, call], sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return "sealed_" + hashlib.sha256(text.encode()).hexdigest()
+    return "sealed_" + container.checksum(text.encode())
 
 
 def from_json(data: bytes | memoryview) -> Manifest:

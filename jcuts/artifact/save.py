@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -95,14 +94,14 @@ class _Weights:
 
     def _key(self, x: Any, prefix: str) -> str:
         data = weights.contents(x)
-        sha = hashlib.sha256(data).hexdigest()
+        sha = container.checksum(data)
         content = sha, weights.array_type(x)
         if content not in self._keys:
             name = self._names.get(sha, f"{prefix}{len(self.tensors)}")
             taken = {t.name for t in self.tensors.values()}
             name = name if name not in taken else f"{name}.{len(self.tensors)}"
             is_stored = self.mode != ARGUMENTS
-            tensor = Tensor(name, content[1], sha if is_stored else hashlib.sha256(name.encode()).hexdigest())
+            tensor = Tensor(name, content[1], sha if is_stored else container.checksum(name.encode()))
             self._keys[content] = tensor.key
             self.tensors[tensor.key] = tensor
             if is_stored:
@@ -146,7 +145,7 @@ def save(
             if kernel_name not in codes:
                 _check_loadable(kernel)
                 header = {**kernel.header(), "digest": kernel_name}
-                codes[kernel_name] = Kernel(header, hashlib.sha256(kernel.object_code).hexdigest())
+                codes[kernel_name] = Kernel(header, container.checksum(kernel.object_code))
                 code_bytes.append(kernel.object_code)
         signatures.append(
             Signature(
@@ -206,7 +205,7 @@ def _serialised(
         section = f"{kind}.{sum(name.startswith(kind) for name in sections)}"
         sections[section] = data
         found: Program = getattr(signature, kind)
-        made[kind] = replace(found, section=section, sha256=hashlib.sha256(data).hexdigest())
+        made[kind] = replace(found, section=section, sha256=container.checksum(data))
     return replace(signature, **made)
 
 
@@ -214,7 +213,7 @@ def rename_kernels(found: Mapping[str, CompiledKernel]) -> dict[str, CompiledKer
     """Kernels by digest, with the names that they have in artefacts."""
     made = {}
     for digest, kernel in found.items():
-        name = kernels.renamed(kernel, hashlib.sha256(kernel.object_code).hexdigest())
+        name = kernels.renamed(kernel, container.checksum(kernel.object_code))
         made[digest] = replace(kernel, digest=name)
     return made
 
@@ -256,5 +255,5 @@ def _names_of(tree: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = ".".join(str(getattr(p, "key", getattr(p, "idx", getattr(p, "name", p)))) for p in path)
-        found.setdefault(hashlib.sha256(weights.contents(leaf)).hexdigest(), name or "weight")
+        found.setdefault(container.checksum(weights.contents(leaf)), name or "weight")
     return found

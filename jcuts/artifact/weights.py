@@ -6,7 +6,6 @@ needs no package.  Every tensor has its SHA-256 in the manifest, so that a file 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 from jax import numpy as jnp
 
-from jcuts.artifact.container import Container
+from jcuts.artifact.container import Container, checksum
 from jcuts.artifact.manifest import BESIDE, INSIDE, ArrayType, Manifest, Tensor
 from jcuts.base.errors import ArtifactError, UnsupportedError
 
@@ -123,7 +122,7 @@ def _header(data: memoryview, path: Path) -> tuple[dict[str, Any], memoryview]:
 
 
 def _checked(data: memoryview, tensor: Tensor, where: str) -> np.ndarray:
-    if hashlib.sha256(data).hexdigest() != tensor.sha256:
+    if checksum(data) != tensor.sha256:
         raise ArtifactError(
             f"{where}: weight {tensor.name!r} is not the one that was saved (its SHA-256 is another)",
             weight=tensor.name,

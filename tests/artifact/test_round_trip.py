@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jcuts
 from jcuts.artifact.loaded import Loaded
 from jcuts.base.errors import ArtifactError, UnknownSignature, UnsupportedError, UsageError
+from jcuts.jit.export import saving
 from tests.artifact.functions import Scores, array, convolutions, fused, mlp, same
 
 has_safetensors = importlib.util.find_spec("safetensors") is not None
@@ -149,6 +150,20 @@ def test_loops_hold_kernels(tmp_path):
     x = array(32, 32, seed=1)
     found = loaded(fn, tmp_path / "net.jcuts", x)
     assert found.manifest.kernels and same(found(x), fn(x))
+
+
+def test_signatures_with_other_options_of_xla(tmp_path, monkeypatch):
+    options = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+    monkeypatch.setattr(saving, "_options", lambda traced, _: options if traced.leaves[0].shape[0] == 1 else {})
+    fn, (x,), _ = convolutions()
+    found = loaded(fn, tmp_path / "net.jcuts", x, signatures=[(x[:1],)])
+    assert [s.program.options for s in found.manifest.signatures] == [{}, options]
+    for _ in range(2):
+        assert same(found(x), fn(x)) and same(found(x[:1]), fn(x[:1]))
+    np.testing.assert_array_equal(jax.jit(lambda x: found(x) + 1)(x[:1]), fn(x[:1]) + 1)
+    found.lower(x[:1]).compile()
+    with pytest.raises(UnknownSignature, match="no array"):
+        found("text")
 
 
 # -- surroundings -----------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """``Loaded``, the callable of an artefact: dispatch by structure and types, tuned program or plain-XLA fallback.
 
-Each saved signature is a ``jax.export`` program whose first operands are the weights; it is traced into the caller's
-own ``jax.jit``, so that weights are constants of that program as they were where it was tuned.
+Each saved signature is a ``jax.export`` program whose first operands are the weights.  They become constants of it, as
+they were where it was tuned, when it is traced into the caller's own ``jax.jit``.
 """
 
 from __future__ import annotations
@@ -153,13 +153,7 @@ class Loaded:
         """
         if self.manifest.weights == ARGUMENTS:
             raise ArtifactError("the weights are arguments: export a function that calls the artefact with them")
-        entry = self._entries[number]
-        types = [jax.ShapeDtypeStruct(t.shape, jax.numpy.dtype(t.dtype)) for t in entry.signature.inputs]
-        checks = [export.DisabledSafetyCheck.custom_call(target) for target in self.manifest.targets]
-        exported = self._exported(entry)
-        weights = tuple(self._arrays[key] for key in self._program(entry).weights)
-        flat = jax.jit(lambda *xs: exported.call(weights, *xs))
-        return bytes(export.export(flat, platforms=exported.platforms, disabled_checks=checks)(*types).serialize())
+        return bytes(self._bound(self._entries[number]).serialize())
 
     # ------------------------------------------------------------ dispatch
 
@@ -216,14 +210,17 @@ class Loaded:
 
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
         entry, leaves, given = self._find(args, kwargs)
-        program = self._program(entry)
-        weights = (
-            tuple(self._given(given, program))
-            if given is not None
-            else tuple(self._arrays[key] for key in program.weights)
-        )
         xs = [jax.numpy.asarray(x, t.dtype) for x, t in zip(leaves, entry.signature.inputs, strict=True)]
-        return jax.tree.unflatten(entry.out_tree, self._exported(entry).call(weights, *xs))
+        if given is None:
+            results = self._bound(entry).call(*xs)
+        else:
+            results = self._exported(entry).call(tuple(self._given(given, self._program(entry))), *xs)
+        return jax.tree.unflatten(entry.out_tree, results)
+
+    def _bound(self, entry: _Entry) -> Any:
+        """The program with its weights as constants, as it had them where it was tuned; made anew for every trace."""
+        weights = [self._arrays[key] for key in self._program(entry).weights]
+        return jaxapi.with_constants(self._exported(entry), weights)
 
     def _given(self, given: Any, program: Program) -> list[Any]:
         tensors = {tensor.key: tensor for tensor in self.manifest.tensors}

@@ -47,6 +47,7 @@ def text(path: str | Path, key: Any = None) -> str:
     compared = device.differences(found)
     lines += [f"cannot run here: {difference}" for difference in compared.blocking]
     lines += [f"other here: {difference}" for difference in compared.other]
+    lines += [line for line in [device.note_on_cores(found)] if line]
     return "\n".join(lines)
 
 

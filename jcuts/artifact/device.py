@@ -106,6 +106,14 @@ def differences(manifest: Manifest) -> Differences:
     return Differences(tuple(blocking), tuple(other))
 
 
+def note_on_cores(manifest: Manifest) -> str:
+    """What another number of cores means for speed, '' for the same: kernels have scratch memory for those they had."""
+    made, here = manifest.device.get("cores"), fingerprint.usable_cores()
+    if manifest.device["platform"] != "cpu" or made == here:
+        return ""
+    return f"tuned for {made} cores, here are {here}: bits are the same, speed is not; kernels use {made} at most"
+
+
 def _compare_cpu(made: dict[str, Any], blocking: list[str], other: list[str]) -> None:
     here = this_cpu(())
     if made["machine"] != here["machine"]:

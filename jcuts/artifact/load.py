@@ -13,6 +13,7 @@ from typing import Any
 
 from jcuts.artifact import container, device, kernels, manifest, weights
 from jcuts.artifact.loaded import Loaded
+from jcuts.base import knobs
 from jcuts.base.errors import ArtifactError, ArtifactMismatch, NativeError, UsageError
 
 log = logging.getLogger("jcuts.artifact")
@@ -43,7 +44,11 @@ def load(path: str | Path, *, on_mismatch: str = REFUSE, key: Any = None, types:
     path = Path(path)
     file, found = read(path, key)
     compared = device.differences(found)
-    is_fallback = _is_fallback(path, found, compared, on_mismatch)
+    is_fallback = knobs.current().disable or _is_fallback(path, found, compared, on_mismatch)
+    if knobs.current().disable:
+        compared = device.Differences(("JCUTS_DISABLE is set", *compared.blocking), compared.other)
+    if found.kernels and not is_fallback and (note := device.note_on_cores(found)):
+        log.warning("%s: %s", path, note)
     code = kernels.read(found, file)
     if not is_fallback and code:
         try:

@@ -83,6 +83,21 @@ def test_mitigations_are_no_instructions(saved, monkeypatch):
     assert not jcuts.load(saved[2]).is_fallback
 
 
+def test_another_number_of_cores(saved, monkeypatch, caplog):
+    fn, args, path = saved
+    monkeypatch.setattr(fingerprint, "usable_cores", lambda: 64)
+    assert same(jcuts.load(path)(*args), fn(*args))
+    assert "here are 64: bits are the same" in caplog.text
+
+
+def test_disabled(saved, monkeypatch):
+    fn, args, path = saved
+    monkeypatch.setenv("JCUTS_DISABLE", "1")
+    found = jcuts.load(path)
+    assert found.is_fallback and found.differences == ("JCUTS_DISABLE is set",)
+    assert same(found(*args), jax.jit(fn.__wrapped__)(*args))
+
+
 # -- other versions ---------------------------------------------------------------------------------------------------
 def test_another_jaxlib(saved, monkeypatch):
     fn, args, path = saved

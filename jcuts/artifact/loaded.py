@@ -22,6 +22,10 @@ from jcuts.base.errors import ArtifactError, ArtifactMismatch, UnknownSignature
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.trace import jaxapi
 
+_SHOWN = 16
+_LONGEST_TREE = 400
+"""How much of a call that nobody saved is quoted."""
+
 
 class _Entry:
     """A signature with its trees, and its program once it was deserialised."""
@@ -200,10 +204,10 @@ class Loaded:
             raise UnknownSignature(f"an argument of {self.__name__} is no array: {error}") from error
         entry = self._by_key.get((tree, types, tuple(statics)))
         if entry is None:
-            asked = ", ".join(map(str, types))
+            asked = ", ".join(map(str, types[:_SHOWN])) + (", ..." if len(types) > _SHOWN else "")
             raise UnknownSignature(
-                f"{self.__name__} was not saved for a call with {asked or 'no arrays'} in the structure {tree}; it has "
-                + "; ".join(self.signatures),
+                f"{self.__name__} was not saved for a call with {asked or 'no arrays'} in the structure "
+                f"{str(tree)[:_LONGEST_TREE]}; it has {'; '.join(self.signatures)}",
                 signatures=self.signatures,
             )
         return entry, leaves, weights

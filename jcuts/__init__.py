@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jcuts.api import Optimized, optimize
+    from jcuts.artifact.load import load, register_targets
+    from jcuts.base.run_statistics import stats
     from jcuts.microbatch.best_batch import best_batch_size
 
-__all__ = ["Optimized", "best_batch_size", "optimize"]
+__all__ = ["Optimized", "best_batch_size", "load", "optimize", "register_targets", "stats"]
 __version__ = "0.1.0"
 
 
@@ -27,6 +29,14 @@ def __getattr__(name: str) -> Any:
         from jcuts.microbatch.best_batch import best_batch_size
 
         return best_batch_size
+    if name in ("load", "register_targets"):
+        from jcuts.artifact import load as loading  # needs neither the planner nor its packages
+
+        return getattr(loading, name)
+    if name == "stats":
+        from jcuts.base.run_statistics import stats
+
+        return stats
     if name in __all__:
         from jcuts import api
 

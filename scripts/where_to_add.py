@@ -173,6 +173,11 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
         "FFI handlers in C++, their registration",
         ("custom_calls", "jcuts/xla/cpu_launcher.py", "jcuts/xla/cuda_launcher.py"),
     ),
+    (
+        "what an artefact holds, or when it is refused",
+        "the manifest's schema (a change is a new `FORMAT`); what is compared with the machine; what is saved",
+        ("jcuts/artifact/manifest.py", "jcuts/artifact/device.py", "jcuts/jit/export/saving.py", "docs/artifacts.md"),
+    ),
     ("a planner collective", "its cost", ("jcuts/plan/cost/collectives.py",)),
     (
         "a planner layer or model",

@@ -91,6 +91,18 @@ class NativeError(JcutsError):
     """The native library is missing, was built for another FFI version, or refused a call."""
 
 
+class ArtifactError(JcutsError):
+    """A file is no artefact that this version reads: damaged, cut short, foreign, of another format, wrongly signed."""
+
+
+class ArtifactMismatch(ArtifactError):
+    """An artefact was made for another device, driver or version; ``differences`` names each one."""
+
+
+class UnknownSignature(ArtifactError, TypeError):
+    """A call has structure, shapes or dtypes that the artefact was not saved for; the sentence lists those it has."""
+
+
 @dataclass(frozen=True)
 class Refusal:
     """Why a rule declined.  Returned, never raised: a refusal is a normal answer and is shown by ``explain``."""

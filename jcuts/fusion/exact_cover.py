@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jcuts.base import solver_banner
 from jcuts.base.errors import IRError, ModelError
 from jcuts.fusion.dag import (
     Dag,
@@ -343,6 +344,7 @@ def _linear_program(
     cut_rows = [cvxpy.sum(chosen[[column_of[mask] for mask in cut]]) <= len(cut) - 1 for cut in cuts]
     problem = cvxpy.Problem(cvxpy.Minimize((cost / scale) @ chosen), [once, *cut_rows])  # pyright: ignore[reportArgumentType]
     options = {} if relaxed else {"mip_rel_gap": 0.0, "mip_abs_gap": 0.0, "mip_max_nodes": _MAX_TREE}
+    solver_banner.keep_off_stdout()
     try:
         problem.solve(solver=cvxpy.HIGHS, **options)
     except cvxpy.SolverError as error:

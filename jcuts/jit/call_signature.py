@@ -107,6 +107,21 @@ class CallSignature:
         """Where the dynamic arguments lie."""
         return Placement.of(self.leaves(args, kwargs))
 
+    def donated_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The dynamic arguments with a boolean for every array: whether it is donated."""
+        nums, names = self._donated
+        positions = {n % len(args) for n in nums if -len(args) <= n < len(args)}
+        flags = (
+            tuple(jax.tree.map(lambda _, i=i: i in positions, a) for i, a in enumerate(args)),
+            {k: jax.tree.map(lambda _, k=k: k in names, v) for k, v in kwargs.items()},
+        )
+        static = self._static
+        where = {n % len(args) for n in static[0] if -len(args) <= n < len(args)}
+        return (
+            tuple(a for i, a in enumerate(flags[0]) if i not in where),
+            {k: v for k, v in flags[1].items() if k not in static[1]},
+        )
+
     def copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with copies in place of donated arrays, for a call that may spoil them."""
 

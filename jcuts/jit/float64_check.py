@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,20 @@ class Float64Judge:
         self._reference: list[np.ndarray] | None = None
         self._program: Any = None
         self._failure = ""
+
+    @property
+    def failure(self) -> str:
+        """Why there are no float64 results, '' where there are, or where nobody asked."""
+        return self._failure
+
+    def at(self, leaves: Sequence[Any]) -> Float64Judge:
+        """The judge of other arguments of the same types, with the same compiled program."""
+        other = Float64Judge(self.closed, leaves, self.tolerance, self.platform)
+        if self._program is None:
+            with jax.enable_x64(True):
+                self._program = self._wide()[0]
+        other._program = self._program
+        return other
 
     def __call__(self, name: str, xla: Any, result: Any) -> str | None:
         """Why a program's result is not good enough, None if it is (or if nothing was rewritten)."""
@@ -107,21 +121,37 @@ class Float64Judge:
         return jax.jit(program, compiler_options=lean), operands
 
 
-def _too_far(r: np.ndarray, x: np.ndarray, c: np.ndarray, tolerance: float, floor: float) -> str:
+class ErrorRow(NamedTuple):
+    """Error of one output against float64: the program's, XLA's, and the program's limit."""
+
+    measure: str
+    error: float
+    xla: float
+    limit: float
+
+
+def errors(r: np.ndarray, x: np.ndarray, c: np.ndarray, tolerance: float, floor: float) -> list[ErrorRow]:
+    """Errors of a result ``c`` and of XLA's ``x`` against float64 ``r``; none if all is zero or not finite."""
     x, c = x.astype(np.float64), c.astype(np.float64)
     finite = np.isfinite(r) & np.isfinite(x) & np.isfinite(c)
     r, x, c = r[finite], x[finite], c[finite]
     size = float(np.linalg.norm(r))
     if not r.size or not size:
-        return ""
+        return []
     rms = size / math.sqrt(r.size)
-    for what, factor, of in (
-        ("in L2 norm", 1.0, lambda a: float(np.linalg.norm(a - r)) / size),
-        ("in one element", ELEMENT_FACTOR, lambda a: float(np.abs(a - r).max()) / rms),
-    ):
-        mine, limit = of(c), factor * tolerance * of(x) + floor
+    return [
+        ErrorRow(what, of(c), of(x), factor * tolerance * of(x) + floor)
+        for what, factor, of in (
+            ("in L2 norm", 1.0, lambda a: float(np.linalg.norm(a - r)) / size),
+            ("in one element", ELEMENT_FACTOR, lambda a: float(np.abs(a - r).max()) / rms),
+        )
+    ]
+
+
+def _too_far(r: np.ndarray, x: np.ndarray, c: np.ndarray, tolerance: float, floor: float) -> str:
+    for what, mine, theirs, limit in errors(r, x, c, tolerance, floor):
         if not mine <= limit:
-            return f"is off by {mine:.3g} of float64 {what}, allowed {limit:.3g} (XLA's own error is {of(x):.3g})"
+            return f"is off by {mine:.3g} of float64 {what}, allowed {limit:.3g} (XLA's own error is {theirs:.3g})"
     return ""
 
 

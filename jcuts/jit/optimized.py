@@ -13,15 +13,20 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from jcuts.base import knobs
+import jax
+
+from jcuts.base import knobs, run_statistics
+from jcuts.base.errors import UsageError
 from jcuts.base.settings import Settings, Variant
 from jcuts.jit import end_to_end_benchmark, progress, variant_space
 from jcuts.jit.call_signature import CallSignature, Signature, platform_of
+from jcuts.jit.export import saving
 from jcuts.jit.trace_token import NeedsDecision, isolated_trace
-from jcuts.jit.traced_call import Call
+from jcuts.jit.traced_call import Call, TracedCall
 from jcuts.jit.variant_compiler import Program
 from jcuts.jit.variant_selection import VariantSelector
 from jcuts.pipeline.predictions import with_predictions
@@ -71,6 +76,7 @@ class Optimized:
         self._make_deciding = functools.partial(VariantSelector, fn, settings, options, self._arguments, store)
         self._lock = threading.RLock()
         self._reset()
+        run_statistics.watch(self)
 
     def _reset(self) -> None:
         self._deciding = self._make_deciding()
@@ -190,9 +196,70 @@ class Optimized:
         names = [] if known is None else known.speed
         return {name: self._carriers.program(name, placement, platform).call.permitted for name in names}
 
+    def save(
+        self,
+        path: str | Path,
+        *args: Any,
+        signatures: Sequence[tuple[Any, ...]] = (),
+        weights: str = "inside",
+        names: Any = None,
+        key: Any = None,
+        seeds: Sequence[int] = (0, 1),
+        **kwargs: Any,
+    ) -> str:
+        """Write what calls with these arguments run as an artefact, for ``jcuts.load`` (docs/artifacts.md).
+
+        Decides, which measures, where nothing was decided yet.
+
+        Args:
+            path: the file; what was there stays until the new one is complete.
+            signatures: positional arguments of further calls.
+            weights: where arrays go that the function closes over: ``inside``, ``beside`` (a safetensors file of the
+                same name), or ``arguments`` (the first argument of the loaded function is the dict of them).
+            names: a pytree of these arrays: each is named by its path in it.
+            key: bytes or path of a key for an HMAC, which ``load(..., key=...)`` demands.
+            seeds: of the inputs of which errors against float64 are recorded (0: these arguments).
+        Returns: the file's identity: SHA-256 of its header, which covers all of it.
+        Raises: UnsupportedError: something has no form in an artefact.  AccuracyRejected: the tuned program is further
+            from float64 than allowed.  ArtifactError: the file cannot be written.
+        """
+        calls = [(args, kwargs), *((tuple(more), {}) for more in signatures)]
+        if any(jaxapi.is_tracer(x) for x in jax.tree.leaves(calls)) or not jaxapi.trace_state_clean():
+            raise UsageError("save needs concrete arguments, outside of jax.jit and other transformations")
+        found = [self._saved(*call, seeds=seeds) for call in calls]
+        return saving.write(Path(path), function_name(self._fn), found, weights=weights, names=names, key=key)
+
+    def _saved(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, seeds: Sequence[int]) -> saving.SavedCall:
+        signature = self._arguments.signature(args, kwargs)
+        with self._lock, isolated_trace():
+            known = self._decisions.get(signature)
+            if known is None:
+                known = self._decide(signature, args, kwargs, measure=self.settings.tune == "auto")
+                self._refresh()
+            call = Call(signature, args, kwargs, self._arguments.placement(args, kwargs), platform_of(signature))
+            plain = self._carriers.plain.trace(*args, **kwargs)
+            leaves = tuple(self._arguments.leaves(args, kwargs))
+            traced = TracedCall(call, plain.jaxpr, leaves, self._carriers, self._arguments, self.settings)
+            return saving.saved_call(traced, known[1], jax.tree.structure(plain.out_info), seeds)
+
     def decision(self, *args: Any, **kwargs: Any) -> end_to_end_benchmark.Decision | None:
         """What the last guard decided for these arguments, or None if they were not seen."""
         return self._decided(self._arguments.signature(args, kwargs))
+
+    def stats(self) -> dict[str, Any]:
+        """What runs for every signature that was called: the program, why, and the seconds that tuning took."""
+        waiting = [(signature, (w.program, w.decision)) for signature, w in list(self._waiting.items())]
+        rows = [
+            {
+                "arguments": [str(aval) for aval, _ in signature.leaves],
+                "program": decision.chosen,
+                "reason": decision.reason,
+                "fallback": variant_space.is_xla(decision.chosen) or decision.deferred,
+                "tuning_seconds": sum(decision.spent.values()),
+            }
+            for signature, (_, decision) in [*list(self._decisions.items()), *waiting]
+        ]
+        return {"name": function_name(self._fn), "kind": "optimize", "signatures": rows}
 
     def _decided(self, signature: Signature) -> end_to_end_benchmark.Decision | None:
         known, waiting = self._decisions.get(signature), self._waiting.get(signature)
@@ -277,6 +344,8 @@ class BoundOptimized:
         value = getattr(self.__func__, name)
         if name in ("lower", "trace", "eval_shape", "tune", "explain", "decision"):
             return functools.partial(value, self.__self__)
+        if name == "save":
+            return lambda path, *args, **kwargs: value(path, self.__self__, *args, **kwargs)
         return value
 
     def __repr__(self) -> str:

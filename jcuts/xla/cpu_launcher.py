@@ -10,7 +10,7 @@ import atexit
 import ctypes
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jcuts.base.errors import NativeError
@@ -27,16 +27,20 @@ PLATFORM = "cpu"
 
 _lock = threading.RLock()
 _addresses: dict[str, int] = {}
+_known: dict[str, CompiledKernel] = {}
 _target_registered = False
 _callback: Any = None  # the launcher holds the pointer: the object must live as long
 
 
-def add_kernel(kernel: CompiledKernel, *, persist: bool = True) -> int:
+def add_kernel(
+    kernel: CompiledKernel, *, persist: bool = True, link: Callable[[bytes, str], int] = jit_linker.link
+) -> int:
     """Links a kernel and registers its digest; a known digest is left as it is.
 
     Args:
         kernel: from ``codegen.cpu.compile``, or `xla.object_cache.fetch`.
         persist: also write it to the object cache (a cache that cannot be written is only logged).
+        link: makes an address of object code and a symbol.
     Returns: address of the entry point, valid for the life of the process.
     Raises:
         NativeError: no native library, or the object code cannot be linked here.
@@ -46,12 +50,20 @@ def add_kernel(kernel: CompiledKernel, *, persist: bool = True) -> int:
         if address is not None:
             return address
         lib = native_library.load()
-        address = jit_linker.link(kernel.object_code, kernel.symbol)
+        address = link(kernel.object_code, kernel.symbol)
         lib.jcuts_register(kernel.digest.encode(), address)
         _addresses[kernel.digest] = address
+        _known[kernel.digest] = kernel
     if persist:
         object_cache.store(kernel)
     return address
+
+
+def kernel_of(digest: str) -> CompiledKernel | None:
+    """The kernel of a digest, of this process or of the object cache."""
+    with _lock:
+        known = _known.get(digest)
+    return known or object_cache.fetch(digest)
 
 
 def is_known(digest: str) -> bool:
@@ -66,6 +78,7 @@ def forget(digest: str) -> None:
     Executables that hold the kernel keep working, since linked code is never freed.
     """
     with _lock:
+        _known.pop(digest, None)
         if _addresses.pop(digest, None) is not None:
             native_library.load().jcuts_unregister(digest.encode())
 

@@ -196,6 +196,13 @@ def _register_image(kernel: CompiledKernel) -> None:
         )
 
 
+def kernel_of(digest: str) -> CompiledKernel | None:
+    """The kernel of a digest, of this process or of the object cache."""
+    with _lock:
+        known = _known.get(digest)
+    return known or object_cache.fetch(digest)
+
+
 def executions() -> int:
     """How often XLA has called the launcher: calls inside a CUDA graph are recorded once, replays do not count."""
     return int(load().jcuts_cuda_executions())

@@ -31,7 +31,7 @@ def read_symbols(data: bytes) -> ObjectSymbols:
     """
     try:
         return _read(data)
-    except (struct.error, IndexError, ValueError) as error:
+    except (struct.error, LookupError, ValueError, OverflowError) as error:
         raise NativeError(
             f"object code of {len(data)} bytes is not a readable ELF file ({error})", size=len(data)
         ) from error

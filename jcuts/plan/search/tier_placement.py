@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from jcuts.base import solver_banner
 from jcuts.base.errors import UsageError
 from jcuts.plan.cost.sharded_sizes import sizes
 from jcuts.plan.cost.training_step import estimate
@@ -142,8 +140,8 @@ def place(cluster: Cluster, tensors: Sequence[Tensor], fixed: float, busy: float
     # A whisper of preference for the higher tier, so that nothing moves down for free.
     order = 1e-6 * cp.sum(cp.multiply(x, np.outer(size, np.arange(len(tiers)))))
     problem = cp.Problem(cp.Minimize(cost + order), limits)
-    with _quiet():
-        problem.solve(solver=cp.HIGHS, mip_rel_gap=GAP)
+    solver_banner.keep_off_stdout()
+    problem.solve(solver=cp.HIGHS, mip_rel_gap=GAP)
     if x.value is None or z.value is None or cost.value is None:
         need = float(size.sum())
         have = sum(capacity) / 2**30
@@ -168,20 +166,6 @@ def place(cluster: Cluster, tensors: Sequence[Tensor], fixed: float, busy: float
 
 GAP = 1e-8
 """Relative gap at which the solver stops: below the preference for higher tiers, which decides between equal times."""
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps the solver's banner, which it writes past Python, off standard output (which may be JSON)."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    with open(os.devnull, "w", encoding="utf-8") as nothing:
-        os.dup2(nothing.fileno(), 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def refine(model: Model, cluster: Cluster, plan: Plan, work: Training) -> Placement:

@@ -26,6 +26,7 @@ from jcuts.trace.jaxapi.call_rules import (
     transpose_of,
     without_forwarded_outputs,
 )
+from jcuts.trace.jaxapi.exports import with_constants
 from jcuts.trace.jaxapi.jaxprs import (
     bind_eqn,
     call_target,
@@ -169,6 +170,7 @@ __all__ = [
     "transpose_of",
     "user_frame",
     "user_line",
+    "with_constants",
     "with_eqns",
     "with_inner_jaxprs",
     "with_scan_body",

@@ -7,7 +7,9 @@ kernel was compiled for.
 
 from __future__ import annotations
 
+import math
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +18,7 @@ from jcuts.artifact.manifest import Manifest
 from jcuts.base.errors import ArtifactError, JcutsError
 from jcuts.codegen.artifact import Aval, CompiledKernel
 from jcuts.codegen.cuda.toolchain.image import is_image
+from jcuts.kernel_ir.program import ITEM_SIZE
 from jcuts.xla import cpu_ffi_call, cpu_launcher, elf_loader
 
 _CALL = re.compile(r"stablehlo\.custom_call @(jcuts_\w+)\([^)]*\) (\{.*\}) : (\(.*?\)) -> (.*)")
@@ -27,17 +30,20 @@ _DTYPES |= {f"i{n}": f"int{n}" for n in (8, 16, 32, 64)}
 _DTYPES |= {f"ui{n}": f"uint{n}" for n in (8, 16, 32, 64)}
 _DTYPES |= {"f8E4M3FN": "float8_e4m3fn", "f8E5M2": "float8_e5m2"}
 
-CPU_TARGETS = (cpu_launcher.TARGET,)
+_ARRAY = re.compile(r'\b(\w+) = dense<"?([^">]*)"?> : tensor<(\d+)xi64>')
+
+CPU_TARGETS = (cpu_launcher.TARGET, cpu_launcher.CHAIN)
 CUDA_TARGETS = ("jcuts_cuda_launch", "jcuts_cuda_chain")
 
 
 @dataclass(frozen=True)
 class Call:
-    """A custom call of a program: its target, the kernels and numbers in its attributes, its types."""
+    """A custom call of a program: its target, the kernels, numbers and arrays in its attributes, its types."""
 
     target: str
     kernels: tuple[str, ...]
     numbers: Mapping[str, int]
+    arrays: Mapping[str, tuple[int, ...]]
     operands: tuple[Aval, ...]
     results: tuple[Aval, ...]
 
@@ -55,8 +61,18 @@ def calls(module: str) -> list[Call]:
         text = dict(_TEXT.findall(attributes))
         names = tuple((text.get("digests") or text.get("digest") or "").split())
         numbers = {name: int(value) for name, value in _NUMBER.findall(attributes)}
-        found.append(Call(target, names, numbers, _types(operands), _types(results.partition(" loc(")[0])))
+        arrays = {name: _array(text, int(size)) for name, text, size in _ARRAY.findall(attributes)}
+        found.append(Call(target, names, numbers, arrays, _types(operands), _types(results.partition(" loc(")[0])))
     return found
+
+
+def _array(text: str, size: int) -> tuple[int, ...]:
+    """An array of 64-bit integers: its elements, the one that all are, or the bytes of more than a hundred."""
+    if text.startswith("0x"):
+        data = bytes.fromhex(text[2:])
+        return struct.unpack(f"<{len(data) // 8}q", data[: len(data) // 8 * 8])
+    numbers = tuple(map(int, re.findall(r"-?\d+", text)))
+    return numbers if text.startswith("[") else numbers * size
 
 
 def _types(text: str) -> tuple[Aval, ...]:
@@ -79,6 +95,8 @@ def check_calls(found: Sequence[Call], kernels: Mapping[str, CompiledKernel], ta
                 raise ArtifactError(f"a program calls the kernel {name!r}, which the artefact lacks", kernel=name)
         if call.target == cpu_launcher.TARGET and (why := _misfit(call, kernels[call.kernels[0]])):
             raise ArtifactError(f"a call of kernel {call.kernels[0]} does not fit it: {why}", kernel=call.kernels[0])
+        if call.target == cpu_launcher.CHAIN and (why := _chain_misfit(call, [kernels[name] for name in call.kernels])):
+            raise ArtifactError(f"a call of {len(call.kernels)} kernels does not fit them: {why}")
 
 
 def _misfit(call: Call, kernel: CompiledKernel) -> str:
@@ -93,6 +111,35 @@ def _misfit(call: Call, kernel: CompiledKernel) -> str:
     needed = cpu_ffi_call.scratch_result_bytes(size, slots)
     expected = [((needed,), "uint8")] if size else []
     return "" if list(call.results[count:]) == expected else "its scratch result has another size"
+
+
+def _chain_misfit(call: Call, kernels: Sequence[CompiledKernel]) -> str:
+    """What of a chain's wiring (`cpu_ffi_call.call_chain`) leaves its buffers or its arena."""
+    wiring, sizes = list(call.arrays.get("wiring", ())), call.arrays.get("sizes", ())
+    arena = call.numbers.get("arena_bytes", -1)
+    room = {0: [_bytes(a) for a in call.operands], 1: [_bytes(a) for a in call.results], 2: [arena]}
+    if len(sizes) != 3 * len(kernels):
+        return "it has sizes of another number of kernels"
+    for number, kernel in enumerate(kernels):
+        buffers = (*kernel.inputs, *kernel.outputs)
+        tiles, size, slots = sizes[3 * number : 3 * number + 3]
+        if len(wiring) < 2 + 3 * len(buffers) or wiring[0] != len(buffers):
+            return "a kernel has another number of buffers"
+        if tiles != kernel.tiles or size < kernel.scratch_bytes or slots < 1:
+            return "it says another number of tiles, or too little scratch memory"
+        if wiring[1] < 0 or wiring[1] + cpu_ffi_call.scratch_result_bytes(size, slots) > arena:
+            return "scratch memory beyond its arena"
+        for place, aval in enumerate(buffers):
+            kind, which, start = wiring[2 + 3 * place : 5 + 3 * place]
+            if not 0 <= which < len(room.get(kind, ())) or not 0 <= start <= room[kind][which] - _bytes(aval):
+                return "a buffer beyond its memory"
+        wiring = wiring[2 + 3 * len(buffers) :]
+    return "it has wiring of more kernels" if wiring else ""
+
+
+def _bytes(aval: Aval) -> int:
+    shape, dtype = aval
+    return math.prod(shape) * ITEM_SIZE.get(dtype, 1)
 
 
 def read(manifest: Manifest, container: Container) -> dict[str, CompiledKernel]:

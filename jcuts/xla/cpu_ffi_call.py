@@ -120,7 +120,7 @@ def call_chain(
     )
     outputs = call(
         *operands,
-        digests=" ".join(digests),
+        digests="".join(f"{digest} " for digest in digests),
         wiring=np.array(wiring, np.int64),
         sizes=np.array(sizes, np.int64),
         arena_bytes=np.int64(arena_bytes),

@@ -12,6 +12,7 @@ from jax import export
 
 import jcuts
 from jcuts.artifact import container, kernels, load
+from jcuts.base import knobs
 from jcuts.base.errors import ArtifactError
 from jcuts.jit.export import saving
 from tests.artifact.functions import array, convolutions, fused
@@ -19,12 +20,66 @@ from tests.artifact.functions import array, convolutions, fused
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Calls and kernels of an artefact whose kernels have scratch memory."""
-    path = tmp_path_factory.mktemp("saved") / "net.jcuts"
+    """Single calls and kernels of an artefact whose kernels have scratch memory."""
+    with knobs.scope(chains=False):
+        return contents(tmp_path_factory.mktemp("saved") / "net.jcuts")
+
+
+@pytest.fixture(scope="module")
+def chained(tmp_path_factory):
+    """The same kernels in one call."""
+    return contents(tmp_path_factory.mktemp("chained") / "net.jcuts")
+
+
+def contents(path):
     fused(lambda x: jax.nn.softmax(x @ x.T)).save(path, array(64, 64))
     file, found = load.read(path)
     exported = export.deserialize(bytearray(file.section(found.signatures[0].program.section)))
     return kernels.calls(exported.mlir_module()), kernels.read(found, file), found.targets
+
+
+def test_chains_fit(chained):
+    (call,), found, targets = chained
+    assert targets == ("jcuts_cpu_chain",) and set(call.kernels) == set(found) and len(found) > 1
+    kernels.check_calls(*chained)
+
+
+@pytest.mark.parametrize("name", ["wiring", "sizes"])
+def test_every_number_of_a_chain_is_checked(chained, name):
+    """Any one of them changed: refused, or another place inside the arena, which the checksums alone can tell."""
+    (call,), found, targets = chained
+    refused = 0
+    for place, value in enumerate(call.arrays[name]):
+        for new in (-1, 1 << 40):
+            changed = (*call.arrays[name][:place], new, *call.arrays[name][place + 1 :])
+            if name == "sizes" and place % 3 and new > value:
+                continue  # more scratch memory or slots than needed: only the arena's size limits them
+            with pytest.raises(ArtifactError, match="does not fit"):
+                kernels.check_calls([replace(call, arrays={**call.arrays, name: changed})], found, targets)
+            refused += 1
+    assert refused > len(call.arrays[name])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"arrays": {}}, {"numbers": {"arena_bytes": 8}}, {"operands": ()}, {"results": (((1,), "float32"),)}]
+)
+def test_chains_that_do_not_fit(chained, changes):
+    (call,), found, targets = chained
+    with pytest.raises(ArtifactError, match="does not fit"):
+        kernels.check_calls([replace(call, **changes)], found, targets)
+
+
+@pytest.mark.parametrize(
+    "text, size, numbers",
+    [
+        ("[1, -2, 3]", 3, (1, -2, 3)),
+        ("7", 3, (7, 7, 7)),
+        ("0x0100000000000000FFFFFFFFFFFFFFFF", 2, (1, -1)),
+        ("", 0, ()),
+    ],
+)
+def test_arrays_of_attributes(text, size, numbers):
+    assert kernels._array(text, size) == numbers
 
 
 def test_calls_fit(saved):

@@ -171,7 +171,7 @@ def test_inside_a_larger_program(tmp_path):
     fn, (x,), _ = convolutions()
     found = loaded(fn, tmp_path / "net.jcuts", x)
     np.testing.assert_array_equal(jax.jit(lambda x: found(x) * 2)(x), fn(x) * 2)
-    assert "jcuts_cpu_launch" in jax.jit(lambda x: found(x) * 2).lower(x).as_text()
+    assert "jcuts_cpu_chain" in jax.jit(lambda x: found(x) * 2).lower(x).as_text()
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -188,7 +188,7 @@ def test_under_shard_map(tmp_path, kind):
 def test_export_bytes(tmp_path):
     fn, (x,), _ = convolutions()
     found = loaded(fn, tmp_path / "net.jcuts", x)
-    assert jcuts.register_targets(tmp_path / "net.jcuts") == ("jcuts_cpu_launch",)
+    assert jcuts.register_targets(tmp_path / "net.jcuts") == ("jcuts_cpu_chain",)
     again = export.deserialize(bytearray(found.export_bytes()))
     np.testing.assert_array_equal(jax.jit(again.call)(x)[0], fn(x))
 

@@ -26,7 +26,8 @@ from jcuts.trace import jaxapi
 from jcuts.xla import cpu_launcher, cuda_launcher
 
 _FFI_CALL = "ffi_call"
-_LAUNCHERS = (cpu_launcher.TARGET, cuda_launcher.TARGET, cuda_launcher.CHAIN)
+_ON_CPU = (cpu_launcher.TARGET, cpu_launcher.CHAIN)
+_LAUNCHERS = (*_ON_CPU, cuda_launcher.TARGET, cuda_launcher.CHAIN)
 _EVERYWHERE = ("cpu", "cuda")
 """Platforms of the fallback."""
 
@@ -168,7 +169,7 @@ def _digests(eqn: Any) -> list[str]:
 
 
 def _kernel(digest: str, target: str) -> CompiledKernel:
-    launcher = cpu_launcher if target == cpu_launcher.TARGET else cuda_launcher
+    launcher = cpu_launcher if target in _ON_CPU else cuda_launcher
     kernel = launcher.kernel_of(digest)
     if kernel is None:
         raise NativeError(f"kernel {digest} is neither in this process nor in the object cache", digest=digest)

@@ -30,6 +30,7 @@ from jcuts.base.errors import Refusal
 from jcuts.fusion.dag import Dag, NodeSet, is_convex
 from jcuts.fusion.exact_cover import exact_partition
 from jcuts.fusion.greedy import MAX_SUBSET
+from jcuts.fusion.match_b2b_gemm import lower_region_or_b2b_gemm
 from jcuts.fusion.move_epilogue import CHEAP
 from jcuts.fusion.partition_search import Limits, grow_subsets
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
@@ -95,7 +96,8 @@ class SpaceOptions:
     @classmethod
     def on_gpu(cls, machine: GpuMachine) -> SpaceOptions:
         """Of a GPU."""
-        return cls(TimeModel.on_gpu(machine), cheap=CHEAP, horizontal=True, joint=True)
+        lower = partial(lower_region_or_b2b_gemm, machine=machine)
+        return cls(TimeModel.on_gpu(machine), cheap=CHEAP, lower=lower, horizontal=True, joint=True)
 
 
 CPU_OPTIONS = SpaceOptions(lower=lower_region_or_layers)

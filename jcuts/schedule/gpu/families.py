@@ -24,6 +24,7 @@ from jcuts.schedule.gpu.attention import schedules as attention_schedules
 from jcuts.schedule.gpu.attention import tile as attention_tile
 from jcuts.schedule.gpu.b2b_gemm import schedules as b2b_schedules
 from jcuts.schedule.gpu.b2b_gemm import tile as b2b_tile
+from jcuts.schedule.gpu.b2b_gemm import traffic as b2b_traffic
 from jcuts.schedule.gpu.conv import few_channels, few_channels_tile, implicit_gemm
 from jcuts.schedule.gpu.elementwise import schedules as elementwise_schedules
 from jcuts.schedule.gpu.family import ScheduleFamily
@@ -352,7 +353,7 @@ _enter(
         lambda p: b2b_schedules.b2b_schedules(p.program, p.machine) if p.is_layer_fusion else (),
         capability=TENSOR_CORES,
         tile_of=b2b_tile.shape_of,
-        statistics=stats.B2B_GEMM,
+        statistics=b2b_traffic.STATISTICS,
         time=b2b_schedules.b2b_time,
     ),
     ScheduleFamily(

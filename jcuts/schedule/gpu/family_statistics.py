@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from jcuts.kernel_ir.program import Program
 from jcuts.lower import welford
 from jcuts.schedule.gpu import coalescing, launch_shapes, traffic
-from jcuts.schedule.gpu.b2b_gemm.schedules import unit_of as b2b_unit
-from jcuts.schedule.gpu.b2b_gemm.traffic import b2b_bytes_in_flight, b2b_traffic
 from jcuts.schedule.gpu.coalescing import CoalescingStats
 from jcuts.schedule.gpu.launch_shapes import LaunchShape
 from jcuts.schedule.gpu.machine import WARP
@@ -82,5 +80,4 @@ FEW_CHANNELS = FamilyStatistics(traffic.conv_unit, traffic.few_channels_traffic,
 INVERTED_RESIDUAL = FamilyStatistics(
     traffic.inverted_residual_unit, traffic.inverted_residual_traffic, traffic.inverted_residual_bytes_in_flight
 )
-B2B_GEMM = FamilyStatistics(b2b_unit, b2b_traffic, b2b_bytes_in_flight)
 ATTENTION = FamilyStatistics(traffic.attention_unit, traffic.attention_traffic)

@@ -22,7 +22,7 @@ ROWS = (16, 32, 64, 96, 128, 192, 256)
 """Rows of a tile."""
 CHUNKS = (16, 32, 64, 128)
 """Hidden columns of a chunk."""
-WARPS = (2, 4, 8, 16)
+WARPS = (1, 2, 4, 8, 16)
 ACROSS = (1, 2, 4, 8)
 """Warps along columns."""
 MOST_SUMS = 128

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from jcuts.kernel_ir.program import Program
 from jcuts.schedule.gpu.b2b_gemm.cost import moved_bytes
+from jcuts.schedule.gpu.b2b_gemm.schedules import unit_of
 from jcuts.schedule.gpu.b2b_gemm.tile import B2bGemmTile, shape_of
+from jcuts.schedule.gpu.family_statistics import FamilyStatistics
 from jcuts.schedule.gpu.traffic import LINE, Traffic, compulsory_traffic, load_bytes_in_flight
 
 
@@ -28,3 +30,6 @@ def b2b_bytes_in_flight(program: Program) -> float:
 def _weights(tile: B2bGemmTile) -> int:
     """Elements of both weights per hidden column."""
     return tile.block.in_channels + tile.block.out_channels
+
+
+STATISTICS = FamilyStatistics(unit_of, b2b_traffic, b2b_bytes_in_flight)

@@ -269,3 +269,13 @@ def test_refusals():
     ):
         with pytest.raises(CompileRejected, match="no block"):
             emit_source(schedules.of(program, shape_of(program, *tile)))
+
+
+def test_golden_source(golden):
+    layers = NETWORKS["ConvNeXt-T, 56x56"]
+    program, _ = program_of(layers, [np.zeros(a.shape, a.dtype) for a in layers.arguments()])
+    candidate, _ = next(schedules.b2b_schedules(program, MACHINE))
+    source = emit_source(candidate)
+    compile(source.text, "b2b_gemm", "exec")
+    text = f"# {dict(candidate.params)}, {source.shared} bytes of shared memory, {source.least} blocks beside\n"
+    golden("cuda/b2b_gemm.txt", f"{text}# {source.blocks} blocks of {source.threads} threads\n{source.text}")

@@ -80,6 +80,7 @@ def recognised() -> Iterator[tuple[str, Any, list[Any]]]:
 
     from jcuts.lower.weight_transpose import transpose_program
     from tests import programs
+    from tests.codegen.cuda.b2b_gemm import test_kernel as mlps
     from tests.codegen.cuda.inverted_residual.test_bfloat16 import BLOCKS as HALVES
     from tests.codegen.cuda.inverted_residual.test_kernel import BLOCKS, program_of, traced_number
     from tests.gpu.cases import attention
@@ -99,6 +100,11 @@ def recognised() -> Iterator[tuple[str, Any, list[Any]]]:
         program, traced = program_of(layers, layers.arguments())
         numbers = [traced_number(traced, t) for t in traced.graph.subset_inputs(traced.everything)]
         yield name, program, [traced.arguments[n] for n in numbers]
+    pairs = {f"MLP {name}": layers for name, layers in mlps.CASES.items()}
+    pairs.update((f"bfloat16 MLP {name}", layers) for name, layers in mlps.HALVES.items())
+    for name, layers in pairs.items():
+        program, traced = mlps.program_of(layers, layers.arguments())
+        yield name, program, mlps.operands_of(traced)
     for name, (fn, shapes) in ROUNDED.items():
         arrays = [rng.standard_normal(s).astype(np.float32) for s in shapes]
         arrays[1] = round_tf32(arrays[1])

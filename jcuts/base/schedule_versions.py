@@ -24,6 +24,7 @@ from jcuts.base.module_code import ModuleFiles
 
 GPU_FAMILIES = (
     "attention",
+    "b2b_gemm",
     "conv",
     "elementwise",
     "gemm",
@@ -50,6 +51,7 @@ ASKED: Mapping[str, tuple[str, ...]] = {
     "block": ("inverted_residual",),
     "contraction": _CONTRACTION,
     "convolution": _CONTRACTION,
+    "layer_fusion": ("b2b_gemm",),
     "map": ("elementwise",),
     "reduction": ("reduction",),
     "rows": ("reduction",),

@@ -30,6 +30,7 @@ from jcuts.base.errors import Refusal
 from jcuts.fusion.dag import Dag, NodeSet, is_convex
 from jcuts.fusion.exact_cover import exact_partition
 from jcuts.fusion.greedy import MAX_SUBSET
+from jcuts.fusion.match_b2b_gemm import lower_region_or_b2b_gemm
 from jcuts.fusion.move_epilogue import CHEAP
 from jcuts.fusion.partition_search import Limits, grow_subsets
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
@@ -46,7 +47,6 @@ WORTH = 0.10
 TOTAL = 0.01
 """And as a share of the whole graph's time."""
 LIMITS = Limits(max_size=12, max_subsets=1_500, max_evaluations=1_500, beam=3)
-
 Part = tuple[NodeSet, Program]
 
 
@@ -93,7 +93,8 @@ class SpaceOptions:
     @classmethod
     def on_gpu(cls, machine: GpuMachine) -> SpaceOptions:
         """Of a GPU."""
-        return cls(TimeModel.on_gpu(machine), cheap=CHEAP, horizontal=True, joint=True)
+        lower = partial(lower_region_or_b2b_gemm, machine=machine)
+        return cls(TimeModel.on_gpu(machine), cheap=CHEAP, lower=lower, horizontal=True, joint=True)
 
 
 CPU_OPTIONS = SpaceOptions(lower=lower_region_or_layers)
@@ -168,9 +169,9 @@ class Space:
             own = holder.get(self._heaviest(subset))
             if self._kind(subset) == LAYERS:
                 met = [s for s in self.greedy if s & subset and s in ratio]
+                own = None
                 if LAYERS not in usual and met:
                     kind = sum(map(measured.__getitem__, met)) / sum(map(self.estimates.__getitem__, met))
-                own = None
             found[subset] = estimate * (kind if own is None else math.sqrt(kind * ratio[own]))
         return found
 
@@ -220,8 +221,8 @@ class Space:
         """Takes a subset out that turns out to have no kernel; parts of the incumbent and atoms stay."""
         if subset not in self.greedy:
             self.programs.pop(subset, None)
-            if subset not in self.atoms:
-                self.estimates.pop(subset, None)
+        if subset not in self.greedy and subset not in self.atoms:
+            self.estimates.pop(subset, None)
 
     def estimated_cover(self) -> list[NodeSet]:
         """The best partition by estimate alone."""
@@ -303,8 +304,7 @@ def explore(graph: TensorGraph, incumbent: Incumbent, options: SpaceOptions = CP
         kept.add(members)
     for members in _chained_regions(graph, greedy, fixed):
         numbers = frozenset(min(atom) for atom in atoms if atom <= members)
-        if expand(numbers) == members and mergeable(numbers) is True and cost(numbers):
-            kept.add(members)
+        kept |= {members} if expand(numbers) == members and mergeable(numbers) is True and cost(numbers) else set()
     space.estimates = {s: t for s, t in space.estimates.items() if s in kept}
     space.programs = {s: p for s, p in space.programs.items() if s in kept}
     space.truncated = growth.truncated

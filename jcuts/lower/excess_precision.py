@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from jcuts.kernel_ir.node import Graph, Node
 from jcuts.kernel_ir.program import Phase, Program
+from jcuts.lower.layer_fusion import TEMPLATE as LAYER_FUSION
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as BLOCK
 
 HALF = "bfloat16"
@@ -24,9 +25,9 @@ WIDE = "float32"
 def drop_bf16_round_trips(program: Program) -> Program:
     """The program without bfloat16 round trips in its exit graphs; the same object where there are none.
 
-    Of several phases those of a block: others hand on what is not stored.
+    Of several phases those of a block or of a chain of layers: others hand on what is not stored.
     """
-    if len(program.phases) != 1 and program.template != BLOCK:
+    if len(program.phases) != 1 and program.template not in (BLOCK, LAYER_FUSION):
         return program
     phases = tuple(_eased(p) if p.reds and _has_round_trip(p.exit) else p for p in program.phases)
     changed = any(a is not b for a, b in zip(phases, program.phases, strict=True))

@@ -1,8 +1,8 @@
 """Operator fusion and kernel selection by autotuning: which regions of a jaxpr become kernels, and which kernels.
 
 CPU: partition search with measured kernel times (`pipeline.measured_partition`).  GPU: the greedy partition, with
-kernels per region and merges into inverted residuals chosen by measurement; the variant whose regions are ``searched``
-goes on from there with the same search, and races against the others as a whole program.
+kernels per region and merges (inverted residuals, back-to-back GEMMs) chosen by measurement; the variant whose regions
+are ``searched`` goes on from there with the same search, and races against the others as a whole program.
 
 The result is stored as a whole: a later process, or one that may not measure, takes the stored partition and reads the
 choices of its regions without a search.
@@ -20,7 +20,7 @@ from jcuts.base import keys, knobs
 from jcuts.base.errors import IRError
 from jcuts.base.settings import SEARCHED, Settings, Variant
 from jcuts.fusion.dag import NodeSet as Members
-from jcuts.fusion.match_inverted_residual import inverted_residual_groups
+from jcuts.fusion.join_regions import region_groups
 from jcuts.fusion.move_epilogue import fuse_prologues, is_library_contraction, move_epilogues, split_prologues
 from jcuts.kernel_ir.program import Program
 from jcuts.pipeline import inplace_update, measured_partition, partition_store
@@ -297,13 +297,13 @@ def _add_small_regions(level: Computation) -> None:
 
 
 def _blocks(levels: Sequence[Computation]) -> list[tuple[Computation, Region, list[Region]]]:
-    """Subsets that could be one kernel, each with its level and its parts (`fusion.match_inverted_residual`)."""
+    """Subsets that could be one kernel, each with its level and its parts (`fusion.join_regions`)."""
     if knobs.current().fuel is not None:
         return []
     found = []
     for level in levels:
         cover = [(s.members, s.program) for s in level.subsets]
-        for block in inverted_residual_groups(level.graph, cover, has_gpu_kernel):
+        for block in region_groups(level.graph, cover, has_gpu_kernel):
             parts = [level.subset(members, program) for members, program in block.parts]
             found.append((level, level.subset(block.members, block.program), parts))
     add_candidates([subset for _, subset, _ in found], "cuda")

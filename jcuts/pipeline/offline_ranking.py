@@ -1,9 +1,9 @@
 """Offline (cross-compiled) ranking: a function's GPU candidates, ranked for an architecture file without that GPU.
 
-Nothing runs.  Every subset's candidates are enumerated for the GPU's size and compute capability, assembled for it, and
-ranked by PUL (`estimate.gpu_kernel`) with what the assembler reports.  For a GPU that today's assembler no longer
-supports, registers and shared memory are those of the oldest one that it supports, and `Ranking.why` is the error that
-says so.
+Nothing runs.  The candidates of every subset, and of subsets joined into one kernel, are enumerated for the GPU's size
+and compute capability, assembled for it, and ranked by PUL (`estimate.gpu_kernel`) with what the assembler reports.
+For a GPU that today's assembler no longer supports, registers and shared memory are those of the oldest one that it
+supports, and `Ranking.why` is the error that says so.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jcuts.base.errors import CompileRejected, JcutsError, Refusal, UsageError
 from jcuts.base.settings import Settings
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.toolchain.target import OLDEST, CudaTarget
+from jcuts.fusion.join_regions import region_groups
 from jcuts.kernel_ir.program import Program
 from jcuts.pipeline.computation import Computation, Fuel, Region, group
 from jcuts.pipeline.predictions import of_schedule, taken_by
@@ -109,8 +110,10 @@ def rank(fn: Any, *args: Any, arch: GpuArch, limit: int = 4, percent: float = 10
     capability = divmod(arch.compute_capability, 10)
     machine = gpu_candidates.GpuMachine.of(arch)
     target, why = _target(arch, capability)
-    operations = [_ranked(members, machine, arch, target, limit, percent) for members in _distinct(list(top.walk()))]
-    left_out = tuple(r for level in top.walk() for r in level.left_out.values())
+    levels = list(top.walk())
+    regions = [subset for level in levels for subset in (*level.subsets, *_joined(level, machine))]
+    operations = [_ranked(members, machine, arch, target, limit, percent) for members in _distinct(regions)]
+    left_out = tuple(r for level in levels for r in level.left_out.values())
     shown = target.arch if target is not None else ""
     return Ranking(arch.name, shown, why, tuple(operations), left_out)
 
@@ -143,12 +146,18 @@ def _target(arch: GpuArch, capability: tuple[int, int]) -> tuple[CudaTarget | No
         return CudaTarget(OLDEST), error
 
 
-def _distinct(levels: list[Computation]) -> Iterator[list[Region]]:
-    """Subsets of equal programs, in order of their first occurrence."""
+def _joined(level: Computation, machine: gpu_candidates.GpuMachine) -> list[Region]:
+    """Regions that could be one kernel in place of several of the partition."""
+    cover = [(s.members, s.program) for s in level.subsets]
+    groups = region_groups(level.graph, cover, lambda program: bool(gpu_candidates.candidates(program, machine, 1)))
+    return [level.subset(group.members, group.program) for group in groups]
+
+
+def _distinct(regions: list[Region]) -> Iterator[list[Region]]:
+    """Regions of equal programs, in order of their first occurrence."""
     found: dict[str, list[Region]] = {}
-    for level in levels:
-        for subset in level.subsets:
-            found.setdefault(subset.program.digest, []).append(subset)
+    for subset in regions:
+        found.setdefault(subset.program.digest, []).append(subset)
     yield from found.values()
 
 

@@ -87,6 +87,7 @@ def test_prose_changes_nothing(tree, seen):
     [
         ("schedule/gpu/attention/schedules.py", {"attention"}),
         ("schedule/gpu/inverted_residual/tile.py", {"inverted_residual"}),
+        ("schedule/gpu/b2b_gemm/pair_tile.py", {"b2b_gemm", "inverted_residual"}),
         ("schedule/gpu/reduction/column.py", {"reduction"}),
         ("codegen/cuda/scan/kernel.py", {"scan"}),
         ("codegen/cuda/elementwise/smem_transpose.py", {"elementwise"}),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jcuts.arch.cpu import CpuArch
+from jcuts.fusion import partition_space
 from jcuts.fusion.dag import is_acyclic_cover
 from jcuts.fusion.greedy import group
 from jcuts.fusion.partition_space import TOTAL, WORTH, Incumbent, Space, SpaceOptions, explore
@@ -261,14 +262,49 @@ def test_equal_exchanges_are_measured_together():
     assert len({space.programs[s].digest for s in fresh}) <= 3 and len(fresh) == 6
 
 
-def test_chains_of_layers_are_regions_on_a_cpu_only():
-    """Two products with an activation between them: one kernel on a CPU; no GPU family has such a form yet."""
+def test_chains_of_layers_are_regions_where_they_are_kernels():
+    """Two products with an activation between them: one kernel on a CPU, and on GPUs with TF32 or bfloat16 units."""
     graph = programs.trace(lambda x, a, b: jax.nn.relu(x @ a) @ b, X, W, W).graph
     everything = frozenset(node.number for node in graph.nodes)
     start = Incumbent(group(graph).subsets)
     on_cpu = explore(graph, start)
     assert on_cpu.programs[everything].template == "layer_fusion"
-    assert everything not in explore(graph, start, SpaceOptions.on_gpu(GpuMachine.named("H200"))).programs
+    on_gpu = explore(graph, start, SpaceOptions.on_gpu(GpuMachine.named("H200")))
+    assert on_gpu.programs[everything].template == "layer_fusion"
+    assert everything not in explore(graph, start, SpaceOptions.on_gpu(GpuMachine.named("V100"))).programs
     measured = dict.fromkeys(on_cpu.greedy, 0.001)
     assert set(on_cpu.best_measured_partition(measured)) == set(on_cpu.greedy)
     assert on_cpu.best_measured_partition(measured | {everything: 1e-3}) == [everything]
+
+
+def no_pair(graph, subset, cheap, *, machine):
+    return lower_region(graph, subset, cheap=cheap)
+
+
+def needed_elsewhere(x, a, b):
+    hidden = jax.nn.relu(x @ a)
+    return hidden @ b, hidden
+
+
+CHAINS = {
+    "three products": (lambda x, a, b: jax.nn.relu(jax.nn.relu(x @ a) @ b) @ a, (X, W, W)),
+    "needed elsewhere": (needed_elsewhere, (X, W, W)),
+    "a norm between": (lambda x, a, b: jax.nn.softmax(x @ a) @ b, (X, W, W)),
+    "no multiple of 16 bytes": (lambda x, a, b: jax.nn.relu(x @ a) @ b, (X, W[:, :31], W[:31])),
+    "results too wide": (lambda x, a, b: jax.nn.relu(x @ a) @ b, (X, W, np.zeros((W.shape[1], 4096), np.float32))),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_regions_of_a_gpu_are_those_without_pairs_where_no_pair_is_a_kernel(name, monkeypatch):
+    fn, arguments = CHAINS[name]
+    graph = programs.trace(fn, *arguments).graph
+    start, machine = Incumbent(group(graph).subsets), GpuMachine.named("H200")
+    found = explore(graph, start, SpaceOptions.on_gpu(machine))
+    pairs = {s for s, p in found.programs.items() if p.template == "layer_fusion"}
+    monkeypatch.setattr(partition_space, "lower_region_or_b2b_gemm", no_pair)
+    plain = explore(graph, start, SpaceOptions.on_gpu(machine))
+    assert bool(pairs) is (name in ("three products", "no multiple of 16 bytes"))
+    assert {s: p for s, p in found.programs.items() if s not in pairs} == plain.programs
+    if not pairs:
+        assert found.estimated_cover() == plain.estimated_cover()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jcuts.base.settings import Settings, Variant
+from jcuts.fusion import join_regions
 from jcuts.pipeline import computation, kernel_selection, partition_store
 from jcuts.rewrite.simplify import simplify
 from jcuts.schedule.gpu import candidates as gpu_candidates
@@ -267,6 +268,56 @@ def test_a_block_takes_the_place_of_its_parts_where_it_is_measured_to_be_faster(
         and again.left_out == level.left_out
     )
     assert [s.program for s in again.subsets] == [s.program for s in level.subsets]
+
+
+def mlp(x, w, b, v):
+    return jax.nn.gelu(x @ w + b, approximate=False) @ v + x
+
+
+MLP_SHAPES = (4096, 96), (96, 384), (384,), (384, 96)
+
+
+def mlp_level(monkeypatch, capability=(9, 0), shapes=MLP_SHAPES):
+    machine, gpu = gpu_candidates.GpuMachine(132, capability=capability), computation.xla_devices.Gpu
+    monkeypatch.setattr(computation.xla_devices, "machine", lambda: machine)
+    monkeypatch.setattr(kernel_selection.xla_devices, "this", lambda: gpu("some", capability, 132))
+    return gpu_level(mlp, *(np.ones(s, np.float32) for s in shapes))
+
+
+@pytest.mark.parametrize(("times", "whole"), [((3.0, 2.0, 4.0), True), ((3.0, 2.0, 6.0), False), ((3, 2, None), False)])
+def test_a_back_to_back_gemm_takes_the_place_of_its_parts_where_it_is_measured_to_be_faster(
+    times, whole, monkeypatch, store
+):
+    level = mlp_level(monkeypatch)
+
+    def measured(problems, choices):
+        pair = next(s for s in problems.regions if s.program.template == "layer_fusion")
+        parts = [s for s in problems.regions if s is not pair]
+        assert len(parts) == 2 and {dict(p.params)["cuda"] for p, _ in pair.ranked} == {"b2b"}
+        for subset, time in zip((*parts, pair), times, strict=True):
+            subset.chosen = None if time is None else subset.ranked[0][0]
+            subset.choice = Measured(time)
+
+    monkeypatch.setattr(session, "tune_problems", lambda problems, *, may_measure: {})
+    monkeypatch.setattr(session, "resolve", measured)
+    kernel_selection.select(level, AUTO, may_measure=True, platform="cuda")
+    assert (len(level.subsets) == 1) is whole
+    assert (dict(level.subsets[0].chosen.params)["cuda"] == "b2b") is whole
+
+
+@pytest.mark.parametrize(
+    ("capability", "shapes"),
+    [((7, 5), MLP_SHAPES), ((9, 0), ((4096, 2048), (2048, 4096), (4096,), (4096, 2048)))],
+    ids=["no tensor cores", "too wide"],
+)
+def test_without_a_kernel_for_it_a_back_to_back_gemm_changes_no_plan(capability, shapes, monkeypatch, store):
+    plans = []
+    for groups in (join_regions.KINDS, join_regions.KINDS[:1]):
+        monkeypatch.setattr(join_regions, "KINDS", groups)
+        chosen = kernel_selection.choose_partition(mlp_level(monkeypatch, capability, shapes), AUTO, "cuda")
+        assert not chosen.blocks
+        plans.append((chosen.key, chosen.shares, [(s.members, s.program) for s in chosen.regions]))
+    assert plans[0] == plans[1]
 
 
 def test_a_stored_cover_of_a_gpu_that_does_not_fit_is_searched_again(monkeypatch, store, caplog):

@@ -86,6 +86,18 @@ def test_mobilenet_is_assembled_for_turing(mobilenet, tmp_path):
         assert ptxas.assemble(text, "sm_75")[:4] == b"\x7fELF"
 
 
+def test_an_mlp_is_ranked_as_a_whole_beside_its_parts(monkeypatch):
+    monkeypatch.setattr(compiler, "available", lambda: "no compiler here")
+    shapes = ((4096, 96), (96, 384), (384,), (384, 96))
+    arguments = [np.zeros(s, np.float32) for s in shapes]
+    found = offline_ranking.rank(lambda x, w, b, v: jax.nn.gelu(x @ w + b) @ v + x, *arguments, arch=load_gpu("H100"))
+    pairs = [[dict(c.program.params)["cuda"] for c in o.candidates] for o in found.operations]
+    assert len(pairs) == 3 and set(pairs[2]) == {"b2b"} and not set(pairs[0] + pairs[1]) & {"b2b"}
+    assert found.operations[2].primitives["dot_general"] == 2
+    old = offline_ranking.rank(lambda x, w, b, v: jax.nn.gelu(x @ w + b) @ v + x, *arguments, arch=load_gpu("V100"))
+    assert len(old.operations) == 2
+
+
 @compiled
 def test_volta_is_ranked_and_says_why_it_is_not_assembled(tmp_path):
     found = offline_ranking.rank(block, *block_arguments(), arch=load_gpu("V100"), limit=3)

@@ -15,6 +15,7 @@ from typing import Any
 from jcuts.base.errors import CompileRejected
 from jcuts.base.registry import Registry
 from jcuts.codegen.cuda.attention.flash import FlashAttentionKernel, attention_shape
+from jcuts.codegen.cuda.b2b_gemm.kernel import B2bGemmKernel, b2b_shape
 from jcuts.codegen.cuda.conv.few_channels import FewChannelConvKernel, patch_shape
 from jcuts.codegen.cuda.conv.implicit_gemm import ImplicitGemmKernel
 from jcuts.codegen.cuda.conv.implicit_gemm_tile import window_shape
@@ -201,6 +202,16 @@ _enter(
         launch_per_block(
             block_shape,
             lambda tile: f"block_{tile.images}x{tile.rows}x{tile.columns}x{tile.chunk}",
+            lambda program, tile: tile.tiles,
+            least=lambda tile: tile.beside,
+        ),
+    ),
+    KernelFamily(
+        "b2b_gemm",
+        B2bGemmKernel,
+        launch_per_block(
+            b2b_shape,
+            lambda tile: f"b2b_{tile.rows}x{tile.chunk}",
             lambda program, tile: tile.tiles,
             least=lambda tile: tile.beside,
         ),

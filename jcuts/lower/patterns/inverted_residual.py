@@ -17,19 +17,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Guard, Node
-from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program
+from jcuts.kernel_ir.program import Axis, Phase, Program
 from jcuts.lower.patterns.few_channel_conv import pads_to_guards
-from jcuts.lower.patterns.gemm import COLUMNS, ROWS, B, GemmOperand, K, as_gemm, gemm_operands, prologue
+from jcuts.lower.patterns.gemm import COLUMNS, ROWS, K, gemm_operands
+from jcuts.lower.patterns.gemm_pair import TYPES, GemmPair, gemm_of_phase, is_dense, reads_vectors_along
 
 TEMPLATE = "block"
 MOST_TAPS = 49
-TYPES = ("float32", "bfloat16")
 Place = tuple[int, int]
 """(row, column)."""
 
@@ -62,47 +61,13 @@ class DepthwiseConv:
 
 
 @dataclass(frozen=True, eq=False)
-class InvertedResidual:
-    """A matched inverted residual: its two GEMMs (a phase each, axes of `lower.patterns.gemm`), and the stage between
-    them.
+class InvertedResidual(GemmPair):
+    """A matched inverted residual: its two GEMMs, and the stage between them.
 
     ``expand`` is None where there is no product before the windows.
     """
 
-    program: Program
-    expand: Program | None
     window: DepthwiseConv
-    project: Program
-
-    @cached_property
-    def weights(self) -> tuple[GemmOperand | None, GemmOperand]:
-        """B operands of the GEMMs."""
-        return None if self.expand is None else gemm_operands(self.expand)[1], gemm_operands(self.project)[1]
-
-    @cached_property
-    def in_channels(self) -> int:
-        """Input channels of the expand GEMM; 0 where there is none."""
-        return 0 if self.expand is None else self.expand.phases[0].ranges()[K]
-
-    @cached_property
-    def out_channels(self) -> int:
-        """Output channels."""
-        return self.project.phases[0].ranges()[COLUMNS]
-
-    @cached_property
-    def dtype(self) -> str:
-        """Operand type of all sums: float32 (rounded to TF32 for the GEMMs) or bfloat16."""
-        return gemm_operands(self.project)[0].dtype
-
-    @property
-    def item(self) -> int:
-        """Bytes of an element of that type."""
-        return ITEM_SIZE[self.dtype]
-
-    @property
-    def expanded_channels(self) -> int:
-        """Channels between the GEMMs."""
-        return self.window.image[3]
 
     @property
     def multiply_adds(self) -> float:
@@ -120,7 +85,7 @@ def match_inverted_residual(program: Program) -> InvertedResidual | Refusal:
     window = _window(program, second)
     if isinstance(window, Refusal):
         return window
-    project = _product(program, third)
+    project = gemm_of_phase(program, third)
     images, _, _, channels = window.image
     shape = project.phases[0].ranges() if project is not None else {}
     outputs = images * math.prod(window.outputs)
@@ -131,7 +96,7 @@ def match_inverted_residual(program: Program) -> InvertedResidual | Refusal:
     local = {b.name for b in program.buffers if b.role == "local"}
     if any(node.op == "load" and node.buffer in local for node in third.exit.nodes):
         return Refusal("block", "a value between the products is needed behind them")
-    if not _plain(second, window.channel):
+    if not reads_vectors_along(second, window.channel):
         return Refusal("block", "an operand between the products is no vector along channels")
     types = {
         program.buffer(name).dtype for name in (window.image_buffer, window.filters, gemm_operands(project)[1].buffer)
@@ -139,18 +104,18 @@ def match_inverted_residual(program: Program) -> InvertedResidual | Refusal:
     if len(types) > 1:
         return Refusal("block", "operands of several types")
     if not first:
-        return InvertedResidual(program, None, window, project)
+        return InvertedResidual(program, None, project, window)
     expand = _match_expand_gemm(program, first[0], window, _conv_input(second, window.channel))
     if isinstance(expand, Refusal):
         return expand
     if {gemm_operands(expand)[0].dtype} != types:
         return Refusal("block", "operands of several types")
-    return InvertedResidual(program, expand, window, project)
+    return InvertedResidual(program, expand, project, window)
 
 
 def _match_expand_gemm(program: Program, phase: Phase, window: DepthwiseConv, image: str) -> Program | Refusal:
     """Matches the expand GEMM before the depthwise windows."""
-    expand = _product(program, phase)
+    expand = gemm_of_phase(program, phase)
     if expand is None:
         return Refusal("block", "no products of rows of one array and all terms of another")
     shape = expand.phases[0].ranges()
@@ -158,35 +123,11 @@ def _match_expand_gemm(program: Program, phase: Phase, window: DepthwiseConv, im
         return Refusal("block", "the products do not go along the image's pixels and channels")
     if phase.stores[0].buffer != image:
         return Refusal("block", "the phases do not read what the one before makes")
-    if not _dense(expand.phases[0].stores[0].address, window.image[3]) or len(phase.stores) != 1:
+    if not is_dense(expand.phases[0].stores[0].address, window.image[3]) or len(phase.stores) != 1:
         return Refusal("block", "a value between the products is not stored as it lies in memory")
-    if not _plain(expand.phases[0], COLUMNS):
+    if not reads_vectors_along(expand.phases[0], COLUMNS):
         return Refusal("block", "an operand between the products is no vector along channels")
     return expand
-
-
-def _product(program: Program, phase: Phase) -> Program | None:
-    """A phase as a GEMM, where its A operand is dense and k is contiguous in its B operand."""
-    made = as_gemm(replace(program, phases=(phase,), params=(), template="contraction"))
-    if made is None or prologue(made) is not None or B in made.phases[0].ranges():
-        return None
-    (left, right), extents = gemm_operands(made), made.phases[0].ranges()
-    dense = left.index == Index.axis(ROWS) * extents[K] + Index.axis(K) and not left.guards and left.dtype in TYPES
-    return made if dense and right.run == extents[K] else None
-
-
-def _dense(address: Index, columns: int) -> bool:
-    return address == Index.axis(ROWS) * columns + Index.axis(COLUMNS)
-
-
-def _plain(phase: Phase, axis: str) -> bool:
-    """Whether an exit graph reads vectors along one axis only."""
-    for node in phase.exit.nodes:
-        if node.op in ("index", "guard") or node.guards or node.dtype not in TYPES:
-            return False
-        if node.op == "load" and (node.index is None or node.index.values() or not node.index.axes() <= {axis}):
-            return False
-    return True
 
 
 # -- the window -----------------------------------------------------------------------------------------------------

@@ -15,12 +15,16 @@ from jcuts.estimate.time_model import KernelTime
 from jcuts.kernel_ir.program import Program
 from jcuts.lower import horizontal, weight_transpose
 from jcuts.lower.attention import TEMPLATE as ATTENTION
+from jcuts.lower.layer_fusion import TEMPLATE as LAYER_FUSION
 from jcuts.lower.patterns.gemm import WIDE, gemm_operands
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as INVERTED_RESIDUAL
 from jcuts.schedule.gpu import family_statistics as stats
 from jcuts.schedule.gpu import tensor_core_times as times
 from jcuts.schedule.gpu.attention import schedules as attention_schedules
 from jcuts.schedule.gpu.attention import tile as attention_tile
+from jcuts.schedule.gpu.b2b_gemm import schedules as b2b_schedules
+from jcuts.schedule.gpu.b2b_gemm import tile as b2b_tile
+from jcuts.schedule.gpu.b2b_gemm import traffic as b2b_traffic
 from jcuts.schedule.gpu.conv import few_channels, few_channels_tile, implicit_gemm
 from jcuts.schedule.gpu.elementwise import schedules as elementwise_schedules
 from jcuts.schedule.gpu.family import ScheduleFamily
@@ -339,6 +343,18 @@ _enter(
         tile_of=inverted_residual_tile.shape_of,
         statistics=stats.INVERTED_RESIDUAL,
         time=times.inverted_residual_time,
+    ),
+    ScheduleFamily(
+        "b2b_gemm",
+        b2b_tile.FORM,
+        "Back-to-back GEMM (fused MLP) by `mma.sync`: the hidden matrix stays in shared memory, chunk by chunk.",
+        "docs/kernels/b2b_gemm.md",
+        (LAYER_FUSION,),
+        lambda p: b2b_schedules.b2b_schedules(p.program, p.machine) if p.is_layer_fusion else (),
+        capability=TENSOR_CORES,
+        tile_of=b2b_tile.shape_of,
+        statistics=b2b_traffic.STATISTICS,
+        time=b2b_schedules.b2b_time,
     ),
     ScheduleFamily(
         "flash_attention",

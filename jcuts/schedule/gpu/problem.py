@@ -14,6 +14,7 @@ from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.kernel_ir.program import Program
 from jcuts.lower import welford
 from jcuts.lower.attention import TEMPLATE as ATTENTION
+from jcuts.lower.layer_fusion import TEMPLATE as LAYER_FUSION
 from jcuts.lower.patterns.gemm import ROWS, as_gemm, gemm_operands, prologue
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as INVERTED_RESIDUAL
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
@@ -22,7 +23,7 @@ from jcuts.schedule.gpu.reduction.row import reduces_rows
 
 CONTRACTIONS = ("contraction", "convolution")
 """Templates of programs that `lower.patterns.gemm.as_gemm` may take."""
-FUSED = ("scan", ATTENTION, INVERTED_RESIDUAL)
+FUSED = ("scan", ATTENTION, INVERTED_RESIDUAL, LAYER_FUSION)
 """Templates that one family each computes."""
 
 
@@ -47,6 +48,11 @@ class GpuProblem:
     def is_inverted_residual(self) -> bool:
         """Whether it is a fused inverted residual."""
         return self.program.template == INVERTED_RESIDUAL
+
+    @property
+    def is_layer_fusion(self) -> bool:
+        """Whether it is a chain of layers."""
+        return self.program.template == LAYER_FUSION
 
     @property
     def is_convolution(self) -> bool:

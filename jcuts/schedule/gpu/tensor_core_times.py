@@ -25,7 +25,7 @@ from jcuts.schedule.gpu.gemm.problem import GemmProblem, MmaTile
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import STEP, WgmmaTile
 from jcuts.schedule.gpu.gemv import schedules as gemv
-from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual
+from jcuts.schedule.gpu.inverted_residual import cost as inverted_residual
 from jcuts.schedule.gpu.inverted_residual import tile as inverted_residual_tile
 from jcuts.schedule.gpu.machine import GpuMachine
 from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized

@@ -21,6 +21,8 @@ from jcuts.lower.weight_transpose import transpose_program
 from jcuts.schedule.gpu.families import FAMILIES as SCHEDULE_FAMILIES
 from jcuts.schedule.gpu.machine import GpuMachine
 from tests import programs
+from tests.codegen.cuda.b2b_gemm.test_kernel import CASES as MLPS
+from tests.codegen.cuda.b2b_gemm.test_kernel import program_of as b2b_gemm_of
 from tests.codegen.cuda.inverted_residual.test_kernel import BLOCKS
 from tests.codegen.cuda.inverted_residual.test_kernel import program_of as inverted_residual_of
 from tests.gpu.cases import attention
@@ -63,6 +65,9 @@ def unscheduled(name):
         return programs.trace(fn, *(zeros(*shape) for shape in shapes)).rounded()
     if name == "flash_attention":
         return programs.trace(attention(), *(zeros(2, n, 3, 40) for n in (37, 53, 53))).attention()[1]
+    if name == "b2b_gemm":
+        mlp = MLPS["residual"]
+        return b2b_gemm_of(mlp, mlp.arguments())[0]
     assert name == "inverted_residual"
     layers = next(iter(BLOCKS.values()))
     return inverted_residual_of(layers, layers.arguments())[0]

@@ -15,6 +15,7 @@ from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.program import Grid, Program
 from jcuts.kernel_ir.verify import read, verify
+from jcuts.lower.excess_precision import drop_bf16_round_trips
 from jcuts.lower.layer_fusion import TEMPLATE, lower_layers
 from jcuts.lower.patterns.layer_windows import match_layers, movable_axes, tile_number
 from jcuts.schedule.cpu import candidates as cpu_candidates
@@ -291,3 +292,24 @@ def test_the_bound_counts_every_layer_once():
         assert work_of(scheduled, arch).flop == {"float32": flop}
         time = kernel_time(scheduled, arch)
         assert 0 < time.bound(arch) <= time.seconds
+
+
+def test_what_follows_a_sum_of_bfloat16_is_rounded_once():
+    """Of a chain of layers as of one layer: excess precision inside an epilogue, none between layers."""
+    half = jnp.bfloat16
+
+    def layers(x, a, c, b, e):
+        hidden = relu((x @ a).astype(jnp.float32) * (1 + c * c) + c).astype(half)
+        return (hidden @ b).astype(jnp.float32) + e
+
+    shapes = (48, 32), (32, 64), (64,), (64, 32), (32,)
+    arguments = [normal(*s).astype(half) if len(s) == 2 else normal(*s) for s in shapes]
+    found = programs.trace(layers, *arguments)
+    program = lower_layers(found.graph, found.everything)
+    assert isinstance(program, Program) and drop_bf16_round_trips(program) is not program
+    wide = [np.asarray(a, np.float64) for a in arguments]
+    hidden = np.maximum(wide[0] @ wide[1] * (1 + wide[2] ** 2) + wide[2], 0).astype(half).astype(np.float64)
+    exact = hidden @ wide[3] + wide[4]
+    for scheduled, _ in cpu_candidates.candidates(program, programs.MACHINE, 4):
+        assert scheduled.template == TEMPLATE
+        assert error(programs.run_compiled(scheduled, found.operands())[0], exact) < 2e-2

@@ -110,6 +110,7 @@ def test_every_family_has_a_case():
         "implicit_gemm",
         "mma_f64",
         "inverted_residual",
+        "b2b_gemm",
         "flash_attention",
     }
     assert {*FAMILIES} - seen <= elsewhere, sorted(seen)

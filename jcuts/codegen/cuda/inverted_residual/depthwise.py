@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 
+from jcuts.codegen.cuda.b2b_gemm.mid_epilogue import MidEpilogue
 from jcuts.codegen.cuda.graph.node_emitter import from_word
-from jcuts.codegen.cuda.inverted_residual.mid_epilogue import MidEpilogue
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.llvm import lanes as L

@@ -1,12 +1,4 @@
-"""Schedules of fused inverted residuals (`lower.patterns.inverted_residual`), ranked by a cycle model.
-
-    cycles = waves * longer(blocks * pieces * longest(units, shared memory, issue, L2 cache),
-                            LATENCY + pieces * (products + windows + WAIT) + EXIT),
-             at least bytes / (memory bytes per cycle)
-
-with the constants of `gemm.mma`; *pieces* are the channel chunks, *products* the two GEMMs, *windows* the depthwise
-convolution, *units* the tensor cores.
-"""
+"""Schedules of fused inverted residuals (`lower.patterns.inverted_residual`), ranked by the cycle model of `cost`."""
 
 from __future__ import annotations
 
@@ -17,13 +9,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jcuts.base.errors import Refusal
-from jcuts.estimate.time_model import Resource, TimeTerm, overlap, per_sm, repeat, serial, term
-from jcuts.kernel_ir.program import Phase, Program
+from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.inverted_residual import InvertedResidual, match_inverted_residual
 from jcuts.schedule import fit
-from jcuts.schedule.gpu.gemm.mma import AGAIN, BLOCKS, EXIT, LATENCY, OVERLAP, REGISTERS, bound_rates
-from jcuts.schedule.gpu.inverted_residual.tile import COLUMN_TILE, ROW_TILE, WORD, InvertedResidualTile
-from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine, scheduled, unit_rate
+from jcuts.schedule.gpu.b2b_gemm.pair_tile import COLUMN_TILE, ROW_TILE, WORD
+from jcuts.schedule.gpu.gemm.mma import AGAIN, BLOCKS, REGISTERS
+from jcuts.schedule.gpu.inverted_residual.cost import covered_pixels, cycles, least
+from jcuts.schedule.gpu.inverted_residual.tile import InvertedResidualTile
+from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine, scheduled
 
 LISTED = 80
 """Schedules that are ranked: by default a tenth of them is measured."""
@@ -62,7 +55,6 @@ MOST_WIDE = 64
 """Registers of a thread for accumulators of a channel chunk."""
 CROWDED = 2
 """Best schedules that are also tried with one more block beside the others."""
-_FIT = fit.coefficients("gpu/inverted_residual", "cycles")
 _CANDIDATES = fit.coefficients("gpu/inverted_residual", "candidates")
 NEXT = _CANDIDATES.bfloat16_alike_score_factor
 """What every further schedule of bfloat16 counts: estimates are off by more than they differ (16 % over 17 schedules),
@@ -77,20 +69,6 @@ MOST_UNROLLED = 400
 """Most ``mma`` instructions in one thread's code per channel chunk."""
 LEFT = 1 << 10
 """Bytes of shared memory that a block does not ask for."""
-WAIT = _FIT.barrier_wait_cycles
-"""Cycles of a channel chunk that a thread block waits for barriers and first reads."""
-ALONE = _FIT.single_warp_cycles
-"""Cycles of a warp's instruction, alone."""
-QUARTERS = 4
-"""Parts of a multiprocessor, each with warps of its own."""
-AROUND = _FIT.chunk_instructions
-"""Instructions of a warp per piece: loop, copies, addresses."""
-PIECE = _FIT.copy_instructions
-"""Instructions of a copy of a piece of an operand."""
-FRAGMENT = 1024
-"""Products of an instruction."""
-MANY = 4
-"""Waves from which on the last one counts for what it is."""
 
 
 def products(program: Program, machine: GpuMachine, most: int = LISTED) -> Iterator[Candidate]:
@@ -222,7 +200,9 @@ def _split_over_warps(plain: InvertedResidualTile, chunk: int, warps: int, held:
         for a in (1, 2, 3, 4, 6, 7, 8)
         if warps % a == 0
     ]
-    strips = [s for s in STRIPS if plain.rows % s[0] == plain.columns % s[1] == 0 and _covered(found, s) <= MOST_STRIP]
+    strips = [
+        s for s in STRIPS if plain.rows % s[0] == plain.columns % s[1] == 0 and covered_pixels(found, s) <= MOST_STRIP
+    ]
     if not up or not strips:
         return None
     first, second = min(up)[1], min(down)[1]
@@ -231,17 +211,11 @@ def _split_over_warps(plain: InvertedResidualTile, chunk: int, warps: int, held:
 
     def work(strip: tuple[int, int]) -> float:
         turns = -(-(outputs // math.prod(strip)) // groups)
-        return turns * (_covered(found, strip) + math.prod(strip) * (2 + len(found.window.taps) / 4) + 12)
+        return turns * (covered_pixels(found, strip) + math.prod(strip) * (2 + len(found.window.taps) / 4) + 12)
 
     strip = min(strips, key=work)
     shares = (warps // first, first), (warps // second, second)
     return InvertedResidualTile(found, plain.images, plain.rows, plain.columns, chunk, *shares, strip, held)
-
-
-def _covered(found: InvertedResidual, strip: tuple[int, int]) -> int:
-    """Pixels that the windows of a strip cover."""
-    step, reach = found.window.step, found.window.receptive_field
-    return math.prod((s - 1) * t + r for s, t, r in zip(strip, step, reach, strict=True))
 
 
 def _small(shape: InvertedResidualTile) -> bool:
@@ -267,115 +241,10 @@ def _registers(shape: InvertedResidualTile) -> int:
     sums = 2 * wide if alone else shape.m_fragments_in * wide
     expand = (sums + shape.m_fragments_in) * 4 - (12 if alone else 0)
     expand = expand if shape.padded_in_channels else shape.pixels * shape.words // shape.threads // 2
-    windows = shape.lanes * math.prod(shape.strip) + _covered(shape.block, shape.strip) // 2
+    windows = shape.lanes * math.prod(shape.strip) + covered_pixels(shape.block, shape.strip) // 2
     filters = shape.lanes * len(shape.block.window.taps)
     if (
         shape.channel_chunks == 1 and not shape.padded_in_channels
     ):  # windows are summed before the results are, and as their pixels come
         return 36 + max(3 * shape.m_fragments_out * shape.n_per_warp // 4 + held, windows + filters // 2)
     return 36 + shape.m_fragments_out * shape.n_per_warp // 2 + held + max(expand, windows) + filters
-
-
-def least(found: InvertedResidual, machine: GpuMachine) -> float:
-    """Lower bound on any schedule's cycles: memory, tensor cores."""
-    images, rows, columns, channels = found.window.image
-    outputs = images * math.prod(found.window.outputs)
-    multiplied = float(channels) * (images * rows * columns * found.in_channels + outputs * found.out_channels)
-    rates = bound_rates(machine)
-    unit = unit_rate(rates, found.item)
-    return max(_moved(found) / rates.memory_bytes_per_cycle, multiplied / (machine.sms * unit), LATENCY)
-
-
-def _moved(found: InvertedResidual) -> float:
-    return float(sum(b.bytes for b in (*found.program.inputs, *found.program.outputs)))
-
-
-def time(shape: InvertedResidualTile, machine: GpuMachine) -> TimeTerm:
-    """Cycles of a launch by their terms."""
-    found, warps, rates = shape.block, math.prod(shape.expand), bound_rates(machine)
-    queue = -(-shape.tiles // machine.sms)
-    beside = min(shape.beside, queue)
-    waves = queue / beside
-    waves = math.ceil(waves) if waves < MANY else waves
-    phases = _products(shape, rates), _windows(shape, rates)
-    units, port, issue = (float(sum(limit)) for limit in zip(*(p[:3] for p in phases), strict=True))
-    copied = found.in_channels + found.out_channels + (shape.pixels if found.expand is None else 0)
-    limits = [
-        term(Resource.COMPUTE, units, 2.0 * units * unit_rate(rates, shape.item)),
-        term(Resource.SMEM, port),
-        term(Resource.ISSUE, issue),
-        term(Resource.L2, shape.item * shape.chunk * copied / rates.l2_bytes_per_cycle),
-    ]
-    # Barriers keep a block's phases apart, and a warp waits for itself: only blocks beside each other fill the gaps.
-    uneven = -(-warps // QUARTERS) * QUARTERS / warps
-    own = sum(max(uneven * p[0], p[1], uneven * p[2], p[3] * ALONE / warps) for p in phases)
-    chunk = serial([term(Resource.CHAIN, own), term(Resource.BARRIER, WAIT)])
-    moved = shape.item * (shape.pixels * found.in_channels + 2 * shape.outputs * found.out_channels)
-    ends = term(Resource.L2, moved / rates.l2_bytes_per_cycle)
-    busy = repeat(beside, serial([repeat(shape.channel_chunks, overlap(OVERLAP, limits)), ends]))
-    latency, exit_ = term(Resource.LATENCY, LATENCY), term(Resource.EPILOGUE, EXIT)
-    alone = serial([latency, repeat(shape.channel_chunks, chunk), ends, exit_])
-    wave = overlap(OVERLAP, (busy, alone))
-    total = per_sm(waves, wave, resident=beside, blocks=shape.tiles, sms=machine.sms)
-    memory = serial([term(Resource.DRAM, _moved(found) / rates.memory_bytes_per_cycle, _moved(found)), latency])
-    return overlap(OVERLAP, (total, memory))
-
-
-def cycles(shape: InvertedResidualTile, machine: GpuMachine) -> float:
-    """Estimated cycles of a launch."""
-    return time(shape, machine).value
-
-
-Counted = tuple[float, float, float, float]
-"""Cycles of a multiprocessor's tensor cores, shared memory and issue; instructions."""
-
-
-def _products(shape: InvertedResidualTile, rates: fit.Coefficients) -> Counted:
-    """Cycles of both GEMMs of a channel chunk."""
-    found, chunk, warps = shape.block, shape.chunk, math.prod(shape.expand)
-    pixels, outputs = (
-        ROW_TILE * shape.m_fragments_in * shape.expand[0],
-        ROW_TILE * shape.m_fragments_out * shape.project[0],
-    )
-    columns = shape.n_per_warp * shape.project[1]
-    multiplied = chunk * (pixels * shape.padded_in_channels + outputs * columns)
-    words = (
-        shape.expand[0] * chunk * shape.padded_in_channels + shape.pixels * chunk + shape.project[1] * outputs * chunk
-    )
-    words += shape.project[0] * chunk * columns + chunk * (shape.padded_in_channels + columns)
-    first, second = (
-        0 if s is None or s.item < WORD or found.program.buffer(s.buffer).tf32 else 4 for s in found.weights
-    )
-    issued = multiplied / (FRAGMENT * shape.lanes) + warps * AROUND
-    if found.expand is not None:
-        issued += pixels * chunk * (_steps(found.expand.phases[0]) + _FIT.expand_instructions / shape.lanes) / WARP
-    else:
-        issued += shape.pixels * shape.words / 4 * PIECE / WARP
-    issued += warps * (chunk / shape.expand[1] / 16) * shape.padded_in_channels / shape.step * (1 + first)
-    issued += warps * chunk / shape.step * (shape.m_fragments_out + shape.n_per_warp / 16 * (1 + second))
-    if not shape.held and shape.padded_in_channels:
-        words += shape.expand[1] * pixels * shape.padded_in_channels
-        issued += warps * shape.m_fragments_in * shape.padded_in_channels / shape.step
-    unit, port = unit_rate(rates, shape.item), rates.smem_bytes_per_cycle
-    return multiplied / unit, shape.item * words / port, issued / 4, issued
-
-
-def _windows(shape: InvertedResidualTile, rates: fit.Coefficients) -> Counted:
-    """Cycles of the depthwise stage of a channel chunk."""
-    found, groups = shape.block, shape.threads // shape.words
-    strips = -(-shape.strips // groups) * groups
-    covered, made, lanes = _covered(found, shape.strip), math.prod(shape.strip), shape.lanes
-    each = covered * (1 if lanes == 1 else 1 + lanes) + 2 * made
-    each += lanes * made * (len(found.window.taps) + _steps(found.window.phase))
-    words = shape.words * strips * (covered + made)
-    issued = shape.words * (strips * each + groups * AROUND) / WARP
-    return 0.0, WORD * words / rates.smem_bytes_per_cycle, issued / 4, issued
-
-
-def _steps(phase: Phase) -> float:
-    """Instructions per sum of the operations that follow it: bfloat16 is computed in pairs, and rounded with a ReLU."""
-    nodes = phase.exit.nodes
-    halves = sum(n.dtype == "bfloat16" and n.op in ("convert", "min", "max") for n in nodes)
-    relu = any(n.dtype == "bfloat16" and n.op == "max" for n in nodes)
-    skipped = ("acc", "load", "const", "widen")
-    return sum(n.op not in skipped and n.dtype != "bfloat16" for n in nodes) + (halves - relu) / 2

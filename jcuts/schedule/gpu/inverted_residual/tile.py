@@ -29,28 +29,16 @@ import numpy as np
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.patterns.gemm import GemmOperand
 from jcuts.lower.patterns.inverted_residual import InvertedResidual, Place, match_inverted_residual
+from jcuts.schedule.gpu.b2b_gemm.pair_tile import BANKS, COLUMN_TILE, HELD, ROW_TILE, WORD, GemmPairTile, aligned
+from jcuts.schedule.gpu.machine import WARP
 
-WARP = 32
-BANKS = 32
-"""Banks of shared memory."""
-WORD = 4
-"""Bytes of a bank's word."""
-ROW_TILE = 16
-"""Rows that fragments are read for at once."""
-COLUMN_TILE = 16
-"""Columns that fragments are read for at once."""
-STEP = 32
-"""Bytes along K of an instruction."""
 MOST_DEALT = 16
 """Groups of threads whose strips have an order of their own: one constant of 64 bits."""
-HELD = 40
-"""Most registers of a lane's share of the input pixels."""
 
 
 @dataclass(frozen=True)
-class InvertedResidualTile:
+class InvertedResidualTile(GemmPairTile):
     """Block tile of the fused inverted residual.
 
     Attributes:
@@ -74,26 +62,6 @@ class InvertedResidualTile:
     strip: Place
     held: bool = False
     beside: int = 1
-
-    @property
-    def item(self) -> int:
-        """Bytes of an operand element."""
-        return self.block.item
-
-    @property
-    def step(self) -> int:
-        """k of an instruction."""
-        return STEP // self.item
-
-    @property
-    def lanes(self) -> int:
-        """Channels per thread in the depthwise stage: one 32-bit word of them."""
-        return WORD // self.item
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return WARP * math.prod(self.expand)
 
     @property
     def fits(self) -> bool:
@@ -176,42 +144,6 @@ class InvertedResidualTile:
         """Output pixels of a tile."""
         return self.images * self.rows * self.columns
 
-    # -- fragments ----------------------------------------------------------------------------------------------
-    @property
-    def m_fragments_in(self) -> int:
-        """Fragments of 16 input pixels per warp."""
-        return -(-self.pixels // (ROW_TILE * self.expand[0]))
-
-    @property
-    def m_fragments_out(self) -> int:
-        """Fragments of 16 output pixels per warp."""
-        return -(-self.outputs // (ROW_TILE * self.project[0]))
-
-    @property
-    def n_per_warp(self) -> int:
-        """Output channels per warp."""
-        return -(-self.block.out_channels // (COLUMN_TILE * self.project[1])) * COLUMN_TILE
-
-    @property
-    def padded_in_channels(self) -> int:
-        """Input channels, zero padding included."""
-        return -(-self.block.in_channels // self.step) * self.step
-
-    @property
-    def channel_chunks(self) -> int:
-        """Number of channel chunks."""
-        return -(-self.block.expanded_channels // self.chunk)
-
-    @property
-    def input_registers(self) -> int:
-        """Registers of a lane for a warp's input pixels."""
-        return self.m_fragments_in * self.padded_in_channels * self.item // 8
-
-    @property
-    def words(self) -> int:
-        """32-bit words of a channel chunk."""
-        return self.chunk * self.item // WORD
-
     @property
     def strips(self) -> int:
         """Strips of outputs per tile and channel."""
@@ -262,11 +194,6 @@ class InvertedResidualTile:
 
     # -- shared memory --------------------------------------------------------------------------------------------
     @property
-    def input_pitch(self) -> int:
-        """Elements from one input pixel to the next: 16 bytes of padding."""
-        return self.padded_in_channels + 16 // self.item
-
-    @property
     def patch_pitch(self) -> int:
         """Elements from one patch pixel to the next: fragment stores have no bank conflicts."""
         if self.item < WORD:
@@ -283,16 +210,12 @@ class InvertedResidualTile:
     @cached_property
     def sizes(self) -> tuple[int, int, int, int, int]:
         """Bytes of input, a chunk of either GEMM's weights, patch, depthwise results."""
-        first, second = self.block.weights
         elements = (
-            0 if first is None else self.m_fragments_in * self.expand[0] * ROW_TILE * self.input_pitch,
-            0 if first is None else _weights(first, self.chunk, self.padded_in_channels),
-            _weights(second, self.n_per_warp * self.project[1], self.chunk),
             self.images * math.prod(self.patch) * self.patch_pitch,
             self.m_fragments_out * self.project[0] * ROW_TILE * self.projected_pitch,
         )
-        down, up, back, patch, deep = (-(-self.item * count // 128) * 128 for count in elements)
-        return down, up, back, patch, deep
+        patch, deep = (aligned(self.item * count) for count in elements)
+        return *self.operand_bytes, patch, deep
 
     @property
     def patches(self) -> int:
@@ -300,29 +223,11 @@ class InvertedResidualTile:
         return self.weight_stages if self.block.expand is None else 1
 
     @property
-    def weight_stages(self) -> int:
-        """Pipeline stages of weight chunks."""
-        return min(2, self.channel_chunks)
-
-    @property
     def shared(self) -> int:
         """Bytes of shared memory of a thread block."""
         first, _, _, patch, deep = self.sizes
         later = self.patches * patch + deep
         return self.weights + (max(first, later) if self.held else first + later)
-
-    @property
-    def weights(self) -> int:
-        """Bytes of both GEMMs' weights in shared memory, all stages."""
-        return self.weight_stages * sum(self.sizes[1:3])
-
-
-def _weights(side: GemmOperand, size: int, terms: int) -> int:
-    """Elements of a tile of weights, as `codegen.cuda.gemm.smem_tile` lays it out."""
-    lines, length = (size, terms) if side.along_terms else (terms, size)
-    words = length * side.item // WORD
-    apart = (4 - words) % 8 if side.along_terms or side.item < WORD else (8 - words) % BANKS
-    return lines * (length + apart * WORD // side.item)
 
 
 def shape_of(program: Program) -> InvertedResidualTile | None:

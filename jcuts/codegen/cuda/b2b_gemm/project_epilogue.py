@@ -1,14 +1,14 @@
-"""Epilogue of the project GEMM of the fused inverted residual: exit graph on the accumulators, predicated stores."""
+"""Epilogue of the second of two fused GEMMs: exit graph on the accumulators, predicated stores."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
+from jcuts.codegen.cuda.b2b_gemm.loads import RowPlaces
 from jcuts.codegen.cuda.gemm.epilogue import Totals
 from jcuts.codegen.cuda.gemm.smem_tile import SmemTile, lane_columns
 from jcuts.codegen.cuda.graph.node_emitter import Emitter, store_all
-from jcuts.codegen.cuda.inverted_residual.tile_coords import TileCoordinates
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.llvm import elementwise as E
 from jcuts.codegen.llvm import lanes as L
@@ -16,15 +16,15 @@ from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import Buffer, Phase, Store
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS
-from jcuts.schedule.gpu.inverted_residual.tile import ROW_TILE, InvertedResidualTile
+from jcuts.schedule.gpu.b2b_gemm.pair_tile import ROW_TILE, GemmPairTile
 
 _HELD = "held"  # axis: the first column of those that one access takes
 
 
 def store_epilogue(
     frame: M.Frame,
-    shape: InvertedResidualTile,
-    place: TileCoordinates,
+    shape: GemmPairTile,
+    place: RowPlaces,
     tile: SmemTile,
     buffers: Mapping[str, Buffer],
     lane: L.Value,
@@ -43,7 +43,7 @@ def store_epilogue(
     pixels, extents = phase.ranges()[ROWS], phase.ranges()
     reach = shape.n_per_warp * shape.project[1] - max(o for two in offsets for o in two)
     variables, ranges = {COLUMNS: first}, {COLUMNS: reach}
-    inside: list[L.Value] = []
+    inside: list[L.Value | None] = []
     for number in range(2 * shape.m_fragments_out):
         at = builder.add(row, L.I32(ROW_TILE // 2 * number))
         variables[f"{ROWS}{number}"], held = place.of_output(at)
@@ -76,8 +76,11 @@ def store_epilogue(
             groups.append((number, start, rows))
     emitter.vectorize_loads(made for *_, rows in groups for _, _, made in rows)
     for number, start, rows in groups:
-        beyond = M.condition(frame, (Guard(Index.axis(COLUMNS) + start, None, extents[COLUMNS] - 1),))
-        frame.live = inside[number] if beyond is None else builder.and_(inside[number], beyond)
+        live, beyond = (
+            inside[number],
+            M.condition(frame, (Guard(Index.axis(COLUMNS) + start, None, extents[COLUMNS] - 1),)),
+        )
+        frame.live = beyond if live is None else live if beyond is None else builder.and_(live, beyond)
         store_all(emitter, rows)
 
 

@@ -1,26 +1,26 @@
-"""Expand stage of the fused inverted residual: 1x1 GEMM with its epilogue into the shared-memory patch, or a plain
-copy.
-"""
+"""Expand stage of two fused GEMMs: the first GEMM of a chunk of hidden columns, its epilogue into shared memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from jcuts.codegen.cuda.b2b_gemm.loads import InputLoader, RowPlaces, WeightLoader
+from jcuts.codegen.cuda.b2b_gemm.mid_epilogue import MidEpilogue
 from jcuts.codegen.cuda.gemm.epilogue import Totals
 from jcuts.codegen.cuda.gemm.smem_tile import FragmentReader, SmemTile, lane_columns
-from jcuts.codegen.cuda.inverted_residual.loads import ChannelChunkLoader, InputLoader, WeightLoader
-from jcuts.codegen.cuda.inverted_residual.mid_epilogue import MidEpilogue
-from jcuts.codegen.cuda.inverted_residual.tile_coords import TileCoordinates
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.ptx.shuffle import WARP
+from jcuts.codegen.llvm import elementwise as E
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.program import Buffer
 from jcuts.lower.patterns.gemm import COLUMNS, TYPES
-from jcuts.schedule.gpu.inverted_residual.tile import ROW_TILE, STEP, InvertedResidualTile
+from jcuts.schedule.gpu.b2b_gemm.pair_tile import ROW_TILE, STEP, GemmPairTile
 
 EIGHT = 8
+Run = tuple[int, list[list[E.Lanes]]]
+"""Neighbouring columns of a lane: offset of the first, and of each the values of all rows."""
 
 
 class ExpandGemm:
@@ -29,8 +29,8 @@ class ExpandGemm:
     def __init__(
         self,
         frame: M.Frame,
-        shape: InvertedResidualTile,
-        place: TileCoordinates,
+        shape: GemmPairTile,
+        place: RowPlaces,
         thread: L.Value,
         places: tuple[L.Value, L.Value, L.Value],
         buffers: Mapping[str, Buffer],
@@ -78,7 +78,7 @@ class ExpandGemm:
 
     def ahead(self, first: L.Value, odd: L.Value) -> None:
         """Prefetches the channel chunk that begins at ``first``."""
-        stage = self.builder.mul(odd, L.I32(self.shape.sizes[1]))
+        stage = self.builder.mul(odd, L.I32(self.shape.operand_bytes[1]))
         self.copier.fetch(first, stage, L.I32(self.shape.block.in_channels))
 
     def arrived(self) -> None:
@@ -95,16 +95,9 @@ class ExpandGemm:
         return L.I32(0)
 
     def compute(self, first: L.Value, odd: L.Value) -> None:
-        """Computes a channel chunk of all pixels, with the epilogue, into the patch."""
-        builder, shape = self.builder, self.shape
-        stage = builder.mul(odd, L.I32(shape.sizes[1]))
-        sums: Totals = [[[L.F32(0.0)] * 4 for _ in range(self.tile.warp // EIGHT)] for _ in range(shape.m_fragments_in)]
-        for step in range(shape.padded_in_channels // shape.step):
-            rows = self.held[step] if self.held is not None else self._pixels(step)
-            columns = self.fragments.read(stage, step * shape.step)
-            for i, row in enumerate(rows):
-                for j, column in enumerate(columns):
-                    sums[i][j] = ptx_mma.mma_sync(builder, self.kind, row, column, sums[i][j])
+        """Computes the chunk of hidden columns from ``first`` on, with the epilogue, into the patch."""
+        builder = self.builder
+        sums = self._products(builder.mul(odd, L.I32(self.shape.operand_bytes[1])))
         factor, offsets = lane_columns(self.tile)
         mine = builder.add(self.column, builder.mul(builder.and_(self.lane, L.I32(3)), L.I32(factor)))
         runs = _runs(offsets)
@@ -116,6 +109,24 @@ class ExpandGemm:
                 for run in runs
             ],
         )
+        columns = [run[0][0] for run in runs]
+        self.store(first, odd, mine, [*zip(columns, values, strict=True)])
+
+    def _products(self, stage: L.Value) -> Totals:
+        """The sums of a chunk, whose weights are in a stage (byte offset)."""
+        builder, shape = self.builder, self.shape
+        sums: Totals = [[[L.F32(0.0)] * 4 for _ in range(self.tile.warp // EIGHT)] for _ in range(shape.m_fragments_in)]
+        for step in range(shape.padded_in_channels // shape.step):
+            rows = self.held[step] if self.held is not None else self._pixels(step)
+            columns = self.fragments.read(stage, step * shape.step)
+            for i, row in enumerate(rows):
+                for j, column in enumerate(columns):
+                    sums[i][j] = ptx_mma.mma_sync(builder, self.kind, row, column, sums[i][j])
+        return sums
+
+    def store(self, first: L.Value, odd: L.Value, mine: L.Value, runs: Sequence[Run]) -> None:
+        """Stores a chunk's values. Args: mine: this lane's first column in the chunk; runs: of neighbouring columns."""
+        builder, shape = self.builder, self.shape
         targets = []
         for place in self.rows:
             target = builder.add(builder.mul(place, L.I32(shape.patch_pitch)), mine)
@@ -130,9 +141,9 @@ class ExpandGemm:
             inside = None
             if bits is not None:
                 inside = builder.icmp_unsigned("!=", builder.and_(bits, L.I32(1 << number)), L.I32(0))
-            for run, found in zip(runs, values, strict=True):
-                words = self.chain.words([column[number] for column in found])
-                ptx_mma.write_words(builder, target, shape.item * (offset + run[0][0]), words, inside)
+            for column, found in runs:
+                words = self.chain.words([values[number] for values in found])
+                ptx_mma.write_words(builder, target, shape.item * (offset + column), words, inside)
 
     def _pixels(self, step: int) -> list[list[L.Value]]:
         """A fragments of the input pixels."""
@@ -143,40 +154,6 @@ class ExpandGemm:
             rounds = shape.held and self.kind == "tf32"
             found.append([ptx_mma.to_tf32(self.builder, w) for w in words] if rounds else words)
         return found
-
-
-class DirectLoad:
-    """Replacement of the expand GEMM where there is none: chunks of an operand's channels, copied one ahead."""
-
-    def __init__(
-        self, frame: M.Frame, shape: InvertedResidualTile, place: TileCoordinates, thread: L.Value, patch: L.Value
-    ) -> None:
-        self.shape, self.builder = shape, frame.builder
-        self.copier = ChannelChunkLoader(frame, shape, place, thread, patch)
-
-    def start(self) -> None:
-        """No copy: the patches must be cleared first."""
-
-    def arrived(self) -> None:
-        """Called when this thread has cleared its part of the patches."""
-        ptx_mma.barrier(self.builder)
-        self.ahead(L.I32(0), L.I32(0))
-        ptx_mma.cp_async_commit(self.builder)
-        ptx_mma.cp_async_wait(self.builder, 0)
-
-    def hold(self) -> None:
-        """No-op: nothing stays in registers."""
-
-    def ahead(self, first: L.Value, odd: L.Value) -> None:
-        """Prefetches the channel chunk that begins at ``first``."""
-        self.copier.start(first, self.source(odd))
-
-    def source(self, odd: L.Value) -> L.Value:
-        """Byte offset of a chunk's patch."""
-        return self.builder.mul(odd, L.I32(self.shape.sizes[3]))
-
-    def compute(self, first: L.Value, odd: L.Value) -> None:
-        """No-op: the copy has put the chunk into the patch."""
 
 
 def left_fragments(builder: GpuBuilder, lane: L.Value, shared: L.Value, row: L.Value, pitch: int) -> L.Value:

@@ -1,4 +1,4 @@
-"""Element-wise operations between the GEMMs of the fused inverted residual (norm, ReLU6), vectors along channels."""
+"""Element-wise operations between two fused GEMMs (bias, GELU, norm, ReLU6), vectors along the hidden dimension."""
 
 from __future__ import annotations
 

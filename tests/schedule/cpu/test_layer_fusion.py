@@ -198,6 +198,7 @@ def test_a_machine_with_a_smaller_cache_gets_smaller_tiles():
     "fn, shapes, reason",
     [
         (lambda x, a, b: (x @ a, relu(x @ a) @ b), [(8, 8), (8, 8), (8, 8)], "layers"),
+        (lambda x, a, b: (y := relu(x @ a), y @ b), [(8, 8), (8, 8), (8, 8)], "needed elsewhere"),
         (lambda x, a, b: (x @ a) @ b + jnp.sum(x), [(8, 8), (8, 8), (8, 8)], "no chain"),
         (lambda x, a: max_pool(max_pool(x)) * a, [(1, 16, 16, 8), (8,)], "no chain"),
         (lambda x, a: x @ a, [(8, 8), (8, 8)], "1 layers"),

@@ -16,7 +16,7 @@ DEMO_STAMP := $(VENV)/.jcuts-demo-$(KEY)
 CUDA_STAMP := $(VENV)/.jcuts-cuda-$(KEY)
 # Tests of generated CUDA code need its compilers, not a GPU.
 CUDA_TESTS := tests/codegen tests/differential/test_on_gpu.py tests/schedule/gpu/warp_specialized/test_schedules.py tests/pipeline/test_offline_ranking.py \
-  tests/pipeline/test_inplace_update.py tests/tune/parent/test_extra_kernels.py
+  tests/pipeline/test_inplace_update.py tests/tune/parent/test_extra_kernels.py tests/tune/hardware/test_gpu_machine.py
 
 .PHONY: help test test-cuda slow demo lint unit native clean
 

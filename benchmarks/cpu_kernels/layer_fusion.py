@@ -43,7 +43,8 @@ from jcuts.xla.cpu_ffi_call import call_kernel  # noqa: E402
 from jcuts.xla.kernel_cache import kernel_for  # noqa: E402
 
 CANDIDATES = 8
-QUICK, ROUNDS = 3, 15
+QUICK = 3
+ROUNDS = 15
 BATCHES = (1, 8)
 Call = Callable[[], Any]
 RNG = np.random.default_rng(0)

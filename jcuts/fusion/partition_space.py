@@ -33,6 +33,7 @@ from jcuts.fusion.greedy import MAX_SUBSET
 from jcuts.fusion.match_b2b_gemm import lower_region_or_b2b_gemm
 from jcuts.fusion.move_epilogue import CHEAP
 from jcuts.fusion.partition_search import Limits, grow_subsets
+from jcuts.fusion.region_group import only_reader
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
 from jcuts.lower.layer_fusion import TEMPLATE as LAYERS
 from jcuts.lower.layer_fusion import lower_region_or_layers
@@ -304,7 +305,9 @@ def explore(graph: TensorGraph, incumbent: Incumbent, options: SpaceOptions = CP
         kept.add(members)
     for members in _chained_regions(graph, greedy, fixed):
         numbers = frozenset(min(atom) for atom in atoms if atom <= members)
-        kept |= {members} if expand(numbers) == members and mergeable(numbers) is True and cost(numbers) else set()
+        if expand(numbers) == members and mergeable(numbers) is True:
+            cost(numbers)
+            kept.add(members)
     space.estimates = {s: t for s, t in space.estimates.items() if s in kept}
     space.programs = {s: p for s, p in space.programs.items() if s in kept}
     space.truncated = growth.truncated
@@ -313,13 +316,9 @@ def explore(graph: TensorGraph, incumbent: Incumbent, options: SpaceOptions = CP
 
 def _chained_regions(graph: TensorGraph, greedy: Sequence[NodeSet], fixed: frozenset[NodeSet]) -> list[NodeSet]:
     """Two or three regions of the incumbent in a row, each the only reader of the one before: candidates of layers."""
-    owner = {n: members for members in greedy if members not in fixed for n in members}
-    after: dict[NodeSet, NodeSet] = {}
-    for members in dict.fromkeys(owner.values()):
-        made = [graph.tensors[t] for t in graph.subset_outputs(members)]
-        readers = {owner.get(user, frozenset()) for t in made for user in t.users if user not in members}
-        if len(made) == len(readers) == 1 and not made[0].escapes and (reader := readers.pop()):
-            after[members] = reader
+    regions = [members for members in greedy if members not in fixed]
+    readers = {members: only_reader(graph, members, regions) for members in regions}
+    after = {members: reader for members, reader in readers.items() if reader is not None}
     return [*(a | b for a, b in after.items()), *(a | b | after[b] for a, b in after.items() if b in after)]
 
 

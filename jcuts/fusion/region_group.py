@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from jcuts.fusion.dag import NodeSet
@@ -30,7 +30,7 @@ class RegionGroup:
         return frozenset(m for members, _ in self.parts for m in members)
 
 
-def only_reader(graph: TensorGraph, members: NodeSet, cover: Mapping[NodeSet, Program]) -> NodeSet | None:
+def only_reader(graph: TensorGraph, members: NodeSet, cover: Iterable[NodeSet]) -> NodeSet | None:
     """The only region that reads the one result of another."""
     made = graph.subset_outputs(members)
     users = set(graph.tensors[made[0]].users) - members if len(made) == 1 else set()

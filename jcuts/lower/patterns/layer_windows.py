@@ -46,7 +46,7 @@ def match_layers(program: Program) -> tuple[LayerLink, ...] | Refusal:
             return Refusal("layers", "a layer with several results")
         (store,) = before.stores
         shape = program.buffer(store.buffer).shape
-        place = tensor_index(store.address, shape, before.ranges())
+        place = tensor_index(store.address, shape)
         if place is None:
             return Refusal("layers", "a result that is not stored dimension by dimension")
         writes = []
@@ -88,26 +88,24 @@ def _single_axis(index: Index) -> str | None:
 def proven_place(node: Node, shape: Sequence[int], ranges: Ranges) -> Place | None:
     """Where a load reads, if its range or its guards keep every dimension's index inside."""
     assert node.index is not None
-    place = tensor_index(node.index, shape, ranges)
+    place = tensor_index(node.index, shape)
     if place is None:
         return None
     for index, extent in zip(place, shape, strict=True):
         low, high = index.bounds(ranges)
-        for guard in node.guards:
-            shift = guard.index - index
-            if not shift.terms:
-                low = low if guard.low is None else max(guard.low - shift.const, guard.low if low is None else low)
-                high = (
-                    high
-                    if guard.high is None
-                    else min(guard.high - shift.const, guard.high - shift.const if high is None else high)
-                )
+        shifts = [(guard, shift.const) for guard in node.guards if not (shift := guard.index - index).terms]
+        low = max(
+            (n for n in (low, *(g.low - c for g, c in shifts if g.low is not None)) if n is not None), default=None
+        )
+        high = min(
+            (n for n in (high, *(g.high - c for g, c in shifts if g.high is not None)) if n is not None), default=None
+        )
         if low is None or high is None or low < 0 or high >= extent:
             return None
     return place
 
 
-def tensor_index(address: Index, shape: Sequence[int], ranges: Ranges) -> Place | None:
+def tensor_index(address: Index, shape: Sequence[int]) -> Place | None:
     """A flat row-major address as one index per dimension; None where its terms do not tell the dimensions apart.
 
     Every term belongs to the outermost dimension whose stride divides it; the constant is decomposed to the nearest
@@ -126,10 +124,6 @@ def tensor_index(address: Index, shape: Sequence[int], ranges: Ranges) -> Place 
     left = address.const
     for d in used:
         count = left if d == used[-1] else (2 * left + strides[d]) // (2 * strides[d])
-        if d == used[-1]:
-            if left % strides[d]:
-                return None
-            count = left // strides[d]
         found[d] = found[d] + count
         left -= count * strides[d]
     return tuple(found) if not left else None

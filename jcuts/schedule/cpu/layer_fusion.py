@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.index import Index
-from jcuts.kernel_ir.loop_transforms import collapse_axes
+from jcuts.kernel_ir.loop_transforms import collapse_axes, map_indices
 from jcuts.kernel_ir.node import Graph, Guard, Node
-from jcuts.kernel_ir.program import Acc, Axis, Buffer, Grid, Phase, Program, Store
+from jcuts.kernel_ir.program import ITEM_SIZE, Acc, Axis, Buffer, Grid, Phase, Program, Store
 from jcuts.lower.patterns.layer_windows import (
     LayerLink,
     TiledLayer,
@@ -83,7 +83,7 @@ def tile_program(
     ranges = program.phases[-1].ranges()
     serial = tuple(Axis(tile_number(a), -(-ranges[a] // size)) for a, size in tiling.tiles)
     elements = {
-        link.buffer: local_elements(layer.result, program.buffer(link.buffer).bytes // program.buffer(link.buffer).size)
+        link.buffer: local_elements(layer.result, ITEM_SIZE[program.buffer(link.buffer).dtype])
         for link, layer in zip(links, layers, strict=False)
         if layer.result is not None
     }
@@ -103,10 +103,16 @@ def tile_program(
         phases.append(replace(halo, name=f"{halo.name}{HALO}", once=(serial[-1].name,)))
         phases.append(_layer_phase(program, phase, layer, before, into, serial, {axis: (kept, new)}))
         shifts.append(_shift(program.buffer(into.buffer), layer.result, moved, serial))
-    split = dict(tiling.split)
-    grid = tuple(Grid(a.name, a.extent, split.get(a.name, a.extent)) for a in serial)
+    grid = tuple(Grid(a.name, a.extent, a.extent) for a in serial)
     names = tuple(a.name for a in serial)
-    return replace(program, buffers=buffers, grid=grid, serial=names, phases=(*phases, *shifts))
+    tiled = replace(program, buffers=buffers, grid=grid, serial=names, phases=(*phases, *shifts))
+    return split_tiles(tiled, tiling)
+
+
+def split_tiles(program: Program, tiling: LayerTiling) -> Program:
+    """A tiled program with the tiling's tiles per task; all in one task along axes that it does not split."""
+    split = dict(tiling.split)
+    return replace(program, grid=tuple(Grid(g.axis, g.extent, split.get(g.axis, g.extent)) for g in program.grid))
 
 
 def _kept_dimension(window: Window) -> int | None:
@@ -138,7 +144,7 @@ def _layer_phase(
     where = {a: index.substitute(shift, whole).substitute(single, whole) for a, index in layer.where.items()}
     placed = replace(layer, where=where)
     guards = outside(placed, ranges)
-    change = _Substitution(program, phase.ranges(), where, ranges, guards, before)
+    change = _Substitution(program, where, ranges, guards, before)
     body, numbers = change.graph(phase.body)
     accs = tuple(Acc(a.combine, a.dtype, tuple(numbers[v] for v in a.values), a.index_dtype) for a in phase.accs)
     exit_, values = change.graph(phase.exit)
@@ -151,7 +157,7 @@ def _layer_phase(
         buffer = program.buffer(into.buffer)
         address = Index()
         for name, start, stride in zip(
-            into.writes, layer.result.start, local_strides(layer.result, buffer.bytes // buffer.size), strict=True
+            into.writes, layer.result.start, local_strides(layer.result, ITEM_SIZE[buffer.dtype]), strict=True
         ):
             if name:
                 address = address + (where.get(name, Index.axis(name)) - start) * stride
@@ -164,7 +170,6 @@ class _Substitution:
     """Rewrites the graphs of a layer for its tile."""
 
     program: Program
-    old: Mapping[str, int]
     where: Mapping[str, Index]
     ranges: Mapping[str, int]
     guards: Sequence[Guard]
@@ -207,18 +212,17 @@ class _Substitution:
         """Where the window of the result before has what a load reads."""
         assert self.before is not None and node.index is not None
         link, layer = self.before
-        place, window = tensor_index(node.index, link.shape, self.old), layer.result
+        place, window = tensor_index(node.index, link.shape), layer.result
         assert place is not None and window is not None
-        size = self.program.buffer(link.buffer).bytes // self.program.buffer(link.buffer).size
         total = Index()
-        for index, start, stride in zip(place, window.start, local_strides(window, size), strict=True):
+        for index, start, stride in zip(place, window.start, local_strides(window, ITEM_SIZE[node.dtype]), strict=True):
             total = total + (index.substitute(self.where, self.ranges) - start) * stride
         return total
 
 
 def _shift(buffer: Buffer, window: Window, moved: int, serial: Sequence[Axis]) -> Phase:
     """Moves what the next window needs to the front of the local buffer."""
-    strides = local_strides(window, buffer.bytes // buffer.size)
+    strides = local_strides(window, ITEM_SIZE[buffer.dtype])
     extents = [window.overlap[moved] if d == moved else n for d, n in enumerate(window.size)]
     axes = tuple(Axis(f"k{d}", n) for d, n in enumerate(extents) if n > 1)
     to = Index()
@@ -257,22 +261,9 @@ def first_tile(program: Program, phase: Phase) -> Program:
     inside = tuple(a for a in phase.axes if a.name not in zero)
     ranges = {a.name: a.extent for a in (*inside, *phase.reds)}
 
-    def graph(old: Graph) -> tuple[Graph, dict[int, int]]:
-        new, numbers = Graph(), {}
-        for number, node in enumerate(old.nodes):
-            index = None if node.index is None else node.index.substitute(zero, ranges).renumber(numbers)
-            guards = tuple(
-                Guard(g.index.substitute(zero, ranges).renumber(numbers), g.low, g.high) for g in node.guards
-            )
-            args = tuple(numbers[a] for a in node.args)
-            numbers[number] = new.add(replace(node, args=args, index=index, guards=guards))
-        return new, numbers
-
-    body, numbers = graph(phase.body)
-    exit_, values = graph(phase.exit)
-    accs = tuple(replace(a, values=tuple(numbers[v] for v in a.values)) for a in phase.accs)
-    stores = tuple(Store(s.buffer, s.address.substitute(zero, ranges), values[s.value], ()) for s in phase.stores)
-    alone = replace(phase, axes=inside, body=body, exit=exit_, accs=accs, stores=stores, once=(), last=(), when="")
+    alone = map_indices(phase, lambda index: index.substitute(zero, ranges))
+    stores = tuple(replace(s, guards=()) for s in alone.stores)
+    alone = replace(alone, axes=inside, stores=stores, once=(), last=(), when="")
     return replace(program, grid=(), serial=(), phases=(alone,))
 
 

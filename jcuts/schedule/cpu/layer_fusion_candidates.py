@@ -17,6 +17,7 @@ from jcuts.schedule.cpu.layer_fusion import (
     LayerTiling,
     local_bytes,
     schedule_phases,
+    split_tiles,
     tile_program,
     windows,
 )
@@ -31,6 +32,8 @@ EVEN_SHARES = (1, 2, 3, 4, 6, 8)
 """Tiles per thread of tiles that leave every thread as many."""
 PER_AXIS = 3
 """Tilings of each axis that are kept."""
+Tiled = tuple[LayerTiling, Program]
+"""A tiling, and the program in these tiles."""
 
 
 def schedules(program: Program, machine: Machine, limit: int) -> list[tuple[Program, float]]:
@@ -42,7 +45,7 @@ def schedules(program: Program, machine: Machine, limit: int) -> list[tuple[Prog
     lanes = loop_candidates.lanes_of(program, machine)
     for tilings in _tilings(program, links, machine):
         chosen = _RegisterTiles(machine, lanes)
-        made = [_scheduled(program, links, tiling, chosen) for tiling in tilings]
+        made = [_scheduled(program, tiling, tiled, chosen) for tiling, tiled in tilings]
         kept += sorted(((p, _score(p, machine)) for p in made), key=_order)[:PER_AXIS]
     return sorted(kept, key=_order)[:limit]
 
@@ -51,18 +54,18 @@ def _order(item: tuple[Program, float]) -> tuple[float, str]:
     return -item[1], str(item[0].params)
 
 
-def _tilings(program: Program, links: Sequence[LayerLink], machine: Machine) -> Iterator[list[LayerTiling]]:
+def _tilings(program: Program, links: Sequence[LayerLink], machine: Machine) -> Iterator[list[Tiled]]:
     """For each axis of the last layer tiles of it, large ones first, with one point of the axes outside it.
 
     Where no windows fit the cache, the smallest ones.
     """
     extents = program.phases[-1].ranges()
     axes = movable_axes(program, links)
-    beyond: LayerTiling | None = None
+    beyond: Tiled | None = None
     fitting = False
     for depth, cut in enumerate(axes):
-        fits: dict[int, tuple[int, LayerTiling]] = {}
-        smallest: LayerTiling | None = None
+        fits: dict[int, tuple[int, Tiled]] = {}
+        smallest: Tiled | None = None
         even = {-(-extents[cut] // (machine.threads * n)) for n in EVEN_SHARES}
         for size in sorted({min(t, extents[cut]) for t in TILES} | even):
             tiling = LayerTiling((*((a, 1) for a in axes[:depth]), (cut, size)))
@@ -77,8 +80,9 @@ def _tilings(program: Program, links: Sequence[LayerLink], machine: Machine) -> 
                 break
             halo = any(any(layer.result.overlap) for layer in layers if layer.result is not None)
             tiling = replace(tiling, split=_split(made, machine, halo))
-            smallest = smallest or tiling
-            fits.update({k: (size, tiling) for k, most in enumerate(CACHE_SHARES) if share <= most})
+            tiled = tiling, split_tiles(made, tiling)
+            smallest = smallest or tiled
+            fits.update({k: (size, tiled) for k, most in enumerate(CACHE_SHARES) if share <= most})
         found = dict(fits.values())
         beyond, fitting = smallest or beyond, fitting or bool(found)
         yield [found[size] for size in sorted(found, reverse=True)]
@@ -119,10 +123,9 @@ class _RegisterTiles:
         return loop_schedule.apply(part, known).phases[0]
 
 
-def _scheduled(program: Program, links: Sequence[LayerLink], tiling: LayerTiling, chosen: _RegisterTiles) -> Program:
-    layers = windows(program, links, tiling)
-    assert not isinstance(layers, Refusal)
-    made = schedule_phases(tile_program(program, links, layers, tiling), chosen.lanes, chosen.choose)
+def _scheduled(program: Program, tiling: LayerTiling, tiled: Program, chosen: _RegisterTiles) -> Program:
+    """Args: tiled: the program in these tiles."""
+    made = schedule_phases(tiled, chosen.lanes, chosen.choose)
     unroll = tuple(tuple((a.name, a.unroll) for a in p.axes if a.unroll > 1) for p in made.phases)
     params = (
         ("lanes", chosen.lanes),

@@ -73,9 +73,9 @@ def random_layers(seed: int) -> tuple[Callable[..., Any], list[np.ndarray]]:
         made, channels = layer(channels)
         layers += [made, element(channels)]
         if rng.random() < 0.15:
-            layers.append(pick(lambda x, args: jnp.swapaxes(x, 0, 1), lambda x, args: x.reshape(-1, x.shape[-1])[:, :]))
-            if not is_image or rng.random() < 0.5:
-                layers.pop()
+            moved = pick(lambda x, args: jnp.swapaxes(x, 0, 1), lambda x, args: x.reshape(-1, x.shape[-1]))
+            if is_image and rng.random() >= 0.5:
+                layers.append(moved)
 
     def fn(*args: Any) -> Any:
         x = args[0]

@@ -400,15 +400,18 @@ def _divides_factors(closed: Any, var: Any) -> bool:
 
 
 def _meets_padding(closed: Any, var: Any) -> bool:
-    """Is this input a convolution's filter whose products with padding are left out by some algorithms?
+    """Is a convolution's filter, whose products with padding are left out by some algorithms, made of this input?
 
     Zero times an infinite number is NaN: such filters tell algorithms apart that XLA chooses between by time.
     """
+    reached = {var}
     for eqn in closed.jaxpr.eqns:
-        if eqn.primitive.name == "conv_general_dilated" and any(a is var for a in eqn.invars[1:]):
+        atoms = [not hasattr(a, "val") and a in reached for a in eqn.invars]
+        if eqn.primitive.name == "conv_general_dilated" and any(atoms[1:]):
             holes = any(d != 1 for d in eqn.params["lhs_dilation"])
             if holes or any(n != 0 for pair in eqn.params["padding"] for n in pair):
                 return True
+        reached.update(eqn.outvars if any(atoms) else ())
     return False
 
 

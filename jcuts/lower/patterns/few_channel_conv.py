@@ -21,7 +21,7 @@ from jcuts.kernel_ir.index import Index, unflatten
 from jcuts.kernel_ir.loop_transforms import map_indices
 from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program, Red
-from jcuts.lower.patterns.gemm import COLUMNS, LEAST_TERMS, ROWS, TYPES, K, _factors
+from jcuts.lower.patterns.gemm import COLUMNS, LEAST_TERMS, ROWS, TYPES, K, _factors, _is_plain
 
 MOST_TERMS = 320
 """Largest K whose filters a block may hold in shared memory; it is unrolled."""
@@ -140,6 +140,8 @@ def _operands(phase: Phase) -> tuple[Node, Node] | None:
     columns = [a.name for a in phase.axes if phase.stores[0].address.stride(a.name) == 1]
     if loads is None or len(columns) != 1 or loads[0].dtype not in TYPES:
         return None
+    if not all(_is_plain(phase.body, n) for n in phase.body.nodes[phase.accs[0].values[0]].args):
+        return None  # a prologue: patches are copied as they are
     image, filters = loads if loads[0].index is not None and columns[0] not in loads[0].index.axes() else loads[::-1]
     assert image.index is not None and filters.index is not None
     if columns[0] in image.index.axes() or filters.guards or any(s.guards for s in phase.stores):

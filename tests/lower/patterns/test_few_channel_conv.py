@@ -87,6 +87,17 @@ REFUSED = {
         zeros(16, 3, 3, 3),
     ),
     "prologue": (lambda x, w: conv(jnp.abs(x), w), zeros(1, 9, 9, 3), zeros(3, 3, 3, 16)),
+    "prologue without padding": (
+        lambda x, w: conv(jnp.abs(x), w, padding="VALID"),
+        zeros(1, 9, 9, 3),
+        zeros(3, 3, 3, 16),
+    ),
+    "channel gate": (
+        lambda x, gate, w: conv(x * gate, w),
+        zeros(1, 112, 112, 32),
+        zeros(1, 1, 1, 32),
+        zeros(1, 1, 32, 16),
+    ),
     "surrounded by ones": (
         lambda x, w: conv(jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=1), w, padding="VALID"),
         zeros(1, 9, 9, 3),

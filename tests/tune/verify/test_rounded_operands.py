@@ -170,6 +170,16 @@ def test_filters_that_meet_padding_are_finite(program, expected):
     assert session._input_recipe(subset, w) == ("normal finite" if expected else "normal")
 
 
+def test_what_a_filter_that_meets_padding_is_made_of_is_finite():
+    def function(x, w, scale):
+        return lax.conv_general_dilated(x, w.reshape(3, 1, 3, 3) * scale, (1, 1), "SAME", feature_group_count=3) + scale
+
+    program = closed(function, *(np.zeros(s, np.float32) for s in ((1, 3, 8, 8), (3, 3, 3), (3, 1, 1, 1))))
+    subset = type("Subset", (), {"closed": program})
+    found = [session._input_recipe(subset, v) for v in program.jaxpr.invars]
+    assert found == ["normal", "normal finite", "normal finite"]
+
+
 def test_finite_values_are_special_all_the_same():
     inputs = tuple(Input((41, 41), "float32", recipe) for recipe in ("normal finite", "normal finite tf32", "normal"))
     problem = Problem("p", inputs, (Output((41, 41), "float32", 1, False),))

@@ -52,7 +52,7 @@ def ablate_chains(
     fresh_args: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]],
     *,
     donates: bool,
-    chunk: float,
+    size: paired_timing.SampleSize,
     verify: Callable[[str, Any, Any], str | None] | None = None,
     second_opinion: Callable[[Any, Any], str | None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
@@ -66,7 +66,7 @@ def ablate_chains(
         decision: the last guard's.
         single: name of the program with single calls.
         calls: it, the chosen program and plain XLA, which gives the reference result.
-        fresh_args, donates, chunk, verify, second_opinion, clock: as for `guard.decide`.
+        fresh_args, donates, size, verify, second_opinion, clock: as for `guard.decide`.
     """
     chained = decision.chosen
     why = _wrong(single, calls, fresh_args, verify, second_opinion)
@@ -82,7 +82,7 @@ def ablate_chains(
         return go
 
     warm = paired_timing.warm({name: run(name) for name in pair}, clock)
-    executions = paired_timing.executions(min(map(min, warm.values())), chunk)
+    executions = paired_timing.executions(min(map(min, warm.values())), size)
 
     def session(*, waited: bool = False) -> dict[str, measure_statistics.Samples]:
         return paired_timing.sample(pair, fresh_args, executions, donates, SECONDS, ROUNDS, clock, waited)

@@ -77,7 +77,7 @@ def benchmark_variants(
     donates: bool,
     seconds: float = 0.6,
     limit: float = 60.0,
-    chunk: float = 3e-4,
+    size: paired_timing.SampleSize = paired_timing.SHORT,
     verify: Callable[[str, Any, Any], str | None] | None = None,
     second_opinion: Callable[[Any, Any], str | None] | None = None,
     options_gain: float = OPTIONS_GAIN,
@@ -92,7 +92,7 @@ def benchmark_variants(
         donates: whether a call uses its arguments up.
         seconds: wall time to spend beyond the warm runs.
         limit: where the least number of runs takes longer than this [s], fewer are taken.
-        chunk: wall time of one sample [s]: so many executions in a row, of which only the last is waited for.
+        size: of one sample.
         options_gain: most that compiler options can gain: a program slower than that is not compiled with them.
         verify: ``(candidate, reference result, result)`` -> why the result is not right, or None.
         second_opinion: ``(reference result, result)`` -> why a result that differs grossly from plain XLA's is not
@@ -153,7 +153,7 @@ def benchmark_variants(
     def sample(names: Sequence[str], seconds: float) -> dict[str, measure_statistics.Samples]:
         chosen = {name: calls[name] for name in names}
         return paired_timing.sample(
-            chosen, fresh_args, paired_timing.executions(best, chunk), donates, seconds, rounds, clock
+            chosen, fresh_args, paired_timing.executions(best, size), donates, seconds, rounds, clock
         )
 
     first = _choose(sample(list(runs), seconds / 3 if is_clear else seconds), rejected, barred)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -30,9 +31,23 @@ def warm(runs: Mapping[str, Callable[[], Any]], clock: Callable[[], float]) -> d
     return times
 
 
-def executions(seconds: float, chunk: float) -> int:
-    """Executions per sample. Args: seconds: of one; chunk: of a sample."""
-    return max(1, min(200, math.ceil(chunk / max(seconds, 1e-7))))
+class SampleSize(NamedTuple):
+    """Size of one sample: so many executions in a row, of which only the last is waited for.
+
+    Attributes: seconds: wall time that it takes at least; executions: at least, however long they take: of one alone
+        the host's part is not hidden.
+    """
+
+    seconds: float = 3e-4
+    executions: int = 1
+
+
+SHORT = SampleSize()
+
+
+def executions(seconds: float, size: SampleSize) -> int:
+    """Executions per sample. Args: seconds: of one."""
+    return max(size.executions, min(200, math.ceil(size.seconds / max(seconds, 1e-7))))
 
 
 def sample(
@@ -49,13 +64,13 @@ def sample(
 
     Args:
         fresh_args: arguments for one call (copies where they are donated, as ``donates`` says).
-        inner: executions in a row per sample, of which only the last is waited for; 1 where arguments are donated.
+        inner: executions in a row per sample, of which only the last is waited for.  Where arguments are donated each
+            takes what the one before returned in their place, as a training loop does; 1 where that cannot be.
         seconds: wall time to spend; rounds: least samples of each, whatever they cost.
         waited: whether each execution is waited for, not the last of a sample alone.
     """
     if donates:
-        # Each execution needs its own copies, made outside the timed part.
-        return _sample_with_copies(calls, fresh_args, seconds, rounds, clock)
+        return _sample_donated(calls, fresh_args, inner, seconds, rounds, clock, waited)
     args, kwargs = fresh_args()
     # Several executions per sample, so that a fast function is not timed by the clock's resolution.
 
@@ -80,24 +95,89 @@ def sample(
     )
 
 
-def _sample_with_copies(
+@dataclasses.dataclass(frozen=True)
+class Carried:
+    """Which results take the place of donated arguments in the next call, as buffer donation pairs them.
+
+    Attributes: places: (position among the arguments' leaves, position among the results'); structure: of arguments.
+    """
+
+    places: tuple[tuple[int, int], ...]
+    structure: Any
+
+    @classmethod
+    def of(cls, before: Sequence[Any], arguments: Any, results: Any) -> Carried | None:
+        """The pairs of a call that has been made; None where a donated argument has no result of its type.
+
+        Args: before: types of the arguments' leaves; arguments: (args, kwargs), some of them deleted by the call.
+        """
+        leaves, structure = jax.tree.flatten(arguments)
+        free: dict[Any, list[int]] = {}
+        for number, result in enumerate(jax.tree.leaves(results)):
+            free.setdefault(kind_of(result), []).append(number)
+        places = []
+        for number, leaf in enumerate(leaves):
+            if not (isinstance(leaf, jax.Array) and leaf.is_deleted()):
+                continue
+            if not (fits := free.get(before[number])):
+                return None
+            places.append((number, fits.pop(0)))
+        return cls(tuple(places), structure)
+
+    def arguments(self, leaves: list[Any], results: Any) -> Any:
+        """(args, kwargs) of the next call. Args: leaves: those of this one, in which they are replaced."""
+        if self.places:
+            found = jax.tree.leaves(results)
+            for number, place in self.places:
+                leaves[number] = found[place]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def kind_of(value: Any) -> Any:
+    """What a donated buffer and the result that takes it over have in common."""
+    return (value.aval, value.sharding) if isinstance(value, jax.Array) else None
+
+
+def _sample_donated(
     calls: Mapping[str, Callable[..., Any]],
     fresh_args: Callable[[], Any],
+    inner: int,
     seconds: float,
     rounds: int,
     clock: Callable[[], float],
+    waited: bool,
 ) -> dict[str, measure_statistics.Samples]:
+    """Samples of programs that use arguments up: the state goes from call to call, or each call has copies of its own.
+
+    A program may leave other arguments behind than plain XLA (what could not be donated): each has its own pairs.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
-    end = clock() + seconds
-    order = list(calls)
-    for count in range(30):
+    carried: dict[str, Carried | None] = {}
+    arguments = jax.block_until_ready(fresh_args())
+    for name, call in calls.items():
+        before = [kind_of(leaf) for leaf in jax.tree.leaves(arguments)]
+        results = jax.block_until_ready(call(*arguments[0], **arguments[1]))
+        carried[name] = Carried.of(before, arguments, results)
+        arguments = jax.block_until_ready(fresh_args())
+    end, order = clock() + seconds, list(calls)
+    for count in range(60):
         if count >= rounds and clock() > end:
             break
         for name in order:
-            args, kwargs = jax.block_until_ready(fresh_args())
+            pairs = carried[name]
             start = clock()
-            jax.block_until_ready(calls[name](*args, **kwargs))
-            times[name].append(clock() - start)
+            results = None
+            for _ in range(inner if pairs is not None else 1):
+                leaves = jax.tree.leaves(arguments) if pairs is not None else []
+                results = calls[name](*arguments[0], **arguments[1])
+                if pairs is not None:
+                    arguments = pairs.arguments(leaves, results)
+                if waited:
+                    jax.block_until_ready(results)
+            jax.block_until_ready(results)
+            times[name].append((clock() - start) / (inner if pairs is not None else 1))
+            if pairs is None:
+                arguments = jax.block_until_ready(fresh_args())
         order.reverse()
     return {name: measure_statistics.Samples(tuple(ts)) for name, ts in times.items()}
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from jcuts.jit import chain_ablation, end_to_end_benchmark, variant_space
 from jcuts.jit.decision import XLA, Decision
+from jcuts.jit.paired_timing import SampleSize
 from jcuts.jit.precompile import precompile_variants
 from jcuts.jit.traced_call import TracedCall
 from jcuts.jit.variant_planning import PlanningResult
@@ -22,10 +23,10 @@ from jcuts.tune.baseline import autotune_cache
 
 log = logging.getLogger("jcuts")
 
-SAMPLE_SECONDS_GPU = 2e-3
-"""Wall time of one sample of whole programs on a GPU [s]."""
-SAMPLE_SECONDS_CPU = 3e-4
-"""... and on a CPU [s]."""
+SIZE_GPU = SampleSize(seconds=2e-3, executions=4)
+"""One sample of whole programs on a GPU: calls in a row, as a training loop makes them."""
+SIZE_CPU = SampleSize(seconds=3e-4)
+"""... and on a CPU."""
 
 
 def benchmark(traced: TracedCall, planned: PlanningResult, again: Decision | None) -> Decision:
@@ -73,7 +74,7 @@ def time_programs(traced: TracedCall, names: Sequence[str], barred: Mapping[str,
         verify=traced.exact,
         second_opinion=traced.exact.compare,
         barred=barred,
-        chunk=_sample_seconds(traced),
+        size=_sample_size(traced),
         options_gain=math.inf if traced.on_gpu else end_to_end_benchmark.OPTIONS_GAIN,
     )
 
@@ -92,7 +93,7 @@ def _ablate_chains(traced: TracedCall, decision: Decision, single: str) -> Decis
         known | _programs(traced, [single]),
         traced.copies,
         donates=traced.arguments.donates,
-        chunk=_sample_seconds(traced),
+        size=_sample_size(traced),
         verify=traced.exact,
         second_opinion=traced.exact.compare,
     )
@@ -125,5 +126,5 @@ def _near_ties(traced: TracedCall, outcomes: Sequence[Outcome]) -> Outcome | Non
     return every if every.closed is not traced.closed and every.report.source != plain.source else None
 
 
-def _sample_seconds(traced: TracedCall) -> float:
-    return SAMPLE_SECONDS_GPU if traced.on_gpu else SAMPLE_SECONDS_CPU
+def _sample_size(traced: TracedCall) -> SampleSize:
+    return SIZE_GPU if traced.on_gpu else SIZE_CPU

@@ -16,7 +16,14 @@ from jcuts import api
 from jcuts.base import knobs
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import Settings, Variant
-from jcuts.jit import chain_ablation, decision_cache, end_to_end_benchmark, paired_timing, variant_space
+from jcuts.jit import (
+    chain_ablation,
+    decision_cache,
+    end_to_end_benchmark,
+    paired_timing,
+    variant_benchmark,
+    variant_space,
+)
 from jcuts.jit.decision import Decision
 from jcuts.jit.paired_timing import ms
 from jcuts.pipeline import kernel_selection, rebuild
@@ -29,6 +36,7 @@ from tests.jit.test_end_to_end_benchmark import Clock
 
 CHAINED, SINGLE = "jcuts/scales/anchored:graphs", "jcuts/scales/anchored/single:graphs"
 FORM = Variant(("scales",), "anchored")
+SIZE = variant_benchmark.SIZE_GPU
 
 
 def decided(seconds=1e-4, **more):
@@ -47,7 +55,7 @@ def compare(chained, single, *, donates=False, verify=None, results=None):
 
     calls = {name: program(name, s) for name, s in (("xla", 5e-4), (CHAINED, chained), (SINGLE, single))}
     found = chain_ablation.ablate_chains(
-        decided(), SINGLE, calls, lambda: ((), {}), donates=donates, chunk=2e-3, verify=verify, clock=clock
+        decided(), SINGLE, calls, lambda: ((), {}), donates=donates, size=SIZE, verify=verify, clock=clock
     )
     return found, clock
 
@@ -139,7 +147,7 @@ def test_single_calls_that_are_wrong_or_fail_are_out():
         raise RuntimeError("no memory")
 
     calls = {"xla": lambda: np.ones(3, np.float32), CHAINED: broken, SINGLE: broken}
-    found = chain_ablation.ablate_chains(decided(), SINGLE, calls, lambda: ((), {}), donates=False, chunk=2e-3)
+    found = chain_ablation.ablate_chains(decided(), SINGLE, calls, lambda: ((), {}), donates=False, size=SIZE)
     assert found.rejected == {SINGLE: "RuntimeError: no memory"} and found.chosen == CHAINED
 
 
@@ -229,7 +237,7 @@ def test_the_faster_of_both_runs_is_kept_and_shown(acts_as_gpu, faster):
 
     def compared(decision, name, calls, fresh_args, **more):
         timed.append((decision.chosen, name))
-        assert set(calls) == {"xla", decision.chosen, name} and more["chunk"] == 2e-3
+        assert set(calls) == {"xla", decision.chosen, name} and more["size"] == SIZE
         for call in calls.values():  # each runs, and takes as long as is said
             given, _ = fresh_args()
             np.testing.assert_allclose(call(*given), pointwise(*given), rtol=1e-5, atol=1e-5)
@@ -237,7 +245,7 @@ def test_the_faster_of_both_runs_is_kept_and_shown(acts_as_gpu, faster):
         clock = Clock()
         seconds = {"xla": 5e-4, chained: 1e-4, single: 0.9e-4 if faster == "single" else 1.1e-4}
         programs = {name: clock.program(name, seconds[name]) for name in calls}
-        return compare_them(decision, name, programs, lambda: ((), {}), donates=False, chunk=2e-3, clock=clock)
+        return compare_them(decision, name, programs, lambda: ((), {}), donates=False, size=SIZE, clock=clock)
 
     acts_as_gpu.setattr(end_to_end_benchmark, "benchmark_variants", decide)
     acts_as_gpu.setattr(chain_ablation, "ablate_chains", compared)

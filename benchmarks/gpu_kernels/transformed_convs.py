@@ -3,16 +3,17 @@
     python benchmarks/gpu_kernels/transformed_convs.py --out results
     python benchmarks/gpu_kernels/transformed_convs.py --out results --dry     # small sizes, on a CPU
 
-Both are written with JAX's operations: F(2x2, 3x3) and F(4x4, 3x3) by transforms and one batched product (Lavin and
-Gray, Fast algorithms for convolutional neural networks, 2016), FFT convolution by `jnp.fft`.  Their products run at the
-highest precision, as the direct convolution does.  Per layer: median seconds of every program in turns, error over that
-of the direct convolution (relative L2 norm, against float64), and the FLOP that each needs.  What the acceptance rule
-admits has an error ratio of at most the tolerance (2).
+Per layer: XLA's direct convolution at full float32 precision and at the default one (TF32); the rewrites `winograd` and
+`ffts` as XLA compiles them; with ``--jcuts`` what `jcuts.optimize` makes of the layer, which is tuned for that; and as
+they were before there were rewrites, F(2x2, 3x3) and F(4x4, 3x3) by einsums (Lavin and Gray, Fast algorithms for
+convolutional neural networks, 2016) and FFT convolution of the whole image.  Median seconds of every program in turns,
+and the error over that of the direct convolution (relative L2 norm, against float64).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -59,19 +60,48 @@ TRANSFORMS = {
 }
 """B^T, G and A^T of F(m x m, 3 x 3)."""
 LAYERS = (
-    ("VGG 3x3 56x56x256 to 256", (8, 56, 56, 256), (3, 3, 256, 256)),
-    ("VGG 3x3 28x28x512 to 512", (8, 28, 28, 512), (3, 3, 512, 512)),
-    ("VGG 3x3 112x112x128 to 128", (8, 112, 112, 128), (3, 3, 128, 128)),
-    ("7x7 56x56x64 to 64", (8, 56, 56, 64), (7, 7, 64, 64)),
-    ("11x11 56x56x64 to 64", (8, 56, 56, 64), (11, 11, 64, 64)),
-    ("41x11 81x300x32 to 32", (8, 81, 300, 32), (41, 11, 32, 32)),
+    ("VGG 3x3 56x56x256 to 256", (8, 56, 56, 256), (3, 3, 256, 256), (1, 1)),
+    ("VGG 3x3 28x28x512 to 512", (8, 28, 28, 512), (3, 3, 512, 512), (1, 1)),
+    ("VGG 3x3 14x14x512 to 512", (8, 14, 14, 512), (3, 3, 512, 512), (1, 1)),
+    ("VGG 3x3 112x112x128 to 128", (8, 112, 112, 128), (3, 3, 128, 128), (1, 1)),
+    ("7x7 56x56x64 to 64", (8, 56, 56, 64), (7, 7, 64, 64), (1, 1)),
+    ("9x9 56x56x64 to 64", (8, 56, 56, 64), (9, 9, 64, 64), (1, 1)),
+    ("11x11 56x56x64 to 64", (8, 56, 56, 64), (11, 11, 64, 64), (1, 1)),
+    ("41x11 81x300x32 to 32", (8, 81, 300, 32), (41, 11, 32, 32), (1, 1)),
+    ("41x11/2 161x600x1 to 32", (8, 161, 600, 1), (41, 11, 1, 32), (2, 2)),
+    ("21x11/2x1 81x300x32 to 32", (8, 81, 300, 32), (21, 11, 32, 32), (2, 1)),
 )
-DRY = (("3x3 12x12x8 to 8", (2, 12, 12, 8), (3, 3, 8, 8)), ("7x5 20x16x4 to 4", (2, 20, 16, 4), (7, 5, 4, 4)))
+"""(name, image, filters, strides); the last two are those of DeepSpeech2."""
+DRY = (
+    ("3x3 12x12x8 to 8", (2, 12, 12, 8), (3, 3, 8, 8), (1, 1)),
+    ("7x5 20x16x4 to 4", (2, 20, 16, 4), (7, 5, 4, 4), (2, 1)),
+)
 
 
-def direct(x: Any, w: Any) -> Any:
+def direct(x: Any, w: Any, strides: tuple[int, int], precision: Any = HIGHEST) -> Any:
     """XLA's convolution."""
-    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NAMES, precision=HIGHEST)
+    return lax.conv_general_dilated(x, w, strides, "SAME", dimension_numbers=NAMES, precision=precision)
+
+
+def rewritten(rule: str, fn: Callable[..., Any], operands: Sequence[Any]) -> Callable[..., Any] | None:
+    """A layer by one of jcuts' rewrites, wherever it can be applied; None where it cannot."""
+    from unittest import mock
+
+    from jcuts.rewrite import fft_conv, registry, winograd_conv
+    from jcuts.rewrite.simplify import simplify
+    from jcuts.trace import jaxapi
+    from jcuts.trace.inline import inline
+
+    flat = simplify(inline(jaxapi.closed_jaxpr_of(fn, *operands)))
+    limits = {(winograd_conv, "LEAST_CHANNELS"): 0.0, (winograd_conv, "LEAST_TILES"): 1}
+    limits |= {(fft_conv, "LEAST_TAPS"): 10.0, (fft_conv, "LEAST_CHANNELS"): 1}
+    patches = [mock.patch.object(module, name, value) for (module, name), value in limits.items()]
+    for patch in patches:
+        patch.start()
+    found = registry.rewritten(flat, (rule,))
+    for patch in patches:
+        patch.stop()
+    return (lambda *args: jaxapi.eval_closed(found.closed, *args)[0]) if found.counts else None
 
 
 def winograd(tile: int) -> Callable[[Any, Any], Any]:
@@ -108,30 +138,43 @@ def by_fft(x: Any, w: Any) -> Any:
     return whole[:, top : top + x.shape[1], left : left + x.shape[2]]
 
 
-def programs(filters: Sequence[int]) -> dict[str, Callable[[Any, Any], Any]]:
-    """Those that apply to a filter's size."""
-    found: dict[str, Callable[[Any, Any], Any]] = {"direct": direct}
-    if tuple(filters[:2]) == (3, 3):
-        return found | {"winograd 2x2": winograd(2), "winograd 4x4": winograd(4)}
-    return found | {"fft": by_fft}
+def programs(operands: Sequence[Any], strides: tuple[int, int], ours: bool) -> dict[str, Callable[..., Any]]:
+    """Those that apply to a layer. Args: ours: tunes it with jcuts, too."""
+    whole, filters = functools.partial(direct, strides=strides), operands[1].shape
+    found: dict[str, Callable[..., Any]] = {"direct": whole}
+    found["direct, TF32"] = functools.partial(direct, strides=strides, precision=None)
+    for rule in ("winograd", "ffts"):
+        if (made := rewritten(rule, whole, operands)) is not None:
+            found[rule] = made
+    if filters[:2] == (3, 3) and strides == (1, 1):
+        found |= {"einsums 2x2": winograd(2), "einsums 4x4": winograd(4)}
+    elif strides == (1, 1):
+        found["whole fft"] = by_fft
+    compiled = {label: jax.jit(fn) for label, fn in found.items()}
+    if ours:
+        import jcuts
+
+        compiled["jcuts"] = jcuts.optimize(whole)
+    return compiled
 
 
-def exact(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+def exact(x: np.ndarray, w: np.ndarray, strides: tuple[int, int]) -> np.ndarray:
     """The convolution of a few output channels in float64, on the host."""
     cpu = jax.devices("cpu")[0]
     with jax.enable_x64(True), jax.default_device(cpu):
-        made = direct(jnp.asarray(x, jnp.float64), jnp.asarray(w, jnp.float64))
+        made = direct(jnp.asarray(x, jnp.float64), jnp.asarray(w, jnp.float64), strides)
         return np.asarray(made)
 
 
-def measure(name: str, shape: Sequence[int], filters: Sequence[int], seconds: float) -> dict[str, Any]:
-    """Times and errors of one layer."""
+def measure(layer: tuple[Any, ...], seconds: float, ours: bool) -> dict[str, Any]:
+    """Times and errors of one layer. Args: ours: with jcuts."""
+    name, shape, filters, strides = layer
     rng = np.random.default_rng(0)
     x = rng.standard_normal(shape).astype(np.float32)
     w = (rng.standard_normal(filters) * np.prod(filters[:3]) ** -0.5).astype(np.float32)
-    reference = exact(x[:1], w[..., :4])
-    calls = {label: jax.jit(fn) for label, fn in programs(filters).items()}
+    reference = exact(x[:1], w[..., :4], strides)
     operands = jnp.asarray(x), jnp.asarray(w)
+    calls = programs(operands, strides, ours)
     errors, times = {}, {}
     for label, call in calls.items():
         made = np.asarray(call(*operands))[:1, ..., :4].astype(np.float64)
@@ -146,8 +189,10 @@ def measure(name: str, shape: Sequence[int], filters: Sequence[int], seconds: fl
             jax.block_until_ready(made)
             times[label].append((time.perf_counter() - start) / 5)
     medians = {label: statistics.median(found) for label, found in times.items()}
+    decision = calls["jcuts"].decision(*operands) if "jcuts" in calls else None
     return {
         "layer": name,
+        "decision": None if decision is None else decision.to_dict(),
         "seconds": medians,
         "direct_over": {label: medians["direct"] / value for label, value in medians.items()},
         "error_ratio": {label: value / errors["direct"] for label, value in errors.items()},
@@ -163,10 +208,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder of transformed_convs.json")
     parser.add_argument("--seconds", type=float, default=1.5, help="of timing per layer")
     parser.add_argument("--dry", action="store_true", help="small sizes")
+    parser.add_argument("--jcuts", action="store_true", help="tunes every layer, too")
     options = parser.parse_args(argv)
     found = []
     for layer in DRY if options.dry else LAYERS:
-        found.append(measure(*layer, options.seconds))
+        found.append(measure(layer, options.seconds, options.jcuts))
         ratios = ", ".join(
             f"{label}: {found[-1]['direct_over'][label]:.2f}x, error {found[-1]['error_ratio'][label]:.1f}x"
             for label in found[-1]["seconds"]

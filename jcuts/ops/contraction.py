@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.index import Index
-from jcuts.ops.precision import asked
 from jcuts.ops.reduction import accumulator_type, to_accumulator
 from jcuts.ops.registry import FLOATS, AccSpec, Context, Equation, IndexTuple, Op, ReduceSpec, op_rule
+from jcuts.trace.precision import asked
 
 EXACT = {"BF16_BF16_F32": "bfloat16", "F16_F16_F32": "float16"}
 """Algorithms whose products are exact and whose sums are float32, and the type of operands that they are for."""

@@ -9,9 +9,9 @@ import math
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Guard
-from jcuts.ops.precision import asked
 from jcuts.ops.reduction import accumulator_type, to_accumulator
 from jcuts.ops.registry import FLOATS, AccSpec, Context, Equation, IndexTuple, Op, ReduceSpec, op_rule
+from jcuts.trace.precision import asked
 
 
 @op_rule("conv_general_dilated")

@@ -8,6 +8,8 @@
     joins    x . w1, x . w2, ...  ->  the same as siblings, concatenated in every call    (`horizontal_matmul_args`)
     turns    x . w                ->  x . v^T, v = round(w^T) in every call: w is an argument (`tf32_weight_args`)
     vectors  gain * rsqrt(variance) of arguments  ->  one call before everything else        (`hoist_vectors`)
+    winograd conv(x, w), 3x3      ->  F(4x4, 3x3): transforms and one batched product           (`winograd_conv`)
+    ffts     conv(x, w), many taps ->  FFTs and one batched product of complex numbers               (`fft_conv`)
     slots    concatenations that grow, or whose operands kernels produce  ->  in-place updates of one array
                                                                  (`inplace_concat_chain`, `inplace_concat`)
 
@@ -15,9 +17,10 @@ Which of them are applied together is decided in `jit.variant_space`, by measure
 inference batch norm, also one behind a bias, into one addition, which XLA and jcuts fuse into its producer or user.
 Weights and factors must be constants: an argument would be multiplied again in every call.  `dots` makes pointwise
 convolutions available to GEMM libraries and to XLA's own fused matmuls; `pools` and `siblings` come after it, and take
-convolutions as well.  `rounds` does once what libraries do in every call, for kernels that ask for it.  All but `slots`
-and `vectors` change roundings (of a weight; of the order of a sum), so results are checked against float64.  A scan's
-body is rewritten with the constants that the scan hands to it; its weights are not rounded.
+convolutions as well.  `winograd` and `ffts` are for convolutions that ask for more precision than TF32's.  `rounds`
+does once what libraries do in every call, for kernels that ask for it.  All but `slots` and `vectors` change roundings
+(of a weight; of the order of a sum), so results are checked against float64.  A scan's body is rewritten with the
+constants that the scan hands to it; its weights are not rounded.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import jax
 import numpy as np
 
 from jcuts.rewrite.commute_pool_matmul import commute_pool_matmul
+from jcuts.rewrite.fft_conv import fft_conv
 from jcuts.rewrite.hoist_vectors import hoist_vectors
 from jcuts.rewrite.horizontal_matmul import horizontal_matmul
 from jcuts.rewrite.horizontal_matmul_args import horizontal_matmul_args
@@ -39,6 +43,7 @@ from jcuts.rewrite.matmul_patterns import CONVOLUTION, Program, channel_of, cons
 from jcuts.rewrite.simplify import simplify
 from jcuts.rewrite.tf32_weight_args import tf32_weight_args
 from jcuts.rewrite.tf32_weights import tf32_weights
+from jcuts.rewrite.winograd_conv import winograd_conv
 from jcuts.trace import jaxapi
 
 CONTROL_FLOW = ("scan", "while", "cond")
@@ -359,6 +364,8 @@ RULES: dict[str, Rule] = {
     "dots": _conv1x1_to_dot,
     "pools": commute_pool_matmul,
     "siblings": horizontal_matmul,
+    "winograd": winograd_conv,
+    "ffts": fft_conv,
     "rounds": tf32_weights,
     "joins": horizontal_matmul_args,
     "turns": tf32_weight_args,

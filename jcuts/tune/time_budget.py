@@ -83,7 +83,7 @@ class TimeBudget:
 
 
 DEFAULT_SECONDS = 60
-"""Of functions on a CPU.  On a GPU there is no limit by default: what a cut first call gives there was not measured."""
+"""Of a first call, where the user says nothing."""
 UNLIMITED = TimeBudget()
 """What `tune` has without a budget: every candidate is measured."""
 
@@ -106,8 +106,8 @@ def spending(budget: TimeBudget) -> Iterator[TimeBudget]:
         _open.budget = before
 
 
-def seconds_of(settings: Settings, *, on_gpu: bool = False, explicit: bool = False) -> float:
-    """Seconds that tuning may take: the option, else ``JCUTS_TUNE_SECONDS``, else `DEFAULT_SECONDS`, on CPUs.
+def seconds_of(settings: Settings, *, explicit: bool = False) -> float:
+    """Seconds that tuning may take: the option, else ``JCUTS_TUNE_SECONDS``, else `DEFAULT_SECONDS`.
 
     Args: explicit: the user asked for tuning (``.tune()``): there the option alone is a limit.
     """
@@ -116,4 +116,4 @@ def seconds_of(settings: Settings, *, on_gpu: bool = False, explicit: bool = Fal
     if explicit:
         return math.inf
     found = knobs.current().tune_seconds
-    return found if found is not None else math.inf if on_gpu else DEFAULT_SECONDS
+    return DEFAULT_SECONDS if found is None else found

@@ -4,7 +4,7 @@ kernel.
 Recognised is any sum of products ``sum_{t, c} data[d + t, c] * weight[t, c, k]`` of an unscheduled program: one or two
 output axes ``d`` on which the data factor depends only through ``d + t``.  Padding of any kind, element operations
 before and after, batches and odd sizes are handled as in the direct form: by the same graphs, instantiated at other
-points.  `lower.toom_cook` has the matrices, their source and their error.
+points.  `base.toom_cook` has the matrices, their source and their error.
 
 A task iterates over blocks of tiles (and of features) and runs, each in a core's second-level cache,
 

@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jcuts.ops.precision import asked
 from jcuts.trace import jaxapi
+from jcuts.trace.precision import asked
 from jcuts.tune.verify import sum_rounding
 
 EXACT = frozenset(

@@ -249,13 +249,11 @@ def test_the_option_goes_before_the_variable_and_tune_has_no_limit_of_its_own():
         assert time_budget.seconds_of(Settings(tune_seconds=3)) == 3.0
         assert time_budget.seconds_of(Settings(), explicit=True) == math.inf
         assert time_budget.seconds_of(Settings(tune_seconds=0), explicit=True) == 0.0
-        assert time_budget.seconds_of(Settings(), on_gpu=True) == 7.0
     with knobs.scope(tune_seconds=None):
         assert (
             time_budget.seconds_of(Settings()) == 60.0 and time_budget.seconds_of(Settings(), explicit=True) == math.inf
         )
-        assert time_budget.seconds_of(Settings(), on_gpu=True) == math.inf
-        assert time_budget.seconds_of(Settings(tune_seconds=9), on_gpu=True) == 9.0
+        assert time_budget.seconds_of(Settings(tune_seconds=9)) == 9.0
     assert knobs.parse({}).tune_seconds is None and knobs.parse({"JCUTS_TUNE_SECONDS": "inf"}).tune_seconds == math.inf
 
 

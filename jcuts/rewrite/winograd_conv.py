@@ -1,0 +1,129 @@
+"""Winograd convolution F(4x4, 3x3) as a rewrite: tile transforms and one batched GEMM in place of a 3x3 convolution.
+
+    V = B^T d B per input tile and channel        U = G g G^T per pair of channels        (`base.toom_cook`)
+    M[k] = V[k] . U[k],  k = 1 .. 36              y = A^T M A per output tile and filter
+
+A tile of 4x4 outputs takes 36 products per pair of channels in place of 144 (Lavin and Gray, Fast algorithms for
+convolutional neural networks, 2016, section 4.1).  What remains are FMAs, at full float32 precision: the rewrite is for
+convolutions that ask for more than TF32, for which there is no tensor core.  The transforms move 36 numbers per 16
+inputs and outputs, twice; they pay from `LEAST_CHANNELS` on.  Weights that are constants are transformed in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jcuts.base import toom_cook
+from jcuts.rewrite.dense_conv import DenseConv
+from jcuts.rewrite.matmul_patterns import Program
+from jcuts.trace import jaxapi
+from jcuts.trace.inline import inline
+
+TAPS = 3
+POINTS = 6
+"""Values of a tile along a dimension."""
+LEAST_CHANNELS = 96.0
+"""C K / (C + K) from which on the products that are saved outweigh the transforms.
+
+Measured on an H100 (benchmarks/results/gpu_kernels/transformed_convs_h100_2026-11-26.json): 128 to 128 channels (64)
+lost to the direct convolution, 256 to 256 (128) gained.
+"""
+LEAST_TILES = 64
+"""Rows of each product, from which on it fills a tile of a GEMM kernel."""
+
+
+def winograd_conv(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+    """Replaces the 3x3 convolutions at full float32 precision; returns the program and their number."""
+    program = Program(closed)
+    replaced: dict[int, list[Any]] = {}
+    for eqn in closed.jaxpr.eqns:
+        conv = DenseConv.of(eqn)
+        if conv is not None and is_worth(conv):
+            replaced[id(eqn)] = [_call(conv, program)]
+    return (inline(program.with_eqns(replaced)), len(replaced)) if replaced else (closed, 0)
+
+
+def is_worth(conv: DenseConv) -> bool:
+    """Whether the transform applies, and is expected to gain."""
+    applies = conv.taps == (TAPS, TAPS) and conv.strides == conv.dilation == (1, 1) and conv.wide
+    product = conv.channels * conv.filters / (conv.channels + conv.filters)
+    return applies and product >= LEAST_CHANNELS and conv.batch * int(np.prod(_tiles(conv))) >= LEAST_TILES
+
+
+def convolve(conv: DenseConv, x: Any, weights: Any) -> Any:
+    """The convolution. Args: x: the image as it lies; weights: transformed, [36, channels, filters]."""
+    a_t, _, b_t = (np.array(m, np.float32) for m in toom_cook.matrices(POINTS, TAPS))
+    made, (rows, columns) = POINTS - TAPS + 1, _tiles(conv)
+    low = (conv.padding[0][0], conv.padding[1][0])
+    sizes = (rows * made + TAPS - 1, columns * made + TAPS - 1)
+    high = tuple(size - extent - before for size, extent, before in zip(sizes, conv.image, low, strict=True))
+    padded = conv.padded(conv.image_last(x), low, (high[0], high[1]))
+
+    def at(i: int, j: int) -> Any:
+        """The values at a place of all tiles: [batch, rows, columns, channels]."""
+        ends = (conv.batch, i + (rows - 1) * made + 1, j + (columns - 1) * made + 1, conv.channels)
+        return lax.slice(padded, (0, i, j, 0), ends, (1, made, made, 1))
+
+    tile = [[at(i, j) for j in range(POINTS)] for i in range(POINTS)]
+    data = jnp.stack([value for line in both_sides(b_t, tile) for value in line])
+    flat = data.reshape(POINTS * POINTS, -1, conv.channels)
+    precision = conv.eqn.params["precision"]
+    products = lax.dot_general(flat, weights, (((2,), (1,)), ((0,), (0,))), precision=precision)
+    shape = (POINTS, POINTS, conv.batch, rows, columns, conv.filters)
+    products = products.reshape(shape)
+    parts = [[products[i, j] for j in range(POINTS)] for i in range(POINTS)]
+    outputs = jnp.stack([jnp.stack(line, 3) for line in both_sides(a_t, parts)], 2)  # [n, rows, 4, columns, 4, filters]
+    whole = outputs.reshape(conv.batch, rows * made, columns * made, conv.filters)
+    high_, wide = conv.outputs
+    return conv.result(whole[:, :high_, :wide])
+
+
+def both_sides(matrix: np.ndarray, values: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """matrix . values . matrix^T with arrays in place of numbers, as sums of products."""
+    size, n = matrix.shape
+    half = [[weighted_sum(matrix[i], [values[k][j] for k in range(n)]) for j in range(n)] for i in range(size)]
+    return [[weighted_sum(matrix[j], half[i]) for j in range(size)] for i in range(size)]
+
+
+def weighted_sum(factors: np.ndarray, values: Sequence[Any]) -> Any:
+    """Sum of the values whose factors are not 0."""
+    terms = [(float(f), v) for f, v in zip(factors, values, strict=True) if f]
+    total = None
+    for factor, value in terms:
+        term = value if factor == 1.0 else -value if factor == -1.0 else value * np.float32(factor)
+        total = term if total is None else total + term
+    return total
+
+
+def transformed_weights(conv: DenseConv, w: Any) -> Any:
+    """G g G^T of all pairs of channels: [36, channels, filters]; in float64 where they are NumPy arrays."""
+    of_filter = np.array(toom_cook.matrices(POINTS, TAPS)[1], np.float64)
+    if isinstance(w, np.ndarray):
+        _, rhs, _ = conv.eqn.params["dimension_numbers"]
+        wide = w.astype(np.float64).transpose(rhs[2], rhs[3], rhs[1], rhs[0])
+        found = np.einsum("ai,bj,ijco->abco", of_filter, of_filter, wide).astype(np.float32)
+        return found.reshape(POINTS * POINTS, conv.channels, conv.filters)
+    filters = conv.filters_last(w)
+    values = [[filters[i, j] for j in range(TAPS)] for i in range(TAPS)]
+    made = both_sides(of_filter, values)
+    return jnp.stack([value for line in made for value in line])
+
+
+def _call(conv: DenseConv, program: Program) -> Any:
+    """The call that computes what a convolution computes."""
+    x, w = conv.eqn.invars
+    known = None if jaxapi.is_literal(w) else program.consts.get(w)
+    if known is not None and not jaxapi.is_tracer(known):
+        constant = program.constant(transformed_weights(conv, np.asarray(known)), np.float32)
+        return jaxapi.call_eqn(lambda x, u: convolve(conv, x, u), [x, constant], conv.eqn.outvars)
+    return jaxapi.call_eqn(lambda x, w: convolve(conv, x, transformed_weights(conv, w)), [x, w], conv.eqn.outvars)
+
+
+def _tiles(conv: DenseConv) -> tuple[int, int]:
+    made = POINTS - TAPS + 1
+    return -(-conv.outputs[0] // made), -(-conv.outputs[1] // made)

@@ -202,6 +202,59 @@ def measure(layer: tuple[Any, ...], seconds: float, ours: bool) -> dict[str, Any
     }
 
 
+VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)
+"""Filters of its 3x3 convolutions; 0 is a max pool."""
+
+
+def vgg16(x: Any, weights: Sequence[Any]) -> Any:
+    """VGG-16's convolutions and pools at full float32 precision."""
+    left = list(weights)
+    for filters in VGG16:
+        if not filters:
+            x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+            continue
+        kernel, bias = left.pop(0)
+        x = jax.nn.relu(direct(x, kernel, (1, 1)) + bias)
+    return x
+
+
+def network(batch: int, size: int, seconds: float) -> dict[str, Any]:
+    """VGG-16 as a whole: plain `jax.jit` and `jcuts.optimize`, which races all its variants."""
+    import jcuts
+
+    rng = np.random.default_rng(1)
+    channels, weights = 3, []
+    for filters in VGG16:
+        if filters:
+            kernel = rng.standard_normal((3, 3, channels, filters)) * (2.0 / (9 * channels)) ** 0.5
+            weights.append((jnp.asarray(kernel, jnp.float32), jnp.asarray(rng.standard_normal(filters), jnp.float32)))
+            channels = filters
+    x = jnp.asarray(rng.standard_normal((batch, size, size, 3)), jnp.float32)
+    plain, ours = jax.jit(vgg16), jcuts.optimize(vgg16)
+    start = time.perf_counter()
+    jax.block_until_ready(ours(x, weights))
+    first = time.perf_counter() - start
+    jax.block_until_ready(plain(x, weights))
+    times: dict[str, list[float]] = {"plain": [], "jcuts": []}
+    stop = time.perf_counter() + seconds
+    while time.perf_counter() < stop or len(times["plain"]) < 5:
+        for label, call in (("plain", plain), ("jcuts", ours)):
+            start = time.perf_counter()
+            for _ in range(3):
+                made = call(x, weights)
+            jax.block_until_ready(made)
+            times[label].append((time.perf_counter() - start) / 3)
+    decision = ours.decision(x, weights)
+    return {
+        "network": f"VGG16 {batch}x{size}x{size}",
+        "first_call_seconds": first,
+        "seconds": {label: statistics.median(found) for label, found in times.items()},
+        "decision": None if decision is None else decision.to_dict(),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -209,6 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=1.5, help="of timing per layer")
     parser.add_argument("--dry", action="store_true", help="small sizes")
     parser.add_argument("--jcuts", action="store_true", help="tunes every layer, too")
+    parser.add_argument("--vgg", type=int, default=0, metavar="BATCH", help="VGG-16 with jcuts at this batch, at last")
     options = parser.parse_args(argv)
     found = []
     for layer in DRY if options.dry else LAYERS:
@@ -218,6 +272,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             for label in found[-1]["seconds"]
         )
         print(f"{layer[0]}: {ratios}", flush=True)
+    if options.vgg:
+        found.append(network(options.vgg, 32 if options.dry else 224, options.seconds))
+        print(json.dumps(found[-1], indent=1), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "transformed_convs.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -8,6 +8,8 @@ nodes' types.  An access is accepted where its interval lies inside the buffer:
 - A guard bounds an expression: ``address == q * guarded + rest`` gives another interval for every ``q`` that removes an
   atom.  All intervals hold, so that their intersection does.
 - Where guards speak of ``e // d`` or ``e % d``, the address's ``e`` is ``d * (e // d) + e % d``.
+- Where a guard bounds ``e + d * k``, the address's ``e // d`` is ``(e + d * k) // d - k``, and ``e % d`` has the same
+  remainder.
 - An axis that the grid splits runs inside its block: where ``i_lo`` occurs, ``i`` is ``i_lo`` plus a number below the
   block's size.  `verify` makes sure that blocks are whole steps of the loop.
 - A run-time value has the interval of the operations that made it (constants, minima, maxima, clamps, conversions,
@@ -114,6 +116,8 @@ class _Space:
             digits = _digits([address, *(index for index, _ in facts)])
             if digits:
                 low, high = _both((low, high), self.interval(_in_digits(address, digits), facts))
+        if low < 0 or high >= size:
+            low, high = _both((low, high), self.interval(_rebased(address, [index for index, _ in facts]), facts))
         if low > high:
             return  # the guards exclude each other: nothing is touched
         if low < 0 or high >= size:
@@ -238,6 +242,27 @@ def _in_digits(index: Index, digits: Mapping[Atom, int]) -> Index:
                 part = Atom(kind, inner=one, modulus=divisor)
                 terms[part] = terms.get(part, 0) + coef * factor
     return _of_terms(index.const, terms)
+
+
+def _rebased(index: Index, guarded: Sequence[Index]) -> Index:
+    """The expression with quotients and remainders of what guards bound, if the gap is a multiple of the divisor."""
+    terms: dict[Atom, int] = {}
+    const = index.const
+    for atom, coef in index.terms:
+        fitting = [] if atom.inner is None else [(g, _minus(g, atom.inner, 1)) for g in guarded]
+        for other, gap in fitting:
+            if atom.inner == other or gap.const % atom.modulus or any(c % atom.modulus for _, c in gap.terms):
+                continue
+            same = Atom(atom.kind, inner=other, modulus=atom.modulus)
+            terms[same] = terms.get(same, 0) + coef
+            if atom.kind == "div":
+                const -= coef * (gap.const // atom.modulus)
+                for axis, c in gap.terms:
+                    terms[axis] = terms.get(axis, 0) - coef * (c // atom.modulus)
+            break
+        else:
+            terms[atom] = terms.get(atom, 0) + coef
+    return _of_terms(const, terms)
 
 
 def _minus(index: Index, other: Index, factor: int) -> Index:

@@ -11,7 +11,6 @@ inputs and outputs, twice; they pay from `LEAST_CHANNELS` on.  Weights that are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -57,47 +56,35 @@ def is_worth(conv: DenseConv) -> bool:
 
 def convolve(conv: DenseConv, x: Any, weights: Any) -> Any:
     """The convolution. Args: x: the image as it lies; weights: transformed, [36, channels, filters]."""
-    a_t, _, b_t = (np.array(m, np.float32) for m in toom_cook.matrices(POINTS, TAPS))
+    a_t, _, b_t = (np.array(m, np.float64) for m in toom_cook.matrices(POINTS, TAPS))
     made, (rows, columns) = POINTS - TAPS + 1, _tiles(conv)
     low = (conv.padding[0][0], conv.padding[1][0])
-    sizes = (rows * made + TAPS - 1, columns * made + TAPS - 1)
+    sizes = ((rows + 1) * made, (columns + 1) * made)
     high = tuple(size - extent - before for size, extent, before in zip(sizes, conv.image, low, strict=True))
     padded = conv.padded(conv.image_last(x), low, (high[0], high[1]))
-
-    def at(i: int, j: int) -> Any:
-        """The values at a place of all tiles: [batch, rows, columns, channels]."""
-        ends = (conv.batch, i + (rows - 1) * made + 1, j + (columns - 1) * made + 1, conv.channels)
-        return lax.slice(padded, (0, i, j, 0), ends, (1, made, made, 1))
-
-    tile = [[at(i, j) for j in range(POINTS)] for i in range(POINTS)]
-    data = jnp.stack([value for line in both_sides(b_t, tile) for value in line])
-    flat = data.reshape(POINTS * POINTS, -1, conv.channels)
     precision = conv.eqn.params["precision"]
+    # A tile of 6 is a block of 4 and the first 2 of the next one.
+    blocks = padded.reshape(conv.batch, rows + 1, made, columns + 1, made, conv.channels)
+    lines = jnp.concatenate([blocks[:, :-1], blocks[:, 1:, : POINTS - made]], 2)
+    tiles = jnp.concatenate([lines[:, :, :, :-1], lines[:, :, :, 1:, : POINTS - made]], 4)
+    tile = tiles.transpose(2, 4, 0, 1, 3, 5)
+    data = both_sides(b_t, tile.reshape(POINTS * POINTS, -1), precision)
+    flat = data.reshape(POINTS * POINTS, -1, conv.channels)
     products = lax.dot_general(flat, weights, (((2,), (1,)), ((0,), (0,))), precision=precision)
-    shape = (POINTS, POINTS, conv.batch, rows, columns, conv.filters)
-    products = products.reshape(shape)
-    parts = [[products[i, j] for j in range(POINTS)] for i in range(POINTS)]
-    outputs = jnp.stack([jnp.stack(line, 3) for line in both_sides(a_t, parts)], 2)  # [n, rows, 4, columns, 4, filters]
-    whole = outputs.reshape(conv.batch, rows * made, columns * made, conv.filters)
+    outputs = both_sides(a_t, products.reshape(POINTS * POINTS, -1), precision)
+    whole = outputs.reshape(made, made, conv.batch, rows, columns, conv.filters).transpose(2, 3, 0, 4, 1, 5)
+    whole = whole.reshape(conv.batch, rows * made, columns * made, conv.filters)
     high_, wide = conv.outputs
     return conv.result(whole[:, :high_, :wide])
 
 
-def both_sides(matrix: np.ndarray, values: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """matrix . values . matrix^T with arrays in place of numbers, as sums of products."""
-    size, n = matrix.shape
-    half = [[weighted_sum(matrix[i], [values[k][j] for k in range(n)]) for j in range(n)] for i in range(size)]
-    return [[weighted_sum(matrix[j], half[i]) for j in range(size)] for i in range(size)]
+def both_sides(matrix: np.ndarray, values: Any, precision: Any) -> Any:
+    """matrix . V . matrix^T of many V, as one product with the Kronecker square of the matrix.
 
-
-def weighted_sum(factors: np.ndarray, values: Sequence[Any]) -> Any:
-    """Sum of the values whose factors are not 0."""
-    terms = [(float(f), v) for f, v in zip(factors, values, strict=True) if f]
-    total = None
-    for factor, value in terms:
-        term = value if factor == 1.0 else -value if factor == -1.0 else value * np.float32(factor)
-        total = term if total is None else total + term
-    return total
+    Args: values: [entries of V, row by row; number].
+    """
+    square = np.kron(matrix, matrix).astype(np.float32)
+    return lax.dot_general(square, values, (((1,), (0,)), ((), ())), precision=precision)
 
 
 def transformed_weights(conv: DenseConv, w: Any) -> Any:
@@ -108,10 +95,9 @@ def transformed_weights(conv: DenseConv, w: Any) -> Any:
         wide = w.astype(np.float64).transpose(rhs[2], rhs[3], rhs[1], rhs[0])
         found = np.einsum("ai,bj,ijco->abco", of_filter, of_filter, wide).astype(np.float32)
         return found.reshape(POINTS * POINTS, conv.channels, conv.filters)
-    filters = conv.filters_last(w)
-    values = [[filters[i, j] for j in range(TAPS)] for i in range(TAPS)]
-    made = both_sides(of_filter, values)
-    return jnp.stack([value for line in made for value in line])
+    values = conv.filters_last(w).reshape(TAPS * TAPS, -1)
+    made = both_sides(of_filter, values, conv.eqn.params["precision"])
+    return made.reshape(POINTS * POINTS, conv.channels, conv.filters)
 
 
 def _call(conv: DenseConv, program: Program) -> Any:

@@ -21,7 +21,9 @@ from jcuts.tune.verify.float64_eval import evaluate
 RNG = np.random.default_rng(23)
 NHWC, NCHW, MIXED = ("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"), ("HWNC", "OHWI", "NCHW")
 KEPT = 2.0
-"""Times the direct convolution's error."""
+"""Times the direct convolution's error that is accepted."""
+FEW = 2.0
+"""Times what is accepted, in sums of few terms: such convolutions are not transformed outside of tests."""
 
 
 def values(*shape):
@@ -58,12 +60,15 @@ def flat(function, *args):
     return simplify(inline(jaxapi.closed_jaxpr_of(function, *args)))
 
 
-def floor(args):
-    """What the acceptance rule allows beside a multiple of XLA's error."""
-    return 4 * float(jnp.finfo(jnp.float32).eps) * np.sqrt(np.prod(args[-1].shape) ** 0.75)
+def floor(closed):
+    """What the acceptance rule allows beside a multiple of XLA's error: 4 eps sqrt(K), K terms of a sum."""
+    (eqn,) = (e for e in closed.jaxpr.eqns if jaxapi.primitive_name(e) == "conv_general_dilated")
+    conv = DenseConv.of(eqn)
+    assert conv is not None
+    return 4 * float(jnp.finfo(jnp.float32).eps) * np.sqrt(np.prod(conv.taps) * conv.channels)
 
 
-def replaced(rule, function, *args):
+def replaced(rule, function, *args, slack=FEW):
     """Results of a rewritten program beside float64's, whose error may be as large as is accepted of a kernel."""
     closed = flat(function, *args)
     new = rewritten(closed, (rule,))
@@ -77,7 +82,7 @@ def replaced(rule, function, *args):
     assert got.dtype == old.dtype and got.shape == old.shape
     scale = np.sqrt(np.mean(np.square(exact)))
     plain, mine = (np.abs(np.asarray(a, np.float64) - np.asarray(exact)).max() / scale for a in (old, got))
-    assert mine <= KEPT * plain + floor(args), (mine, plain)
+    assert mine <= slack * (KEPT * plain + floor(closed)), (mine, plain)
     return new.closed
 
 
@@ -102,10 +107,16 @@ def test_minimal_filtering_gives_what_the_convolution_gives(everywhere, layout, 
     replaced("winograd", function, *args)
 
 
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+def test_with_many_channels_the_error_is_what_is_accepted(padding):
+    args = operands(NHWC, (4, 14, 18, 192), (3, 3, 192, 200))
+    replaced("winograd", convolution(padding=padding), *args, slack=1.0)
+
+
 def test_weights_that_are_constants_are_transformed_once(everywhere):
     x, w = operands(NHWC, (2, 9, 10, 6), (3, 3, 6, 11))
     closed = replaced("winograd", lambda x: convolution()(x, w), x)
-    assert [c.shape for c in closed.consts] == [(36, 6, 11)]
+    assert sorted(c.shape for c in closed.consts) == [(16, 36), (36, 6, 11), (36, 36)]
 
 
 @pytest.mark.parametrize("layout", [NHWC, NCHW, MIXED], ids=["NHWC", "NCHW", "mixed"])

@@ -9,7 +9,7 @@ import pytest
 from jcuts.base.errors import IRError
 from jcuts.kernel_ir import address_bounds
 from jcuts.kernel_ir.index import Atom, Index
-from jcuts.kernel_ir.node import Guard
+from jcuts.kernel_ir.node import Graph, Guard
 from jcuts.kernel_ir.program import Axis
 from jcuts.kernel_ir.verify import read
 from tests import programs
@@ -41,7 +41,9 @@ def quotients(const, divisor=4, low=0):
 )
 def test_no_more_is_proved_than_is_true(const, divisor, low, is_inside):
     address, guard = quotients(const, divisor, low)
-    space = address_bounds._Space({a.name: (0, a.extent - 1) for a in (Axis("i", 4), Axis("j", 4))}, {}, None, 1 << 62)
+    space = address_bounds._Space(
+        {a.name: (0, a.extent - 1) for a in (Axis("i", 4), Axis("j", 4))}, {}, Graph(), 1 << 62
+    )
     real = [const + i + (j + 3) // divisor for i in range(4) for j in range(4) if low <= 4 * i + j - 1 <= 14]
     assert (min(real) >= 0) == is_inside
     try:

@@ -28,6 +28,7 @@ from jcuts.lower.builder import (
     op_rule,
     propagate_indices,
 )
+from jcuts.lower.region_memo import RegionMemo
 from jcuts.lower.row_reduction import build_rows
 from jcuts.lower.scan import build_scan
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
@@ -40,6 +41,10 @@ PIECES = 1.0  # cost of a concatenation of pieces that are read from where they 
 MAX_RECOMPUTED_OPS = 1.0  # element operations per point that may be recomputed for every use in a contraction or window
 
 
+MEMO = RegionMemo()
+"""Of all that this process lowers."""
+
+
 def lower_region(
     graph: TensorGraph, subset: frozenset[int], name: str = "kernel", cheap: float = MAX_RECOMPUTED_OPS
 ) -> Program | Refusal:
@@ -49,6 +54,10 @@ def lower_region(
 
     Args: cheap: cost of one operation up to which a contraction or window may repeat it for every use.
     """
+    return MEMO.lowered(graph, subset, (name, cheap), lambda: _lower(graph, subset, name, cheap))
+
+
+def _lower(graph: TensorGraph, subset: frozenset[int], name: str, cheap: float) -> Program | Refusal:
     for number in sorted(subset):
         refusal = graph.nodes[number].refusal
         if refusal is not None:

@@ -5,12 +5,13 @@ Reads jaxpr objects by attribute only (``eqn.primitive.name``, ``var.aval``), so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.node import Scalar
+from jcuts.lower.equation_key import NotPlain, plain
 from jcuts.lower.patterns.strided_concat import StridedConcat, match_strided_concat
 from jcuts.ops import Equation, Op, TensorType, describe
 
@@ -36,7 +37,11 @@ class Tensor:
 
 @dataclass
 class OpNode:
-    """An equation: its op, or a refusal; ``pieces``: a concatenation as strided slices of one tensor, if it is that."""
+    """An equation: its op, or a refusal.
+
+    ``pieces``: a concatenation as strided slices of one tensor, if it is that; ``kind``: primitive and parameters as a
+    key, None where they have none.
+    """
 
     number: int
     prim: str
@@ -46,6 +51,7 @@ class OpNode:
     refusal: Refusal | None
     where: str = ""
     pieces: StridedConcat | None = None
+    kind: Hashable | None = None
 
 
 @dataclass
@@ -160,6 +166,7 @@ def build_graph(
             found = Refusal("concatenate", f"{len(inputs)} operands would need as many guards per point")
         op, refusal = (None, found) if isinstance(found, Refusal) else (found, None)
         nodes.append(OpNode(number, eqn.primitive.name, inputs, outputs, op, refusal, where(eqn)))
+        nodes[-1].kind = _kind(eqn)
         if eqn.primitive.name == "concatenate" and op is not None:
             nodes[-1].pieces = _pieces(jaxpr, nodes, [tensors[t] for t in inputs], int(eqn.params["dimension"]))
     for var in jaxpr.outvars:
@@ -174,6 +181,13 @@ def _pieces(jaxpr: Any, nodes: Sequence[OpNode], operands: Sequence[Tensor], dim
         return None
     cuts = [(number, nodes[number].inputs[0], jaxpr.eqns[number].params) for number in made]
     return match_strided_concat(cuts, [t.type.shape for t in operands], dim)
+
+
+def _kind(eqn: Any) -> Hashable | None:
+    try:
+        return (eqn.primitive.name, plain(eqn.params))
+    except NotPlain:
+        return None
 
 
 def _describe(eqn: Any, inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> Op | Refusal:

@@ -1,0 +1,76 @@
+"""Memo of lowered regions by their structure: isomorphic regions (repeated layers) are lowered once.
+
+Fusion lowers a region for every merge that it tries; networks repeat their blocks, and variants of a program have most
+blocks in common.  Two regions are the same here if they have equal equations (primitive, parameters, types) on tensors
+that correspond, in the same order: then they lower to the same program, since its operands and results are named by
+position.  `region_key` says so in numbers of the region's own; it has none for equations whose parameters are not plain
+values (functions, jaxprs).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+from jcuts.base.errors import Refusal
+from jcuts.kernel_ir.program import Program
+from jcuts.lower.tensor_graph import TensorGraph
+
+MOST = 8192
+"""Regions that are kept; those of a large network's planning are some ten thousand, most of them small."""
+
+
+def region_key(graph: TensorGraph, subset: frozenset[int]) -> Hashable | None:
+    """The structure of a region; None where an equation's parameters have no key."""
+    members = sorted(subset)
+    touched = {t for n in members for t in (*graph.nodes[n].inputs, *graph.nodes[n].outputs)}
+    rank = {tensor: place for place, tensor in enumerate(sorted(touched))}
+    place = {number: k for k, number in enumerate(members)}
+    outputs = set(graph.subset_outputs(subset))
+    parts: list[Hashable] = []
+    for number in members:
+        node = graph.nodes[number]
+        if node.kind is None or node.refusal is not None:
+            return None
+        if node.pieces is not None and node.pieces.slices <= subset:
+            return None
+        parts.append((node.kind, tuple(rank[t] for t in node.inputs), tuple(rank[t] for t in node.outputs)))
+    for tensor in sorted(touched):
+        info = graph.tensors[tensor]
+        made = place.get(info.producer, -1) if info.producer is not None else -1
+        scalar = None if info.scalar is None else (type(info.scalar).__name__, repr(info.scalar))
+        parts.append((info.type.shape, info.type.dtype, made, scalar, info.tf32, tensor in outputs))
+    return tuple(parts)
+
+
+class RegionMemo:
+    """Programs and refusals by `region_key`, the least recently used ones leave first."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self.most, self.found = most, OrderedDict[Hashable, Program | Refusal]()
+        self.lock = threading.Lock()
+
+    def lowered(
+        self, graph: TensorGraph, subset: frozenset[int], options: Hashable, lower: Callable[[], Program | Refusal]
+    ) -> Program | Refusal:
+        """What ``lower`` gives, or gave for an isomorphic region. Args: options: what else the result depends on."""
+        structure = region_key(graph, subset)
+        if structure is None:
+            return lower()
+        key = (structure, options)
+        with self.lock:
+            if key in self.found:
+                self.found.move_to_end(key)
+                return self.found[key]
+        made = lower()
+        with self.lock:
+            self.found[key] = made
+            while len(self.found) > self.most:
+                self.found.popitem(last=False)
+        return made
+
+    def clear(self) -> None:
+        """Forgets all."""
+        with self.lock:
+            self.found.clear()

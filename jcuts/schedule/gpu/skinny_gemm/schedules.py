@@ -48,6 +48,8 @@ MOST_COLUMNS = 256
 """Of a block."""
 OTHER_REGISTERS = 40
 """Of a thread, beside a tile of k and accumulators: addresses, counters, operands of ``mma`` that are being rounded."""
+SEGMENTS = (LINE // 2, LINE)
+"""Bytes of a row of W[k, n] that eight lanes read of one or of two k."""
 LINE_BYTES = WARP * ACCESS
 """Of an access of a warp."""
 _COST = fit.coefficients("gpu/skinny_gemm", "cost")
@@ -66,9 +68,9 @@ class SkinnyProblem(FewRowGemm):
         """k of a tile."""
         return LANES * ACCESS // self.item
 
-    def group(self, wide: int) -> int:
-        """Columns of a warp that one set of accesses covers. Args: wide: bytes of a lane's access along n."""
-        return M_TILE if self.is_k_major else N_TILE * wide // self.item
+    def group(self, segment: int) -> int:
+        """Columns of a warp that one set of accesses covers. Args: segment: bytes of a row of W[k, n] among them."""
+        return M_TILE if self.is_k_major else segment // self.item
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class SkinnySchedule:
         across, deep: warps of a block along the columns, and along K.
         flight: tiles of k in a warp's ring.
         cluster, split: blocks that share the sums of their columns, by DSMEM or in a second launch.
-        wide: bytes of a lane's access along n where columns are neighbours: fewer make blocks of fewer columns.
+        segment: bytes of a row of W[k, n] that a warp reads together: fewer make blocks of fewer columns.
     """
 
     columns: int
@@ -89,7 +91,7 @@ class SkinnySchedule:
     flight: int
     cluster: int = 1
     split: int = 1
-    wide: int = ACCESS
+    segment: int = LINE
 
     @property
     def threads(self) -> int:
@@ -113,7 +115,7 @@ class SkinnySchedule:
         """Estimated registers of a thread."""
         tiles, rows = self.columns // M_TILE, problem.padded_rows // N_TILE
         words = (2 * tiles + rows) * (ACCESS // WORD)  # of a tile of k
-        lines = 2 * tiles if problem.is_k_major else self.columns // problem.group(self.wide)
+        lines = 2 * tiles if problem.is_k_major else self.columns // problem.group(self.segment)
         ragged = problem.columns % self.block_columns != 0
         return OTHER_REGISTERS + words + tiles * rows * (ACCESS // WORD) + 2 * (rows + (lines if ragged else 1))
 
@@ -127,10 +129,9 @@ class SkinnySchedule:
     def apply(self, program: Program, problem: SkinnyProblem) -> Program:
         """The scheduled program."""
         more: list[tuple[str, object]] = [("flight", self.flight)]
-        more += [("k_major", 1)] if problem.is_k_major else []
+        more += [("k_major", 1)] if problem.is_k_major else [("segment", self.segment)]
         more += [("cluster", self.cluster)] if self.cluster > 1 else []
         more += [("split", self.split)] if self.split > 1 else []
-        more += [("wide", self.wide)] if self.wide != ACCESS else []
         tile = (problem.padded_rows, self.block_columns, self.step(problem))
         return scheduled(program, FORM, self.threads, ("tile", tile), ("warps", (self.across, self.deep)), *more)
 
@@ -143,7 +144,7 @@ class SkinnySchedule:
     def from_params(cls, params: Mapping[str, Any]) -> SkinnySchedule:
         """The schedule of a scheduled program's parameters."""
         (_, columns, _), (across, deep) = params["tile"], params["warps"]
-        more = {name: params[name] for name in ("cluster", "split", "wide") if name in params}
+        more = {name: params[name] for name in ("cluster", "split", "segment") if name in params}
         return cls(columns // across, across, deep, params["flight"], **more)
 
 
@@ -189,11 +190,11 @@ def schedule_space(problem: SkinnyProblem, machine: GpuMachine) -> list[tuple[Sk
 
 
 def _schedules(problem: SkinnyProblem, machine: GpuMachine) -> Iterator[SkinnySchedule]:
-    sizes = [(size * problem.group(ACCESS), ACCESS) for size in (1, 2, 4)]
+    sizes = [(size * problem.group(LINE), LINE) for size in (1, 2, 4)]
     if not problem.is_k_major:
-        sizes = [(problem.group(ACCESS // 2), ACCESS // 2), *sizes[:2]]
-    for (columns, wide), across, warps, flight in itertools.product(sizes, (1, 2, 4), WARPS, FLIGHTS):
-        made = SkinnySchedule(columns, across, warps // across, flight, wide=wide)
+        sizes = [(problem.group(segment), segment) for segment in SEGMENTS] + [sizes[1]]
+    for (columns, segment), across, warps, flight in itertools.product(sizes, (1, 2, 4), WARPS, FLIGHTS):
+        made = SkinnySchedule(columns, across, warps // across, flight, segment=segment)
         if _fits(problem, made, machine):
             yield from _shared_k(problem, made, machine)
 
@@ -239,7 +240,7 @@ def time(problem: SkinnyProblem, made: SkinnySchedule, machine: GpuMachine) -> T
     bandwidth a multiprocessor has its share: few blocks with much in flight may keep the memory busy.
     """
     blocks, resident = made.blocks(problem), _resident(problem, made, machine)
-    beside = problem.depth * made.flight if problem.is_k_major else problem.group(made.wide)
+    beside = problem.depth * made.flight if problem.is_k_major else problem.group(made.segment)
     line = min(1.0, beside * problem.item / LINE)
     rate = machine.bandwidth * _COST.bandwidth_share * (1.0 - min(1.0, _COST.line_share) * (1.0 - line))
     at_once = min(blocks, resident * machine.sms)

@@ -96,11 +96,11 @@ CASES = {
     "row-major, 16-bit": (row_major, 8, 260, 80, "bfloat16", SkinnySchedule(64, 1, 4, 2)),
     "row-major, 16-bit, pairs": (row_major, 3, 70, 66, "float16", SkinnySchedule(128, 1, 4, 2)),
     "row-major, 16-bit, cluster": (row_major, 16, 518, 34, "bfloat16", SkinnySchedule(64, 1, 4, 1, cluster=2)),
-    "row-major, 8 bytes": (row_major, 8, 256, 64, "float32", SkinnySchedule(16, 2, 2, 2, wide=8)),
-    "row-major, 8 bytes, odd": (row_major, 9, 77, 13, "float32", SkinnySchedule(16, 1, 4, 2, wide=8)),
-    "row-major, 8 bytes, 16-bit": (row_major, 4, 264, 52, "bfloat16", SkinnySchedule(32, 1, 4, 2, wide=8)),
-    "row-major, 8 bytes, 16-bit, pairs": (row_major, 16, 70, 22, "float16", SkinnySchedule(32, 1, 4, 1, wide=8)),
-    "row-major, 8 bytes, split": (row_major, 6, 518, 30, "bfloat16", SkinnySchedule(32, 2, 2, 2, split=3, wide=8)),
+    "row-major, 64 bytes": (row_major, 8, 256, 64, "float32", SkinnySchedule(16, 2, 2, 2, segment=64)),
+    "row-major, 64 bytes, odd": (row_major, 9, 77, 13, "float32", SkinnySchedule(16, 1, 4, 2, segment=64)),
+    "row-major, 64 bytes, 16-bit": (row_major, 4, 264, 52, "bfloat16", SkinnySchedule(32, 1, 4, 2, segment=64)),
+    "row-major, 64 bytes, 16-bit, pairs": (row_major, 16, 70, 22, "float16", SkinnySchedule(32, 1, 4, 1, segment=64)),
+    "row-major, 64 bytes, split": (row_major, 6, 518, 30, "bfloat16", SkinnySchedule(32, 2, 2, 2, split=3, segment=64)),
     "k-major": (k_major, 8, 256, 64, "float32", SkinnySchedule(32, 2, 2, 3)),
     "k-major, odd": (k_major, 7, 77, 13, "float32", SkinnySchedule(16, 1, 4, 2)),
     "k-major, pairs of k": (k_major, 2, 150, 37, "float32", SkinnySchedule(16, 2, 2, 2)),
@@ -178,6 +178,37 @@ def test_weights_known_to_be_rounded_are_not_rounded_again():
 
 
 @compiled
+@pytest.mark.parametrize("segment", [64, 128])
+@pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2)])
+def test_accesses_of_row_major_weights_are_coalesced_and_without_bank_conflicts(segment, dtype, item, monkeypatch):
+    """Eight lanes of a copy read whole segments; 128 bytes of shared memory accessed at once have all banks."""
+    traced, arguments = layer(row_major, 8, 512, 128, dtype)
+    made = SkinnySchedule(segment // item, 1, 4, 2, segment=segment).apply(*problem_of(traced))
+    sources, banks = [], set()
+    read, place = ptx_machine.Memory.read, ptx_machine.Machine.shared_place
+
+    def reads(self, address, size, what):
+        if what.startswith("cp.async.cg"):
+            sources.append(address)
+        return read(self, address, size, what)
+
+    def places(self, address, size, live, ins):
+        found = place(self, address, size, live, ins)
+        if size * live.size >= 128 and (ins.op.startswith("cp.async.cg") or ins.op.startswith("ld.shared.v")):
+            first = found[1][:, 0].reshape(-1, 128 // size)
+            banks.add((ins.op[:8], size, (np.sort(first % 128, 1) == np.arange(0, 128, size)).all()))
+        return found
+
+    monkeypatch.setattr(ptx_machine.Memory, "read", reads)
+    monkeypatch.setattr(ptx_machine.Machine, "shared_place", places)
+    check(row_major, traced, arguments, made)
+    lines = np.concatenate(sources).reshape(-1, segment // 16)
+    assert (np.diff(lines.astype(np.int64), axis=1) == 16).all() and (lines[:, 0] % segment == 0).all()
+    assert {kind for kind, _, _ in banks} == {"cp.async", "ld.share"}
+    assert {found[1:] for found in banks} == {(16, True), *([(8, True)] if segment == 64 else [])}
+
+
+@compiled
 def test_infinite_weights_stay_where_they_are():
     """Columns beyond the last and k beyond the last are zeros or copies that no result has a part in."""
     traced, arguments = layer(k_major, 3, 77, 33)
@@ -214,7 +245,7 @@ def test_a_split_writes_partial_sums_of_float32():
         {"warps": (4, 1)},
         {"flight": 3},
         {"cluster": 7},
-        {"wide": 4},
+        {"segment": 32},
     ],
     ids=str,
 )

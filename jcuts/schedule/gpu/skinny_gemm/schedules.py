@@ -237,12 +237,14 @@ def time(problem: SkinnyProblem, made: SkinnySchedule, machine: GpuMachine) -> T
     """Seconds by their terms: the memory's at the rate that lines and bytes in flight allow, and the fixed parts.
 
     Little's law gives the rate of the bytes in flight; x passes once per block of columns from the L2 cache, of whose
-    bandwidth a multiprocessor has its share: few blocks with much in flight may keep the memory busy.
+    bandwidth a multiprocessor has its share: few blocks with much in flight may keep the memory busy.  Clusters leave
+    multiprocessors empty whose group has no place for another one.
     """
     blocks, resident = made.blocks(problem), _resident(problem, made, machine)
     beside = problem.depth * made.flight if problem.is_k_major else problem.group(made.segment)
     line = min(1.0, beside * problem.item / LINE)
     rate = machine.bandwidth * _COST.bandwidth_share * (1.0 - min(1.0, _COST.line_share) * (1.0 - line))
+    rate *= 1.0 - min(1.0, _COST.cluster_share) * (1.0 - 1.0 / made.cluster)
     at_once = min(blocks, resident * machine.sms)
     waves = blocks / (at_once * -(-blocks // at_once))  # share of the time in which the last wave's places are taken
     cache = machine.arch.bw_l2 * min(1.0, blocks / machine.sms)
@@ -251,7 +253,7 @@ def time(problem: SkinnyProblem, made: SkinnySchedule, machine: GpuMachine) -> T
     products = 2.0 * problem.padded_rows * made.block_columns * made.step(problem)
     steps = -(-problem.terms // (made.step(problem) * made.cluster * made.split))
     work = soft_maximum(
-        2,
+        4,
         term(Resource.DRAM, problem.moved / (min(rate, cache) * waves), problem.moved),
         term(Resource.LATENCY, problem.moved / (asked * at_once) * _COST.memory_latency_seconds),
         term(Resource.L2, (problem.moved + again) / (cache * waves), problem.moved + again),

@@ -284,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error = error_of(residuals(samples, clock), samples)
     print(json.dumps({"fitted": error, "coefficients": values}))
     header = {
-        "source": "benchmarks/results/" + ", ".join(family.files or [_below_results(path) for path in paths]),
+        "source": "benchmarks/results/" + ": with ".join(family.files or [_below_results(path) for path in paths]),
         "samples": len(samples),
         "error": f"{error['rms_percent']} % root mean square of log(measured / estimated)",
         "date": paths[-1].stem.split("_")[-1][:10],

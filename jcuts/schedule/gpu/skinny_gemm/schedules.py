@@ -28,8 +28,8 @@ FORM = "skinny"
 """The value of the schedule parameter ``cuda``."""
 MOST = 6
 """Schedules that are proposed."""
-OF_A_KIND = 2
-"""Those of them, with different tiles, that split K over blocks in the same way, where there are others."""
+ALIKE = 2
+"""Those of them that split K over blocks in the same way and have blocks of as many columns."""
 MOST_ROWS = 16
 """Rows of x: two tiles of ``mma``."""
 N_TILE = 8
@@ -163,23 +163,20 @@ def reads_as_it_lies(program: Program) -> bool:
 def skinny_schedules(program: Program, machine: GpuMachine) -> list[Candidate]:
     """Schedules of a GEMM with few rows, best first, with the share of the memory's bandwidth they are to reach.
 
-    Two of each way to split K over blocks, if there are as many: which way is faster is not for estimates to say.
+    The best of each way to split K over blocks: which one is faster is not for estimates to say.  Beside them the best
+    ones, but few with blocks of the same columns, which differ in nothing that matters as much.
     """
     problem = SkinnyProblem.of(program)
     space = schedule_space(problem, machine)
-    kinds: Counter[object] = Counter()
-    tiles: set[object] = set()
-    first: list[int] = []
+    ways = [(made.cluster > 1, made.split > 1) for made, _ in space]
+    kept = {ways.index(way) for way in set(ways)}
+    alike = Counter((ways[number], space[number][0].block_columns) for number in kept)
     for number, (made, _) in enumerate(space):
-        kind = (made.cluster > 1, made.split > 1)
-        tile = (kind, made.columns, made.block_columns)
-        if kinds[kind] < OF_A_KIND and tile not in tiles:
-            kinds[kind] += 1
-            tiles.add(tile)
-            first.append(number)
-    rest = [number for number in range(len(space)) if number not in first]
-    kept = sorted([*first, *rest[: MOST - len(first)]])
-    return [(space[number][0].apply(program, problem), space[number][1]) for number in kept]
+        tile = (ways[number], made.block_columns)
+        if len(kept) < MOST and number not in kept and alike[tile] < ALIKE:
+            kept.add(number)
+            alike[tile] += 1
+    return [(space[number][0].apply(program, problem), space[number][1]) for number in sorted(kept)]
 
 
 def schedule_space(problem: SkinnyProblem, machine: GpuMachine) -> list[tuple[SkinnySchedule, float]]:
@@ -238,13 +235,16 @@ def time(problem: SkinnyProblem, made: SkinnySchedule, machine: GpuMachine) -> T
 
     Little's law gives the rate of the bytes in flight; x passes once per block of columns from the L2 cache, of whose
     bandwidth a multiprocessor has its share: few blocks with much in flight may keep the memory busy.  Clusters leave
-    multiprocessors empty whose group has no place for another one.
+    multiprocessors empty whose group has no place for another one; where some have a block more than others (wave
+    quantisation), less is in flight at the end.
     """
     blocks, resident = made.blocks(problem), _resident(problem, made, machine)
     beside = problem.depth * made.flight if problem.is_k_major else problem.group(made.segment)
     line = min(1.0, beside * problem.item / LINE)
     rate = machine.bandwidth * _COST.bandwidth_share * (1.0 - min(1.0, _COST.line_share) * (1.0 - line))
     rate *= 1.0 - min(1.0, _COST.cluster_share) * (1.0 - 1.0 / made.cluster)
+    most = -(-blocks // machine.sms)  # blocks of a multiprocessor
+    rate *= 1.0 - min(1.0, _COST.uneven_share) * (1.0 - max(1.0, blocks / machine.sms) / most)
     at_once = min(blocks, resident * machine.sms)
     waves = blocks / (at_once * -(-blocks // at_once))  # share of the time in which the last wave's places are taken
     cache = machine.arch.bw_l2 * min(1.0, blocks / machine.sms)

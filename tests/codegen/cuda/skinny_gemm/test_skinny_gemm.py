@@ -209,6 +209,36 @@ def test_accesses_of_row_major_weights_are_coalesced_and_without_bank_conflicts(
 
 
 @compiled
+@pytest.mark.parametrize("rows", range(2, 17))
+def test_all_numbers_of_rows_with_tails_of_row_major_weights(rows):
+    """Neither columns nor k are multiples of a tile; rows of W[k, n] are multiples of 16, 8 and 4 bytes."""
+    for number, (dtype, columns) in enumerate([("float32", 52 + rows), ("bfloat16", 72 + 2 * rows)]):
+        traced, arguments = layer(row_major, rows, 400 + 2 * rows, columns, dtype, rows)
+        program, problem = problem_of(traced)
+        segment = 128 >> (rows + number) % 2
+        made = SkinnySchedule(problem.group(segment), 1, 4, 1 + rows % 3, cluster=1 + rows % 2, segment=segment)
+        check(row_major, traced, arguments, made.apply(program, problem))
+
+
+@compiled
+@pytest.mark.parametrize("segment", [64, 128])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nan_and_infinity_stay_in_their_row_and_column(segment, dtype):
+    """The last row of x, the last column and the last k of W: what is copied beyond them has no part in a result."""
+    traced, arguments = layer(residual, 5, 138, 78, dtype)
+    x, w = arguments[:2]
+    x[4, 137], w[137, 77], w[0, 3] = np.nan, np.inf, np.nan
+    traced = replace(traced, arguments=tuple(arguments))
+    program, problem = problem_of(traced)
+    made = SkinnySchedule(problem.group(segment), 1, 4, 2, segment=segment).apply(program, problem)
+    kernel = compiler.compile_program(made, SM90)
+    (got,) = ptx_machine.run_kernel(compiler.ptx_of(made, SM90), kernel, traced.operands())
+    got = np.asarray(got, np.float32)
+    assert np.isnan(got[4]).all() and np.isnan(got[:, 3]).all() and np.isinf(got[:4, 77]).all()
+    assert np.isfinite(np.delete(got[:4, :77], 3, 1)).all()
+
+
+@compiled
 def test_infinite_weights_stay_where_they_are():
     """Columns beyond the last and k beyond the last are zeros or copies that no result has a part in."""
     traced, arguments = layer(k_major, 3, 77, 33)

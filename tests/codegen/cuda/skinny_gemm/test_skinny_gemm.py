@@ -16,6 +16,7 @@ from jcuts.codegen.cuda.skinny_gemm.tile import skinny_tile
 from jcuts.codegen.cuda.split_kernels import split_into_kernels
 from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
+from jcuts.kernel_ir.verify import read
 from jcuts.lower.patterns.gemm import as_gemm
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.families import FAMILIES, family_of
@@ -135,6 +136,7 @@ def test_every_proposed_schedule_agrees_with_float64(fn, dtype, rows, terms, col
     small = GpuMachine(8, capability=(9, 0))
     found = list(FAMILIES["skinny_gemm"].schedules(traced.program(), small))
     assert found
+    assert all(read(made.to_text()) == made for made, _ in found)  # as a worker process receives it
     for made, score in found[:: 1 if rows == 5 else 3]:
         assert 0 < score <= 1
         check(fn, traced, arguments, made)

@@ -59,7 +59,7 @@ def layers(rows: Sequence[int] = ROWS) -> list[Case]:
 
 
 def schedules(case: Case, most: int) -> list[Any]:
-    """Programs of a layer: so many of the skinny GEMM, spread over its space, all proposed ones, some of the others."""
+    """Programs of a layer: so many of the skinny GEMM, of different kinds, all proposed ones, some of the others."""
     from jcuts.schedule.gpu.enumeration import enumerate_schedules
     from jcuts.schedule.gpu.families import FAMILIES, family_of
     from jcuts.schedule.gpu.machine import GpuMachine
@@ -68,9 +68,9 @@ def schedules(case: Case, most: int) -> list[Any]:
     machine = GpuMachine.named("H200")
     program, made = gemm_of(case)
     problem = skinny.SkinnyProblem.of(made)
-    space = [s.apply(made, problem) for s, _ in skinny.schedule_space(problem, machine)]
-    step = max(1, len(space) // (2 * max(1, most)))
-    found = [*space[: most // 2], *space[: len(space) // 2 : step][: most - most // 2]]
+    space = [s.apply(made, problem) for s, _ in skinny.best_of_kinds(problem, machine)]
+    near, rest = space[: 2 * most // 3], space[2 * most // 3 :]
+    found = [*near, *rest[:: max(1, len(rest) // max(1, most - len(near)))][: most - len(near)]]
     for name in MINE:
         found += [p for p, _ in FAMILIES[name].schedules(program, machine)]
     others = [p for p, _ in enumerate_schedules(program, machine) if family_of(p).name not in MINE]

@@ -161,26 +161,29 @@ def reads_as_it_lies(program: Program) -> bool:
 def skinny_schedules(program: Program, machine: GpuMachine) -> list[Candidate]:
     """Schedules of a GEMM with few rows, best first, with the share of the memory's bandwidth they are to reach.
 
-    The best of each way to split K over blocks, which estimates cannot tell apart, then the best ones of different
-    kinds: `_kind`.
+    The best of each way to split K over blocks, which estimates cannot tell apart, then the best of different kinds.
     """
     problem = SkinnyProblem.of(program)
-    space = schedule_space(problem, machine)
-    kinds = [_kind(problem, made, machine) for made, _ in space]
-    ways = [kind[:2] for kind in kinds]
+    space = best_of_kinds(problem, machine)
+    ways = [(made.cluster > 1, made.split > 1) for made, _ in space]
     first = sorted({ways.index(way) for way in set(ways)})
-    others = [number for number in range(len(space)) if kinds.index(kinds[number]) == number and number not in first]
+    others = [number for number in range(len(space)) if number not in first]
     kept = sorted([*first, *others[: MOST - len(first)]])
     return [(space[number][0].apply(program, problem), space[number][1]) for number in kept]
 
 
-def _kind(problem: SkinnyProblem, made: SkinnySchedule, machine: GpuMachine) -> tuple[bool, bool, int, int]:
-    """What measured times differ by: how K is split, columns of a block, bytes in flight (as a power of two).
+def best_of_kinds(problem: SkinnyProblem, machine: GpuMachine) -> list[tuple[SkinnySchedule, float]]:
+    """The best schedule of every kind, best first: of others of its kind, measured times differ little.
 
-    More bytes in flight help a short loop over K; a long one runs up to 5 % faster with half of what fits.
+    A kind is a way to split K, the columns of a block, and the bytes in flight (as a power of two): more of them help a
+    short loop over K, a long one runs up to 5 % faster with half of what fits.
     """
-    in_flight = _in_flight(problem, made, machine) / machine.sms
-    return made.cluster > 1, made.split > 1, made.block_columns, round(math.log2(in_flight))
+    found: dict[object, tuple[SkinnySchedule, float]] = {}
+    for made, score in schedule_space(problem, machine):
+        in_flight = _in_flight(problem, made, machine) / machine.sms
+        kind = (made.cluster > 1, made.split > 1, made.block_columns, round(math.log2(in_flight)))
+        found.setdefault(kind, (made, score))
+    return list(found.values())
 
 
 def schedule_space(problem: SkinnyProblem, machine: GpuMachine) -> list[tuple[SkinnySchedule, float]]:

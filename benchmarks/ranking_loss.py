@@ -25,7 +25,10 @@ from benchmarks import refit  # noqa: E402
 
 OTHER_GPUS = {
     ("gemv", "H100"): ("gpu_kernels/gpu_gemv_h100_2026-11-25.json",),
-    ("skinny_gemm", "H100"): ("gpu_kernels/gpu_few_rows_h100_2026-11-26.json",),
+    ("skinny_gemm", "H100"): (
+        "gpu_kernels/gpu_few_rows_h100_2026-11-26.json",
+        "gpu_kernels/gpu_few_rows_16_4_h100_2026-11-26.json",
+    ),
 }
 """Results of other GPUs than the H200, by (family, GPU); GEMV's coefficients were not fitted to them."""
 

@@ -67,3 +67,13 @@ def test_recorded_schedules_become_samples(tmp_path):
     assert all(s.seconds * clock == pytest.approx(SLOWER * s.cycles()) for s in samples)
     with pytest.raises(SystemExit, match="no recorded samples"):
         refit.recorded("skinny_gemm")
+
+
+def test_layers_that_were_lost_are_measured_again():
+    """By any family: the tensor cores' of before count, too."""
+    names = {case.name for case in few_row_gemm.layers()}
+    some, all_of_them = few_row_gemm.lost(0.95), few_row_gemm.lost(100.0)
+    assert some < few_row_gemm.lost(1.0) < all_of_them == names
+    assert "8 rows 4096x11008 row-major bfloat16" in some and not any("k-major" in name for name in some)
+    row = {"programs": {"x": {"family": "xla", "median": 3.0}, "m": {"family": "mma", "median": 2.0}}}
+    assert few_row_gemm.speedup(row) == 1.5 and few_row_gemm.speedup(row, few_row_gemm.MINE) == 0.0

@@ -283,14 +283,10 @@ class Machine:
             if self.read_remotely[np.flatnonzero(on) // self.threads].any():
                 raise Fault("ends while other blocks may still read its shared memory")
             self.pc[on] = len(self.kernel.code)
-        elif ins.op == "bar.warp.sync" or name in ("setmaxnreg", "griddepcontrol", "nanosleep"):
+        elif name in ("setmaxnreg", "griddepcontrol", "nanosleep"):
             pass
         elif name == "bar" or (name == "barrier" and parts[2] == "wait"):
-            blocks = np.unique(np.flatnonzero(at) // self.threads)
-            self.races.meet(blocks)
-            self.barriers.meet(blocks, cluster=name == "barrier")
-            if name == "barrier":
-                self.read_remotely[blocks] = False
+            self._meet(ins.op, np.flatnonzero(at))
         elif name == "shfl":
             values = self.value(ins.operands[1], "b32")
             distance, place = int(ins.operands[2]), self.thread % 32
@@ -333,6 +329,17 @@ class Machine:
         else:
             with np.errstate(all="ignore"):
                 self._compute(ins, name, parts, kind, on)
+
+    def _meet(self, op: str, threads: np.ndarray) -> None:
+        """All threads of some warps, blocks or clusters have reached a barrier."""
+        if op == "bar.warp.sync":
+            self.races.meet_in_warps(threads)
+            return
+        blocks, cluster = np.unique(threads // self.threads), op.startswith("barrier")
+        self.races.meet(blocks)
+        self.barriers.meet(blocks, cluster=cluster)
+        if cluster:
+            self.read_remotely[blocks] = False
 
     def _complete(self, at: np.ndarray, ins: Instruction) -> bool:
         """Whether whole blocks stand at a barrier, whole warps at a shuffle."""

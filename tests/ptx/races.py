@@ -3,7 +3,7 @@
 Every warp knows of every other one what it did before some time (vector clocks; C. Flanagan, S. Freund, "FastTrack",
 2009).  A barrier of the block tells all of it everything, which one time per block says.  Who arrives at an mbarrier
 leaves there what it has done and knows of others; who finds its phase ended knows it then, and nobody else does.
-Lanes of a warp learn of each other in the same way.
+Lanes of a warp learn of each other in the same way, or by ``bar.warp.sync``.
 """
 
 from __future__ import annotations
@@ -105,6 +105,12 @@ class Races:
         """All threads of these blocks have passed a barrier."""
         self.time += 1
         self.floor[blocks] = self.time
+
+    def meet_in_warps(self, threads: np.ndarray) -> None:
+        """Whole warps have passed a barrier of their own: each knows what it has done itself."""
+        self.time += 1
+        warps = self._warp(threads)
+        self.known[threads // self.machine.threads // self.cluster, warps, warps] = self.time
 
     def column(self, block: int) -> int:
         """The column of another barrier of a block."""

@@ -109,3 +109,16 @@ def test_a_block_does_not_end_before_others_have_read_its_memory():
     assert not run(body + together, warps=1, blocks=4, cluster=2).registers["%r8"][:64].any()
     with pytest.raises(ptx_machine.Fault, match="ends while other blocks"):
         run(body, warps=1, blocks=4, cluster=2)
+
+
+def test_a_barrier_of_a_warp_orders_its_lanes_only():
+    """Lanes read what their neighbours have written."""
+    turned = "xor.b32 %r8, %r5, 4;\nadd.s32 %r8, %r2, %r8;\n"
+    read = "ld.shared.b32 %r8, [%r8+512];\n"
+    write, wait = "st.shared.b32 [%r6+512], %r1;\n", "bar.warp.sync 0xffffffff;\n"
+    machine = run(turned + write + wait + read, warps=1)
+    assert list(machine.registers["%r8"]) == [lane ^ 1 for lane in range(32)]
+    run(turned + write + wait + read + wait + write, warps=1)
+    for body, warps in ((write + read, 1), (write + wait + read + write, 1), ("@%p1 " + write + wait + read, 2)):
+        with pytest.raises(ptx_machine.Fault, match="race"):
+            run(turned + body, warps=warps)

@@ -80,11 +80,10 @@ def skinny_gemm_access(program: Program) -> CoalescingStats:
     """Of warps whose lanes hold tiles of k of a matrix that is multiplied by few rows."""
     params: Any = dict(program.params)
     size, (_, columns, terms), (_, deep) = narrowest(program), params["tile"], params["warps"]
-    wide = int(params.get("wide", ACCESS)) * LINE // ACCESS  # bytes of a warp's access of neighbouring columns
-    beside = terms // deep if "k_major" in params else wide // size  # elements that a warp reads next to each other
+    beside = terms // deep * size if "k_major" in params else int(params["segment"])  # bytes that a warp reads together
     steps = program.phases[0].reds[0].extent / terms / (int(params.get("split", 1)) * int(params.get("cluster", 1)))
     under_way = columns * terms * size / int(params["threads"])
-    return CoalescingStats(max(1.0, LINE / (beside * size)), under_way, active=steps / math.ceil(steps))
+    return CoalescingStats(max(1.0, LINE / beside), under_way, active=steps / math.ceil(steps))
 
 
 def transpose_access(program: Program) -> CoalescingStats:

@@ -81,10 +81,14 @@ def _gemv(problem: GpuProblem, others: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _few_rows(problem: GpuProblem, others: Sequence[Candidate]) -> list[Candidate]:
-    """Schedules of 2 to 16 rows, whose scores are shares of the memory's bandwidth, rescaled to stand before others."""
+    """Schedules of 2 to 16 rows, whose scores are shares of the memory's bandwidth, rescaled to stand before others.
+
+    Each family for itself: their models differ by more than their measured times, and none may crowd the other out.
+    """
     families = [made for name in FEW_ROWS if (made := list(FAMILIES[name].schedules_of(problem)))]
-    found = [candidate for made in families for candidate in made[: skinny_schedules.MOST // len(families)]]
-    return [(made, _SKINNY.score_over_gemm * score) for made, score in rescale_to(found, others)]
+    best = [made[: skinny_schedules.MOST // len(families)] for made in families]
+    found = [candidate for made in best for candidate in rescale_to(made, others)]
+    return [(made, _SKINNY.score_over_gemm * score) for made, score in found]
 
 
 def _is_exact_gemm(problem: GpuProblem) -> bool:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.ptx.mma import VOID
+from jcuts.codegen.cuda.ptx.shuffle import warp_barrier
 from jcuts.codegen.llvm import lanes as L
 from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER
 
-EVERY_LANE = "0xffffffff"
 KINDS = 3
 """Barriers of a stage."""
 
@@ -66,7 +66,7 @@ class MbarrierRing:
     def arrive(self, barrier: L.Value, where: L.Value | None = None) -> None:
         """Arrives for the warp: it is done with a stage, if ``where`` holds (uniform over the warp)."""
         builder = self.builder
-        asm(builder, f"bar.warp.sync {EVERY_LANE};", VOID, effects=True)
+        warp_barrier(builder)
         mine = builder.icmp_unsigned("==", self.lane, L.I32(0))
         mine = mine if where is None else builder.and_(mine, where)
         text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.arrive.shared.b64 _, [$0]; }"

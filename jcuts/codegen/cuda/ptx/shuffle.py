@@ -12,6 +12,11 @@ from jcuts.codegen.llvm import lanes as L
 WARP = 32
 
 
+def warp_barrier(builder: GpuBuilder) -> None:
+    """``bar.warp.sync``: waits for all lanes of the warp; what they wrote to shared memory before is visible after."""
+    asm(builder, "bar.warp.sync 0xffffffff;", ir.VoidType(), effects=True)
+
+
 def allocate_static(builder: GpuBuilder, name: str, size: int) -> L.Value:
     """Address (i32) of a new static shared-memory allocation."""
     kind = ir.ArrayType(ir.IntType(8), size)

@@ -2,11 +2,11 @@
 
 Of a product of 2 to 16 rows the usual tile wastes most rows of the tensor core's 16 or 64, and memory decides.  Here
 the operands change places: 16 columns of W are the rows of an ``mma.m16n8k8`` (TF32) or ``m16n8k16`` (16-bit floats),
-up to 8 rows of x its columns.  A lane copies 16 bytes of W at a time into a place of its own in shared memory and
+up to 8 rows of x its columns.  A lane copies 16 bytes of W at a time into the ring of its warp in shared memory and
 multiplies them as they are (`loads`): a ring of ``flight`` tiles of k per warp keeps copies on the way, with no barrier
-in the loop and no ``ldmatrix``.  The warps of a block along K leave their sums in shared memory, then threads add them
-up in a fixed order and run the epilogue; blocks of a cluster by DSMEM, as in `gemv.kernel`, or split over the grid
-(`gemm.split_k`).
+of the block in the loop and no ``ldmatrix``.  The warps of a block along K leave their sums in shared memory, then
+threads add them up in a fixed order and run the epilogue; blocks of a cluster by DSMEM, as in `gemv.kernel`, or split
+over the grid (`gemm.split_k`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from jcuts.codegen.cuda.ptx import cluster as ptx_cluster
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
-from jcuts.codegen.cuda.ptx.shuffle import WARP, write_word
+from jcuts.codegen.cuda.ptx.shuffle import WARP, warp_barrier, write_word
 from jcuts.codegen.cuda.skinny_gemm.loads import (
     KContiguousCopies,
     LaneCopies,
     Live,
     NContiguousCopies,
     Place,
+    SegmentLanes,
     Words,
     fragment_columns,
     weight_fragments,
@@ -98,26 +99,28 @@ class SkinnyGemmKernel:
         self.slice = builder.mul(self.rank, L.I32(tile.share * tile.terms))
         if S in self.variables:
             self.slice = builder.mul(self.variables[S], L.I32(tile.share * tile.terms))
-        mine = builder.mul(self.deep, L.I32(tile.flight * tile.depth))
-        self.term = builder.add(mine, builder.mul(self.part, L.I32(tile.vector)))
-        operands = self._operands(builder.add(self.slice, self.term))
-        lane = builder.mul(builder.and_(self.thread, L.I32(WARP - 1)), L.I32(ACCESS))
         warp = builder.mul(builder.lshr(self.thread, L.I32(5)), L.I32(tile.flight * tile.stage))
-        self.ring = builder.add(self.shared, builder.add(lane, warp))
-        live = self._live(L.I32(0))
+        self.ring = builder.add(self.shared, warp)
+        operands = self._operands()
+        lives = [self._live(L.I32(0), o.term) for o in operands]
         for number in range(tile.flight):
-            self._start(operands, [o.places for o in operands], live, number)
+            self._start(operands, [o.places for o in operands], lives, number)
         self._prefetch_epilogue()
         wide = tile.warp_columns // M_TILE
         sums: Totals = [[[L.F32(0.0)] * 4 for _ in range(tile.rows // N_TILE)] for _ in range(wide)]
         loop = CarriedLoop(builder, "terms", [L.I32(0)], [], sums)
         sums, done = loop.sums, builder.add(loop.numbers[0], L.I32(1))
-        places, live = [o.moved(builder.mul(done, L.I32(tile.terms))) for o in operands], self._live(done)
+        places = [o.moved(builder.mul(done, L.I32(tile.terms))) for o in operands]
+        lives = [self._live(done, o.term) for o in operands]
         again = builder.icmp_signed("<", done, L.I32(tile.share))
         for number in range(tile.flight):
             ptx_mma.cp_async_wait(builder, tile.flight - 1)
+            if not tile.right.along_terms:  # other lanes have copied
+                warp_barrier(builder)
             self._multiply(self._read(number), sums)
-            self._start(operands, places, live, number, again)
+            if not tile.right.along_terms:  # they have read
+                warp_barrier(builder)
+            self._start(operands, places, lives, number, again)
         loop.close([done], [], sums, again)
         return sums
 
@@ -129,24 +132,35 @@ class SkinnyGemmKernel:
         thread, rank = (self.thread, tile.threads), (self.rank, tile.cluster)
         prefetch_epilogue_operands(self.frame, self.phase, (rows, columns), thread, rank)
 
-    def _operands(self, term: L.Value) -> list[LaneCopies]:
-        """The lane's copies of x and of W. Args: term: its first k in the whole product."""
+    def _operands(self) -> list[LaneCopies]:
+        """The lane's copies of x and of W; the places of the ring where it reads what it multiplies."""
         builder, tile = self.builder, self.tile
-        x = KContiguousCopies(self.frame, tile.left, term, cached=True)
+        lane, mine = builder.and_(self.thread, L.I32(WARP - 1)), builder.mul(self.deep, L.I32(tile.flight * tile.depth))
+        slot = builder.add(self.ring, builder.mul(lane, L.I32(ACCESS)))
+        ks = (self.slice, builder.add(mine, builder.mul(self.part, L.I32(tile.vector))))
+        self.sources = [[slot], [slot]]
+        x = KContiguousCopies(self.frame, tile.left, ks, slot, cached=True)
         x.add_lines(self.line, range(0, tile.rows, N_TILE), tile.extents[0], tile.extents[0] % N_TILE == 0)
         whole, extent = tile.extents[1] % tile.columns == 0, tile.extents[1]
         first = builder.add(self.variables[COLUMNS], builder.mul(self.across, L.I32(tile.warp_columns)))
         if tile.right.along_terms:
-            w = KContiguousCopies(self.frame, tile.right, term, cached=False)
+            w = KContiguousCopies(self.frame, tile.right, ks, slot, cached=False)
             w.add_lines(builder.add(first, self.line), range(0, tile.warp_columns, N_TILE), extent, whole)
             return [x, w]
-        lines = NContiguousCopies(self.frame, tile.right, term, tile.wide)
-        first = builder.add(first, builder.mul(self.line, L.I32(tile.lane_columns)))
+        lanes = SegmentLanes(builder, lane, tile.vector, tile.segment)
+        self.sources[1] = [builder.add(self.ring, source) for source in lanes.sources]
+        ks = (self.slice, builder.add(mine, lanes.term))
+        slot = builder.add(self.ring, lanes.slot)
+        lines = NContiguousCopies(self.frame, tile.right, ks, slot, tile.segment)
+        first = builder.add(first, builder.mul(lanes.chunk, L.I32(tile.vector)))
         lines.add_groups(first, range(0, tile.warp_columns, tile.group), extent, whole)
         return [x, lines]
 
-    def _live(self, step: L.Value) -> Live:
-        """Whether a k of a step is one of the block's; beyond the last one zeros are multiplied."""
+    def _live(self, step: L.Value, first: L.Value) -> Live:
+        """Whether a k of a step is one of the block's; beyond the last one zeros are multiplied.
+
+        Args: first: the first k of the lane in the slice; the result asks for one so many behind it.
+        """
         builder, tile = self.builder, self.tile
         slices = tile.terms * tile.share
         if tile.total % slices == 0:  # all steps are full
@@ -156,7 +170,7 @@ class SkinnyGemmKernel:
 
         @functools.cache
         def live(term: int) -> L.Value:
-            return builder.icmp_signed("<", self.term, builder.sub(left, L.I32(term)))
+            return builder.icmp_signed("<", first, builder.sub(left, L.I32(term)))
 
         return live
 
@@ -164,21 +178,27 @@ class SkinnyGemmKernel:
         self,
         operands: list[LaneCopies],
         places: list[list[Place]],
-        live: Live,
+        lives: list[Live],
         number: int,
         where: L.Value | None = None,
     ) -> None:
         """Starts the copies of a tile of k, into its stage. Args: where: whether there is a further step."""
         far = number * self.tile.stage
         with self.builder.if_then(where) if where is not None else nullcontext():
-            for operand, addresses in zip(operands, places, strict=True):
-                far += operand.start(addresses, number * self.tile.depth, live, (self.ring, far))
+            for operand, addresses, live in zip(operands, places, lives, strict=True):
+                far += operand.start(addresses, number * self.tile.depth, live, (operand.slot, far))
         ptx_mma.cp_async_commit(self.builder)
 
     def _read(self, number: int) -> Words:
-        """The lane's registers of a stage: accesses of x, then of W."""
-        offsets = range(number * self.tile.stage, (number + 1) * self.tile.stage, LINE_BYTES)
-        return [ptx_mma.read_words(self.builder, self.ring, offset, WORDS) for offset in offsets]
+        """The lane's registers of a stage: accesses of x, then of W, whose parts of 16 bytes may lie apart."""
+        tile, words = self.tile, []
+        first, lines = number * tile.stage, tile.rows // N_TILE
+        for line in range(tile.stage // LINE_BYTES):
+            sources = self.sources[line >= lines]
+            each = WORDS // len(sources)
+            parts = [ptx_mma.read_words(self.builder, s, first + line * LINE_BYTES, each) for s in sources]
+            words.append([word for part in parts for word in part])
+        return words
 
     def _multiply(self, words: Words, sums: Totals) -> None:
         """A tile of k: two steps of ``mma``."""

@@ -1,12 +1,15 @@
-"""Copies of the skinny GEMM: ``cp.async`` of 16 bytes per lane into the lane's own place, and ``mma`` fragments.
+"""Copies of the skinny GEMM: ``cp.async`` of 16 bytes per lane into the ring of its warp, and ``mma`` fragments.
 
 The order of k in an ``mma`` is free as long as both operands agree, that of W's columns is free, too.  So a lane
-multiplies the neighbouring elements that it has copied itself, and no thread waits for another:
+multiplies neighbouring elements as they lie, and no thread waits for another warp:
 
-* x, and W[n, k]: lane ``4 g + t`` has the k of 16 bytes beginning at ``16 t`` bytes of row ``g``.  The first two words
-  are what it gives to one ``mma``, the others to the next.
+* x, and W[n, k]: lane ``4 g + t`` has the k of 16 bytes beginning at ``16 t`` bytes of row ``g``, which it has copied
+  itself.  The first two words are what it gives to one ``mma``, the others to the next.
 * W[k, n]: it has the columns of 16 bytes beginning at ``16 g`` bytes (or of 8), of the same k as x.  Neighbouring
-  columns become rows ``g`` and ``g + 8`` of an ``mma``; of 16-bit elements ``prmt`` puts two k into a word.
+  columns become rows ``g`` and ``g + 8`` of an ``mma``; of 16-bit elements ``prmt`` puts two k into a word.  Accesses
+  of 16 bytes are coalesced by eight lanes, and eight neighbouring lanes of an ``mma`` have four k: so other lanes copy
+  than multiply.  Lane ``8 t + c`` copies the ``c``-th 16 bytes of whole segments of rows; ``swizzled`` places let both
+  the copies and the reads (``ld.shared``) of eight lanes touch all banks once, and ``bar.warp.sync`` stands between.
 """
 
 from __future__ import annotations
@@ -20,13 +23,16 @@ from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.skinny_gemm.tile import WORDS
 from jcuts.codegen.llvm import lanes as L
 from jcuts.lower.patterns.gemm import GemmOperand, K
+from jcuts.schedule.gpu.coalescing import LINE
 from jcuts.schedule.gpu.machine import ACCESS
-from jcuts.schedule.gpu.skinny_gemm.schedules import LINE_BYTES, M_TILE, N_TILE, WORD
+from jcuts.schedule.gpu.skinny_gemm.schedules import LANES, LINE_BYTES, M_TILE, N_TILE, WORD
 
 Words = list[list[L.Value]]
 """Registers of a tile of k: [access of 16 bytes][4]."""
 Place = tuple[L.Value, int]
 """An address: register, bytes to add."""
+Terms = tuple[L.Value, L.Value]
+"""First k of a block's slice of the product, and of a lane in the slice."""
 Live = Callable[[int], "L.Value | None"]
 """Whether the k so many behind the lane's first one is there (None: always)."""
 WHOLE_LINES = ".L2::128B"
@@ -39,17 +45,21 @@ class LaneCopies:
     """A lane's copies of one operand: tiles of k one behind the other.
 
     Attributes:
+        term: the lane's first k in the block's slice.
+        slot: address of the lane's place in the first access of its warp's ring.
         places: the address (register, bytes to add) of every group of accesses at the lane's first k.
         step: bytes from one k to the next.
         cached: whether the L1 cache keeps what is read, for the block's other warps.
     """
 
-    def __init__(self, frame: M.Frame, side: GemmOperand, term: L.Value, *, cached: bool) -> None:
-        """Args: term: the lane's first k in the whole product."""
+    def __init__(self, frame: M.Frame, side: GemmOperand, ks: Terms, slot: L.Value, *, cached: bool) -> None:
+        """Args: ks: first k of the block's slice, the lane's in it."""
         self.builder, self.frame, self.side, self.cached = frame.builder, frame, side, cached
         self.step, self.size = side.step * side.item, side.width * side.item
         self.places: list[Place] = []
-        self._skipped = self.builder.mul(self.builder.sext(term, L.I64), L.I64(self.step))
+        self.term, self.slot = ks[1], slot
+        first = self.builder.sext(self.builder.add(*ks), L.I64)
+        self._skipped = self.builder.mul(first, L.I64(self.step))
 
     def address(self, outer: L.Value) -> L.Value:
         """Address (i64) of the lane's first k in a row (or column)."""
@@ -108,16 +118,18 @@ class KContiguousCopies(LaneCopies):
 
 
 class NContiguousCopies(LaneCopies):
-    """Of W[k, n]: 16 or 8 bytes along n of each of the lane's k, of several groups of columns; 8 of two k lie together.
+    """Of W[k, n]: 16 bytes along n of some of a tile's k, of several groups of columns.
 
     Attributes:
-        wide: these bytes.
+        lines: accesses of the warp to a group and a tile of k.
+        stride: k of a lane from one such access to the next.
     """
 
-    def __init__(self, frame: M.Frame, side: GemmOperand, term: L.Value, wide: int) -> None:
-        """Args: as of `LaneCopies`."""
-        super().__init__(frame, side, term, cached=False)
-        self.wide, self.size = wide, min(self.size, wide)
+    def __init__(self, frame: M.Frame, side: GemmOperand, ks: Terms, slot: L.Value, segment: int) -> None:
+        """Args: as of `LaneCopies`; segment: bytes of a row that a group has."""
+        super().__init__(frame, side, ks, slot, cached=False)
+        self.stride = LINE // segment
+        self.lines = ACCESS // side.item // self.stride
 
     def add_groups(self, first: L.Value, offsets: Sequence[int], extent: int, whole: bool) -> None:
         """Groups of columns at offsets from the lane's first one; those beyond the last are read there."""
@@ -125,7 +137,7 @@ class NContiguousCopies(LaneCopies):
         width = self.size // side.item
         base = self.address(first) if whole else None
         for offset in offsets:
-            for begin in range(offset, offset + self.wide // side.item, width):
+            for begin in range(offset, offset + ACCESS // side.item, width):
                 if base is not None:
                     self.places.append((base, begin * side.item))
                     continue
@@ -134,15 +146,49 @@ class NContiguousCopies(LaneCopies):
                 self.places.append((self.address(inside), 0))
 
     def start(self, places: Sequence[Place], first: int, live: Live, target: Place) -> int:
-        """See `LaneCopies.start`: one access per group and k."""
-        each, vector = self.wide // self.size, ACCESS // self.side.item
+        """See `LaneCopies.start`: one access per group and k of the lane."""
+        each = ACCESS // self.size
         for number, place in enumerate(places):
             group, part = divmod(number, each)
-            for term in range(vector):
-                line, behind = divmod((group * vector + term) * self.wide, ACCESS)
-                into = (target[0], target[1] + line * LINE_BYTES + behind + part * self.size)
-                self._copy(place, (first + term) * self.step, live(first + term), into)
-        return len(places) // each * vector * self.wide // ACCESS * LINE_BYTES
+            for line in range(self.lines):
+                term = first + line * self.stride
+                into = (target[0], target[1] + (group * self.lines + line) * LINE_BYTES + part * self.size)
+                self._copy(place, term * self.step, live(term), into)
+        return len(places) // each * self.lines * LINE_BYTES
+
+
+class SegmentLanes:
+    """Which lanes copy and which read 16 bytes of W[k, n], and where these lie in the accesses of a warp.
+
+    Attributes:
+        term: the first k of a tile that the lane copies.
+        chunk: which 16 bytes of a segment it copies.
+        slot: bytes of the place that it copies them to.
+        sources: bytes of the places where it reads what it multiplies, one after the other.
+    """
+
+    def __init__(self, builder: GpuBuilder, lane: L.Value, vector: int, segment: int) -> None:
+        """Args: lane: of the thread; vector: elements of 16 bytes; segment: bytes of a row that a group has."""
+        chunks, halves = segment // ACCESS, LINE // segment
+        deep, part = builder.lshr(lane, L.I32(3)), builder.and_(lane, L.I32(LINE // ACCESS - 1))
+        self.chunk = builder.and_(part, L.I32(chunks - 1))
+        self.term = builder.mul(deep, L.I32(vector))
+        if halves > 1:
+            self.term = builder.add(self.term, builder.udiv(part, L.I32(chunks)))
+        self.slot = self._swizzled(builder, deep, part)
+        line, place = builder.lshr(lane, L.I32(2)), builder.and_(lane, L.I32(LANES - 1))
+        first = self._swizzled(builder, place, builder.udiv(line, L.I32(halves)))
+        self.sources = [first]
+        if halves > 1:
+            behind = builder.mul(builder.and_(line, L.I32(halves - 1)), L.I32(ACCESS // halves))
+            first = builder.add(first, behind)
+            self.sources = [builder.xor(first, L.I32(half * segment)) for half in range(halves)]
+
+    @staticmethod
+    def _swizzled(builder: GpuBuilder, deep: L.Value, part: L.Value) -> L.Value:
+        """Place of 16 bytes: by their k (0 to 3), and which they are of its 128."""
+        part = builder.xor(part, builder.shl(deep, L.I32(1)))
+        return builder.shl(builder.add(builder.shl(deep, L.I32(3)), part), L.I32(4))
 
 
 def weight_fragments(

@@ -10,8 +10,17 @@ from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.ptx.shuffle import WARP
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS, B, GemmOperand, K, S, gemm_operands, k_extent, k_tiles_per_split
+from jcuts.schedule.gpu.coalescing import LINE
 from jcuts.schedule.gpu.machine import ACCESS
-from jcuts.schedule.gpu.skinny_gemm.schedules import LANES, LINE_BYTES, M_TILE, N_TILE, WORD, reads_as_it_lies
+from jcuts.schedule.gpu.skinny_gemm.schedules import (
+    LANES,
+    LINE_BYTES,
+    M_TILE,
+    N_TILE,
+    SEGMENTS,
+    WORD,
+    reads_as_it_lies,
+)
 
 WORDS = ACCESS // WORD
 """Registers of an access of a lane."""
@@ -31,7 +40,7 @@ class SkinnyTile:
         warps: warps along the columns, and along K.
         flight: tiles of k that a warp has on the way (stages of its ring in shared memory).
         cluster: blocks that split K and add up through DSMEM.
-        wide: bytes of a lane's access of W[k, n] along n.
+        segment: bytes of a row of W[k, n] that a group of a warp's columns has.
     """
 
     left: GemmOperand
@@ -45,7 +54,7 @@ class SkinnyTile:
     warps: tuple[int, int]
     flight: int
     cluster: int
-    wide: int
+    segment: int
 
     @property
     def threads(self) -> int:
@@ -75,7 +84,7 @@ class SkinnyTile:
     @property
     def lane_columns(self) -> int:
         """Neighbouring columns of W[k, n] that a lane has."""
-        return self.wide // self.right.item
+        return self.segment // N_TILE // self.right.item
 
     @property
     def blocks_along(self) -> int:
@@ -122,11 +131,11 @@ def skinny_tile(program: Program) -> SkinnyTile:
     left, right = gemm_operands(program)
     cluster, flight, total = int(params.get("cluster", 1)), int(params["flight"]), k_extent(program)
     share, ranks = k_tiles_per_split(extents[K], terms, cluster)
-    found, wide = (extents[ROWS], extents[COLUMNS]), int(params.get("wide", ACCESS))
-    tile = SkinnyTile(left, right, found, rows, columns, terms, share, total, (across, deep), flight, cluster, wide)
+    found, segment = (extents[ROWS], extents[COLUMNS]), int(params.get("segment", LINE))
+    tile = SkinnyTile(left, right, found, rows, columns, terms, share, total, (across, deep), flight, cluster, segment)
     fits = rows % N_TILE == 0 and rows - N_TILE < found[0] <= rows and across * tile.warp_columns == columns
     fits = fits and tile.warp_columns % tile.group == 0 and terms == deep * flight * tile.depth
-    fits = fits and (wide == ACCESS or (wide == ACCESS // 2 and not right.along_terms))
+    fits = fits and segment in SEGMENTS and ("segment" in params) != right.along_terms
     fits = fits and tile.threads == int(params["threads"]) and columns <= tile.threads
     fits = fits and ranks == cluster and (cluster == 1 or S not in extents)
     if not fits or not reads_as_it_lies(program):

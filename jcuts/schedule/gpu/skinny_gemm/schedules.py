@@ -9,7 +9,7 @@ over the grid (two launches).
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,8 +28,6 @@ FORM = "skinny"
 """The value of the schedule parameter ``cuda``."""
 MOST = 6
 """Schedules that are proposed."""
-OF_A_KIND = 2
-"""Those of them, with different tiles, that split K over blocks in the same way, where there are others."""
 MOST_ROWS = 16
 """Rows of x: two tiles of ``mma``."""
 N_TILE = 8
@@ -48,6 +46,8 @@ MOST_COLUMNS = 256
 """Of a block."""
 OTHER_REGISTERS = 40
 """Of a thread, beside a tile of k and accumulators: addresses, counters, operands of ``mma`` that are being rounded."""
+SEGMENTS = (LINE // 2, LINE)
+"""Bytes of a row of W[k, n] that eight lanes read of one or of two k."""
 LINE_BYTES = WARP * ACCESS
 """Of an access of a warp."""
 _COST = fit.coefficients("gpu/skinny_gemm", "cost")
@@ -66,9 +66,9 @@ class SkinnyProblem(FewRowGemm):
         """k of a tile."""
         return LANES * ACCESS // self.item
 
-    def group(self, wide: int) -> int:
-        """Columns of a warp that one set of accesses covers. Args: wide: bytes of a lane's access along n."""
-        return M_TILE if self.is_k_major else N_TILE * wide // self.item
+    def group(self, segment: int) -> int:
+        """Columns of a warp that one set of accesses covers. Args: segment: bytes of a row of W[k, n] among them."""
+        return M_TILE if self.is_k_major else segment // self.item
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class SkinnySchedule:
         across, deep: warps of a block along the columns, and along K.
         flight: tiles of k in a warp's ring.
         cluster, split: blocks that share the sums of their columns, by DSMEM or in a second launch.
-        wide: bytes of a lane's access along n where columns are neighbours: fewer make blocks of fewer columns.
+        segment: bytes of a row of W[k, n] that a warp reads together: fewer make blocks of fewer columns.
     """
 
     columns: int
@@ -89,7 +89,7 @@ class SkinnySchedule:
     flight: int
     cluster: int = 1
     split: int = 1
-    wide: int = ACCESS
+    segment: int = LINE
 
     @property
     def threads(self) -> int:
@@ -113,7 +113,7 @@ class SkinnySchedule:
         """Estimated registers of a thread."""
         tiles, rows = self.columns // M_TILE, problem.padded_rows // N_TILE
         words = (2 * tiles + rows) * (ACCESS // WORD)  # of a tile of k
-        lines = 2 * tiles if problem.is_k_major else self.columns // problem.group(self.wide)
+        lines = 2 * tiles if problem.is_k_major else self.columns // problem.group(self.segment)
         ragged = problem.columns % self.block_columns != 0
         return OTHER_REGISTERS + words + tiles * rows * (ACCESS // WORD) + 2 * (rows + (lines if ragged else 1))
 
@@ -127,10 +127,9 @@ class SkinnySchedule:
     def apply(self, program: Program, problem: SkinnyProblem) -> Program:
         """The scheduled program."""
         more: list[tuple[str, object]] = [("flight", self.flight)]
-        more += [("k_major", 1)] if problem.is_k_major else []
+        more += [("k_major", 1)] if problem.is_k_major else [("segment", self.segment)]
         more += [("cluster", self.cluster)] if self.cluster > 1 else []
         more += [("split", self.split)] if self.split > 1 else []
-        more += [("wide", self.wide)] if self.wide != ACCESS else []
         tile = (problem.padded_rows, self.block_columns, self.step(problem))
         return scheduled(program, FORM, self.threads, ("tile", tile), ("warps", (self.across, self.deep)), *more)
 
@@ -143,7 +142,7 @@ class SkinnySchedule:
     def from_params(cls, params: Mapping[str, Any]) -> SkinnySchedule:
         """The schedule of a scheduled program's parameters."""
         (_, columns, _), (across, deep) = params["tile"], params["warps"]
-        more = {name: params[name] for name in ("cluster", "split", "wide") if name in params}
+        more = {name: params[name] for name in ("cluster", "split", "segment") if name in params}
         return cls(columns // across, across, deep, params["flight"], **more)
 
 
@@ -162,23 +161,29 @@ def reads_as_it_lies(program: Program) -> bool:
 def skinny_schedules(program: Program, machine: GpuMachine) -> list[Candidate]:
     """Schedules of a GEMM with few rows, best first, with the share of the memory's bandwidth they are to reach.
 
-    Two of each way to split K over blocks, if there are as many: which way is faster is not for estimates to say.
+    The best of each way to split K over blocks, which estimates cannot tell apart, then the best of different kinds.
     """
     problem = SkinnyProblem.of(program)
-    space = schedule_space(problem, machine)
-    kinds: Counter[object] = Counter()
-    tiles: set[object] = set()
-    first: list[int] = []
-    for number, (made, _) in enumerate(space):
-        kind = (made.cluster > 1, made.split > 1)
-        tile = (kind, made.columns, made.block_columns)
-        if kinds[kind] < OF_A_KIND and tile not in tiles:
-            kinds[kind] += 1
-            tiles.add(tile)
-            first.append(number)
-    rest = [number for number in range(len(space)) if number not in first]
-    kept = sorted([*first, *rest[: MOST - len(first)]])
+    space = best_of_kinds(problem, machine)
+    ways = [(made.cluster > 1, made.split > 1) for made, _ in space]
+    first = sorted({ways.index(way) for way in set(ways)})
+    others = [number for number in range(len(space)) if number not in first]
+    kept = sorted([*first, *others[: MOST - len(first)]])
     return [(space[number][0].apply(program, problem), space[number][1]) for number in kept]
+
+
+def best_of_kinds(problem: SkinnyProblem, machine: GpuMachine) -> list[tuple[SkinnySchedule, float]]:
+    """The best schedule of every kind, best first: of others of its kind, measured times differ little.
+
+    A kind is a way to split K, the columns of a block, and the bytes in flight (as a power of two): more of them help a
+    short loop over K, a long one runs up to 5 % faster with half of what fits.
+    """
+    found: dict[object, tuple[SkinnySchedule, float]] = {}
+    for made, score in schedule_space(problem, machine):
+        in_flight = _in_flight(problem, made, machine) / machine.sms
+        kind = (made.cluster > 1, made.split > 1, made.block_columns, round(math.log2(in_flight)))
+        found.setdefault(kind, (made, score))
+    return list(found.values())
 
 
 def schedule_space(problem: SkinnyProblem, machine: GpuMachine) -> list[tuple[SkinnySchedule, float]]:
@@ -189,11 +194,11 @@ def schedule_space(problem: SkinnyProblem, machine: GpuMachine) -> list[tuple[Sk
 
 
 def _schedules(problem: SkinnyProblem, machine: GpuMachine) -> Iterator[SkinnySchedule]:
-    sizes = [(size * problem.group(ACCESS), ACCESS) for size in (1, 2, 4)]
+    sizes = [(size * problem.group(LINE), LINE) for size in (1, 2, 4)]
     if not problem.is_k_major:
-        sizes = [(problem.group(ACCESS // 2), ACCESS // 2), *sizes[:2]]
-    for (columns, wide), across, warps, flight in itertools.product(sizes, (1, 2, 4), WARPS, FLIGHTS):
-        made = SkinnySchedule(columns, across, warps // across, flight, wide=wide)
+        sizes = [(problem.group(segment), segment) for segment in SEGMENTS] + [sizes[1]]
+    for (columns, segment), across, warps, flight in itertools.product(sizes, (1, 2, 4), WARPS, FLIGHTS):
+        made = SkinnySchedule(columns, across, warps // across, flight, segment=segment)
         if _fits(problem, made, machine):
             yield from _shared_k(problem, made, machine)
 
@@ -232,27 +237,37 @@ def _resident(problem: SkinnyProblem, made: SkinnySchedule, machine: GpuMachine)
     return machine.resident_blocks(made.threads, made.registers(problem), made.shared(problem))
 
 
+def _in_flight(problem: SkinnyProblem, made: SkinnySchedule, machine: GpuMachine) -> int:
+    """Bytes of W that all blocks that run at once have asked for."""
+    asked = made.block_columns * made.step(problem) * problem.item
+    return asked * min(made.blocks(problem), _resident(problem, made, machine) * machine.sms)
+
+
 def time(problem: SkinnyProblem, made: SkinnySchedule, machine: GpuMachine) -> TimeTerm:
     """Seconds by their terms: the memory's at the rate that lines and bytes in flight allow, and the fixed parts.
 
     Little's law gives the rate of the bytes in flight; x passes once per block of columns from the L2 cache, of whose
-    bandwidth a multiprocessor has its share: few blocks with much in flight may keep the memory busy.
+    bandwidth a multiprocessor has its share: few blocks with much in flight may keep the memory busy.  Clusters leave
+    multiprocessors empty whose group has no place for another one; where some have a block more than others (wave
+    quantisation), less is in flight at the end.
     """
     blocks, resident = made.blocks(problem), _resident(problem, made, machine)
-    beside = problem.depth * made.flight if problem.is_k_major else problem.group(made.wide)
+    beside = problem.depth * made.flight if problem.is_k_major else problem.group(made.segment)
     line = min(1.0, beside * problem.item / LINE)
     rate = machine.bandwidth * _COST.bandwidth_share * (1.0 - min(1.0, _COST.line_share) * (1.0 - line))
+    rate *= 1.0 - min(1.0, _COST.cluster_share) * (1.0 - 1.0 / made.cluster)
+    most = -(-blocks // machine.sms)  # blocks of a multiprocessor
+    rate *= 1.0 - min(1.0, _COST.uneven_share) * (1.0 - max(1.0, blocks / machine.sms) / most)
     at_once = min(blocks, resident * machine.sms)
     waves = blocks / (at_once * -(-blocks // at_once))  # share of the time in which the last wave's places are taken
     cache = machine.arch.bw_l2 * min(1.0, blocks / machine.sms)
-    asked = made.columns * problem.depth * problem.item * made.flight * made.across * made.deep
     again = -(-problem.columns // made.block_columns) * problem.rows * problem.terms * problem.item * problem.batch
     products = 2.0 * problem.padded_rows * made.block_columns * made.step(problem)
     steps = -(-problem.terms // (made.step(problem) * made.cluster * made.split))
     work = soft_maximum(
-        2,
+        4,
         term(Resource.DRAM, problem.moved / (min(rate, cache) * waves), problem.moved),
-        term(Resource.LATENCY, problem.moved / (asked * at_once) * _COST.memory_latency_seconds),
+        term(Resource.LATENCY, problem.moved / _in_flight(problem, made, machine) * _COST.memory_latency_seconds),
         term(Resource.L2, (problem.moved + again) / (cache * waves), problem.moved + again),
     )
     units = on_sms(term(Resource.COMPUTE, 0.0, products * steps), blocks=blocks, sms=machine.sms)

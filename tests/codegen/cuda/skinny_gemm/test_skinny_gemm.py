@@ -16,6 +16,7 @@ from jcuts.codegen.cuda.skinny_gemm.tile import skinny_tile
 from jcuts.codegen.cuda.split_kernels import split_into_kernels
 from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
+from jcuts.kernel_ir.verify import read
 from jcuts.lower.patterns.gemm import as_gemm
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.families import FAMILIES, family_of
@@ -96,11 +97,11 @@ CASES = {
     "row-major, 16-bit": (row_major, 8, 260, 80, "bfloat16", SkinnySchedule(64, 1, 4, 2)),
     "row-major, 16-bit, pairs": (row_major, 3, 70, 66, "float16", SkinnySchedule(128, 1, 4, 2)),
     "row-major, 16-bit, cluster": (row_major, 16, 518, 34, "bfloat16", SkinnySchedule(64, 1, 4, 1, cluster=2)),
-    "row-major, 8 bytes": (row_major, 8, 256, 64, "float32", SkinnySchedule(16, 2, 2, 2, wide=8)),
-    "row-major, 8 bytes, odd": (row_major, 9, 77, 13, "float32", SkinnySchedule(16, 1, 4, 2, wide=8)),
-    "row-major, 8 bytes, 16-bit": (row_major, 4, 264, 52, "bfloat16", SkinnySchedule(32, 1, 4, 2, wide=8)),
-    "row-major, 8 bytes, 16-bit, pairs": (row_major, 16, 70, 22, "float16", SkinnySchedule(32, 1, 4, 1, wide=8)),
-    "row-major, 8 bytes, split": (row_major, 6, 518, 30, "bfloat16", SkinnySchedule(32, 2, 2, 2, split=3, wide=8)),
+    "row-major, 64 bytes": (row_major, 8, 256, 64, "float32", SkinnySchedule(16, 2, 2, 2, segment=64)),
+    "row-major, 64 bytes, odd": (row_major, 9, 77, 13, "float32", SkinnySchedule(16, 1, 4, 2, segment=64)),
+    "row-major, 64 bytes, 16-bit": (row_major, 4, 264, 52, "bfloat16", SkinnySchedule(32, 1, 4, 2, segment=64)),
+    "row-major, 64 bytes, 16-bit, pairs": (row_major, 16, 70, 22, "float16", SkinnySchedule(32, 1, 4, 1, segment=64)),
+    "row-major, 64 bytes, split": (row_major, 6, 518, 30, "bfloat16", SkinnySchedule(32, 2, 2, 2, split=3, segment=64)),
     "k-major": (k_major, 8, 256, 64, "float32", SkinnySchedule(32, 2, 2, 3)),
     "k-major, odd": (k_major, 7, 77, 13, "float32", SkinnySchedule(16, 1, 4, 2)),
     "k-major, pairs of k": (k_major, 2, 150, 37, "float32", SkinnySchedule(16, 2, 2, 2)),
@@ -135,6 +136,7 @@ def test_every_proposed_schedule_agrees_with_float64(fn, dtype, rows, terms, col
     small = GpuMachine(8, capability=(9, 0))
     found = list(FAMILIES["skinny_gemm"].schedules(traced.program(), small))
     assert found
+    assert all(read(made.to_text()) == made for made, _ in found)  # as a worker process receives it
     for made, score in found[:: 1 if rows == 5 else 3]:
         assert 0 < score <= 1
         check(fn, traced, arguments, made)
@@ -178,6 +180,67 @@ def test_weights_known_to_be_rounded_are_not_rounded_again():
 
 
 @compiled
+@pytest.mark.parametrize("segment", [64, 128])
+@pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2)])
+def test_accesses_of_row_major_weights_are_coalesced_and_without_bank_conflicts(segment, dtype, item, monkeypatch):
+    """Eight lanes of a copy read whole segments; 128 bytes of shared memory accessed at once have all banks."""
+    traced, arguments = layer(row_major, 8, 512, 128, dtype)
+    made = SkinnySchedule(segment // item, 1, 4, 2, segment=segment).apply(*problem_of(traced))
+    sources, banks = [], set()
+    read, place = ptx_machine.Memory.read, ptx_machine.Machine.shared_place
+
+    def reads(self, address, size, what):
+        if what.startswith("cp.async.cg"):
+            sources.append(address)
+        return read(self, address, size, what)
+
+    def places(self, address, size, live, ins):
+        found = place(self, address, size, live, ins)
+        if size * live.size >= 128 and (ins.op.startswith("cp.async.cg") or ins.op.startswith("ld.shared.v")):
+            first = found[1][:, 0].reshape(-1, 128 // size)
+            banks.add((ins.op[:8], size, (np.sort(first % 128, 1) == np.arange(0, 128, size)).all()))
+        return found
+
+    monkeypatch.setattr(ptx_machine.Memory, "read", reads)
+    monkeypatch.setattr(ptx_machine.Machine, "shared_place", places)
+    check(row_major, traced, arguments, made)
+    lines = np.concatenate(sources).reshape(-1, segment // 16)
+    assert (np.diff(lines.astype(np.int64), axis=1) == 16).all() and (lines[:, 0] % segment == 0).all()
+    assert {kind for kind, _, _ in banks} == {"cp.async", "ld.share"}
+    assert {found[1:] for found in banks} == {(16, True), *([(8, True)] if segment == 64 else [])}
+
+
+@compiled
+@pytest.mark.parametrize("rows", range(2, 17))
+def test_all_numbers_of_rows_with_tails_of_row_major_weights(rows):
+    """Neither columns nor k are multiples of a tile; rows of W[k, n] are multiples of 16, 8 and 4 bytes."""
+    for number, (dtype, columns) in enumerate([("float32", 52 + rows), ("bfloat16", 72 + 2 * rows)]):
+        traced, arguments = layer(row_major, rows, 400 + 2 * rows, columns, dtype, rows)
+        program, problem = problem_of(traced)
+        segment = 128 >> (rows + number) % 2
+        made = SkinnySchedule(problem.group(segment), 1, 4, 1 + rows % 3, cluster=1 + rows % 2, segment=segment)
+        check(row_major, traced, arguments, made.apply(program, problem))
+
+
+@compiled
+@pytest.mark.parametrize("segment", [64, 128])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nan_and_infinity_stay_in_their_row_and_column(segment, dtype):
+    """The last row of x, the last column and the last k of W: what is copied beyond them has no part in a result."""
+    traced, arguments = layer(residual, 5, 138, 78, dtype)
+    x, w = arguments[:2]
+    x[4, 137], w[137, 77], w[0, 3] = np.nan, np.inf, np.nan
+    traced = replace(traced, arguments=tuple(arguments))
+    program, problem = problem_of(traced)
+    made = SkinnySchedule(problem.group(segment), 1, 4, 2, segment=segment).apply(program, problem)
+    kernel = compiler.compile_program(made, SM90)
+    (got,) = ptx_machine.run_kernel(compiler.ptx_of(made, SM90), kernel, traced.operands())
+    got = np.asarray(got, np.float32)
+    assert np.isnan(got[4]).all() and np.isnan(got[:, 3]).all() and np.isinf(got[:4, 77]).all()
+    assert np.isfinite(np.delete(got[:4, :77], 3, 1)).all()
+
+
+@compiled
 def test_infinite_weights_stay_where_they_are():
     """Columns beyond the last and k beyond the last are zeros or copies that no result has a part in."""
     traced, arguments = layer(k_major, 3, 77, 33)
@@ -214,7 +277,7 @@ def test_a_split_writes_partial_sums_of_float32():
         {"warps": (4, 1)},
         {"flight": 3},
         {"cluster": 7},
-        {"wide": 4},
+        {"segment": 32},
     ],
     ids=str,
 )

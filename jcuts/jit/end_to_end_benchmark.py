@@ -58,6 +58,8 @@ LOOP_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {"cuda": {"library": {"xla_
 PRUNE_RATIO = 3.0
 # Where one call of plain jax.jit takes longer [s], programs that differ by compiler options alone are not tried.
 _LONG = 3.0
+# A program this many times as slow as plain jax.jit in each of two runs is not judged by float64.
+HOPELESS = 1.05
 # Compiler options do not make up for a program that needs this many times the best time in each of two runs.
 OPTIONS_GAIN = 2.0
 # Two standard errors of a ratio beyond this: the machine was too busy to decide for good.
@@ -128,9 +130,13 @@ def benchmark_variants(
             continue
         if not runs:
             reference = jax.tree.map(to_host, result)
-        elif (why := wrong_result(name, reference, result, verify, second_opinion)) is not None:
-            rejected[name] = why
-            continue
+        else:
+            slowest = math.inf if XLA in barred else HOPELESS * quick.get(XLA, math.inf)
+            if (
+                why := wrong_result(name, reference, result, verify, _of_hopeful(second_opinion, run, slowest, clock))
+            ) is not None:
+                rejected[name] = why
+                continue
         if ":" not in name and quick.get(XLA, 0.0) <= _LONG:
             quick[name] = min(paired_timing.timed(run, clock) for _ in range(2))
         runs[name] = run
@@ -168,6 +174,24 @@ def benchmark_variants(
     return dataclasses.replace(
         second, seconds={**second.seconds, **others}, speed={**first.speed, **second.speed}, noisy=noisy
     )
+
+
+def _of_hopeful(
+    second_opinion: Callable[[Any, Any], str | None] | None,
+    run: Callable[[], Any],
+    limit: float,
+    clock: Callable[[], float],
+) -> Callable[[Any, Any], str | None] | None:
+    """The second opinion, which takes seconds, for a program that may win: one of two runs is below the limit [s]."""
+    if second_opinion is None:
+        return None
+
+    def judged(reference: Any, result: Any) -> str | None:
+        if min(paired_timing.timed(run, clock) for _ in range(2)) > limit:
+            return "it is slower than plain jax.jit in two runs, and is not judged by float64"
+        return second_opinion(reference, result)
+
+    return judged
 
 
 def wrong_result(

@@ -4,7 +4,7 @@
 
 A direct convolution takes C K products per output and tap, this one 4 C K per point of the padded image (half of a
 real signal's spectrum, 4 products of a complex one each at 2 FLOP), and three transforms.  Filters of many taps gain:
-41x11 and 11x11, not 7x7 (`LEAST_TAPS`).  Strides keep a part of what is computed, so that taps count by the stride.
+41x11 and 11x11, not 7x7 (`LEAST_TAPS`).  The error is that of float32 whatever the convolution asks for.  Strides keep a part of what is computed, so that taps count by the stride.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 
 LEAST_TAPS = 96.0
-"""Taps over the product of the strides from which on the transforms pay.
+"""Taps over the product of the strides from which on the transforms pay, at full float32 precision.
 
-Measured on an H100 (benchmarks/results/gpu_kernels/transformed_convs_h100_2026-11-26.json): 7x7 (49) took 2.9 times the
-direct convolution's time, 11x11 (121) gained 1.7x, 41x11 (451) 7.9x.
+Measured on an H100 (benchmarks/results/gpu_kernels/transformed_convs_h100_2026-11-26b.json), over XLA's direct
+convolution: 7x7 (49) and 9x9 (81) 0.5 times as fast, 11x11 (121) 1.7, 21x11 with stride 2 (116) 2.8, 41x11 (451) 8.8.
 """
+LEAST_TAPS_TF32 = 256.0
+"""The same where TF32 suffices: 11x11 and 21x11 with stride 2 0.5 to 0.6 times as fast, 41x11 (451) 2.1."""
 LEAST_CHANNELS = 16
 """Of the image and of the result: products of fewer are no work for a GEMM."""
 
 
 def fft_conv(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
-    """Replaces the convolutions of many taps at full float32 precision; returns the program and their number."""
+    """Replaces the convolutions of many taps; returns the program and their number."""
     program = Program(closed)
     replaced: dict[int, list[Any]] = {}
     for eqn in closed.jaxpr.eqns:
@@ -44,7 +46,7 @@ def fft_conv(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
 def is_worth(conv: DenseConv) -> bool:
     """Whether the transform is expected to gain."""
     taps = conv.taps[0] * conv.taps[1] / (conv.strides[0] * conv.strides[1])
-    return conv.wide and taps >= LEAST_TAPS and min(conv.channels, conv.filters) >= LEAST_CHANNELS
+    return taps >= (LEAST_TAPS if conv.wide else LEAST_TAPS_TF32) and min(conv.channels, conv.filters) >= LEAST_CHANNELS
 
 
 def convolve(conv: DenseConv, x: Any, w: Any) -> Any:

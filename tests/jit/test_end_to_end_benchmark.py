@@ -251,6 +251,34 @@ def test_what_differs_grossly_is_judged_by_float64():
     assert "differs from plain jax.jit" in chosen(None, jcuts=noise).rejected["jcuts"]
 
 
+@pytest.mark.parametrize(("seconds", "asked"), [(0.0104, 1), (0.0107, 0)])
+def test_float64_judges_no_program_that_is_slower_in_two_runs(seconds, asked):
+    clock, judged = Clock(), []
+
+    def program(name, seconds, result):
+        call = clock.program(name, seconds)
+
+        def go():
+            call()
+            return result
+
+        return go
+
+    calls = {
+        "xla": program("xla", 0.010, [jnp.asarray(x) for x in NOISE]),
+        "jcuts": program("jcuts", seconds, [jnp.full((4, 4), -1e-7), jnp.ones(3)]),
+    }
+    more = {"donates": False, "clock": clock, "second_opinion": lambda *_: judged.append(1)}
+    decision = end_to_end_benchmark.benchmark_variants(calls, lambda: ((), {}), **more)
+    assert len(judged) == asked and decision.chosen == "xla"
+    assert asked or decision.rejected["jcuts"].endswith(
+        "it is slower than plain jax.jit in two runs, and is not judged by float64"
+    )
+    barred = {"xla": "730 MiB"}
+    decision = end_to_end_benchmark.benchmark_variants(calls, lambda: ((), {}), barred=barred, **more)
+    assert decision.chosen == "jcuts" and len(judged) == asked + 1  # nothing else is left
+
+
 def test_no_second_opinion_makes_a_nan_right():
     nan = [jnp.full((4, 4), np.nan), jnp.ones(3)]
     assert "NaN" in chosen(lambda *_: None, jcuts=nan).rejected["jcuts"]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from jcuts.estimate.time_model import KernelTime
@@ -31,7 +32,7 @@ from jcuts.schedule.gpu.machine import (
 )
 from jcuts.schedule.gpu.traffic import l1_resident
 from jcuts.schedule.gpu.window.cost import WindowCost
-from jcuts.schedule.gpu.window.footprint import block_footprint
+from jcuts.schedule.gpu.window.footprint import block_footprint, threads_by_axis
 
 MOST_STRIDE = 4  # of a window, or dilation, whose period a register tile covers
 MOST_POINTS = 64  # of a tile of a walk
@@ -135,8 +136,12 @@ def _time(
     pieces: int = 1,
     along: str = "",
     ahead: int = -1,
+    shape: Mapping[str, int] = MappingProxyType({}),
 ) -> WindowCost:
-    """Counts for the cost model. Args: fresh, steps, ahead: of sliding windows along an axis, in so many pieces."""
+    """Counts for the cost model.
+
+    Args: fresh, steps, ahead: of sliding windows along an axis, in so many pieces; shape: threads of a block by axis.
+    """
     phase = program.phases[0]
     tile = {a.name: unroll.get(a.name, 1) for a in phase.axes}
     tiles = {a.name: -(-a.extent // tile[a.name]) for a in phase.axes}
@@ -144,8 +149,9 @@ def _time(
     if along:
         tiles[along], tile[along] = pieces, min(phase.ranges()[along], tile[along] * steps)
     resident = frozenset(l1_resident(program))
-    footprint = block_footprint(program, tile, tiles, threads, resident)
+    footprint = block_footprint(program, tile, threads_by_axis(phase, tiles, threads, shape), threads, resident)
     count = math.prod(tiles.values())
+    blocks = math.prod(-(-tiles[a] // shape.get(a, 1)) for a in tiles) if shape else -(-count // threads)
     compulsory = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
     kept = sum(b.bytes for b in program.inputs if b.name in resident)
     return WindowCost(
@@ -160,6 +166,7 @@ def _time(
         narrowest(program),
         count,
         threads,
+        blocks,
         compulsory,
         max(compulsory, footprint.bytes * count / threads + kept),
         footprint.lines * count / threads,
@@ -173,7 +180,7 @@ def cost_of(program: Program) -> WindowCost:
     unroll = {a.name: a.unroll for a in phase.axes}
     values, threads = window_values(phase, unroll), int(params["threads"])
     if "walk" not in params:
-        return _time(program, unroll, values, threads)
+        return _time(program, unroll, values, threads, shape=dict(params.get("block", ())))
     along, tiles = params["walk"]
     rows = unroll[along]
     fresh = max(1, window_values(phase, {**unroll, along: 2 * rows}) - values)

@@ -69,9 +69,7 @@ def block_footprint(
     return Footprint(stored + sum(loaded.values()), lines)
 
 
-def threads_by_axis(
-    phase: Phase, tiles: Mapping[str, int], threads: int, shape: Mapping[str, int]
-) -> dict[str, int]:
+def threads_by_axis(phase: Phase, tiles: Mapping[str, int], threads: int, shape: Mapping[str, int]) -> dict[str, int]:
     """Threads of a block along every axis: as its shape says, or the last one is filled first."""
     if shape:
         return {axis.name: shape.get(axis.name, 1) for axis in phase.axes}

@@ -36,16 +36,9 @@ from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 from jcuts.schedule.gpu.machine import WARP, GpuMachine
 
 CLUSTERS = fit.coefficients("gpu/gemm", "concurrent_clusters")
-AT_ONCE = {
-    1: CLUSTERS.blocks_1,
-    2: CLUSTERS.blocks_2,
-    3: CLUSTERS.blocks_3,
-    4: CLUSTERS.blocks_4,
-    5: CLUSTERS.blocks_5,
-    6: CLUSTERS.blocks_6,
-    7: CLUSTERS.blocks_7,
-    8: CLUSTERS.blocks_8,
-}
+_FEW = (CLUSTERS.blocks_1, CLUSTERS.blocks_2, CLUSTERS.blocks_3, CLUSTERS.blocks_4)
+_MANY = (CLUSTERS.blocks_5, CLUSTERS.blocks_6, CLUSTERS.blocks_7, CLUSTERS.blocks_8)
+AT_ONCE = dict(enumerate((*_FEW, *_MANY), 1))
 """Clusters of so many blocks that 132 SMs run at once, one block each: they lie in groups (GPCs)."""
 FILE = SM_90.registers_per_sm
 LINE = SM_90.cache_line_bytes
@@ -67,7 +60,8 @@ class CostCoefficients:
         products_per_cycle: multiply-adds of an SM. smem_bytes_per_cycle, l2_bytes_per_cycle, dsmem_bytes_per_cycle:
             of an SM. memory_bytes_per_cycle: of the whole GPU.
         short_line_exponent: power with which lines of less than 128 bytes count more.
-        load_latency_cycles: of a load, over the loads in flight. pipeline_fill_cycles: to the first k-tile. k_tile_overhead_cycles: of a k-tile besides its work.
+        load_latency_cycles: of a load, over the loads in flight. pipeline_fill_cycles: to the first k-tile.
+        k_tile_overhead_cycles: of a k-tile besides its work.
         overlap_remainder: what is left of shorter limits. memory_overlap_remainder: of the shorter of work and memory.
         block_start_cycles, warp_start_cycles: of a block; for every warp of the SM. epilogue_cycles: without its bytes.
         cluster_reduce_cycles, cluster_reduce_cycles_per_block: of a reduction in a cluster; for each of its blocks.

@@ -1,7 +1,7 @@
 """Bytes that the stores of a ``wgmma`` tile's results move: whole sectors.
 
-Four lanes store eight neighbouring columns of a row.  Of 16-bit types these are half a sector, which the L2 cache counts
-as a whole one, unless lanes exchange results first (``paired``).
+Four lanes store eight neighbouring columns of a row.  Of 16-bit types these are half a sector, which the L2 cache
+counts as a whole one, unless lanes exchange results first (``paired``).
 """
 
 from __future__ import annotations

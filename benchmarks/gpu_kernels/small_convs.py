@@ -120,9 +120,9 @@ def schedules(case: Case, most: int) -> list[Any]:
 
 
 def behind(path: Path) -> dict[str, list[float]]:
-    """How far the best of the first schedules of today's ranking is behind the best that a file has times of.
+    """How far the best of the first schedules of today's ranking is behind the best, of those that a file has times of.
 
-    Returns: case -> times over the best one, for every number of `TRIED` (infinite where none of them was measured).
+    Returns: case -> times over the best one, for every number of `TRIED`.
     """
     from jcuts.schedule.gpu import contraction
     from jcuts.schedule.gpu.machine import GpuMachine
@@ -138,7 +138,7 @@ def behind(path: Path) -> dict[str, list[float]]:
             contraction.contraction_schedules(product(cases[row["case"]]), GpuMachine.named("H200")),
             key=lambda pair: -pair[1],
         )
-        ranked = [times.get(known(program.params), np.inf) for program, _ in order]
+        ranked = [times[name] for program, _ in order if (name := known(program.params)) in times]
         found[row["case"]] = [min(ranked[:n]) / min(times.values()) for n in TRIED]
     return found
 

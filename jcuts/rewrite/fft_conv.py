@@ -4,8 +4,8 @@
 
 A direct convolution takes C K products per output and tap, this one 4 C K per point of the padded image (half of a
 real signal's spectrum, 4 products of a complex one each at 2 FLOP), and three transforms.  Filters of many taps gain:
-41x11 and 11x11, not 7x7 (`LEAST_TAPS`).  Strides keep a part of what is computed, so that taps count by the stride.  The
-error is that of float32 whatever the convolution asks for.
+41x11 and 11x11, not 7x7 (`LEAST_TAPS`).  Strides keep a part of what is computed, so that taps count by the stride.
+The error is that of float32 whatever the convolution asks for.
 """
 
 from __future__ import annotations

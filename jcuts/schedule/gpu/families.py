@@ -60,7 +60,7 @@ def _register_tiles(problem: GpuProblem) -> Iterable[Candidate]:
 def _register_tile_time(program: Program, machine: GpuMachine) -> KernelTime:
     """Of register tiles: windows by their own model, all others as memory-bound launches."""
     is_window = len(program.phases) == 1 and bool(program.phases[0].reds)
-    if is_window and {"split", "block"}.isdisjoint(dict(program.params)):
+    if is_window and "split" not in dict(program.params):
         return window_schedules.window_time(program, machine)
     return memory_time(program, stats.REGISTER_TILES, machine)
 

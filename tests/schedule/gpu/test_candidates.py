@@ -125,7 +125,7 @@ def test_walks_have_whole_tiles():
         for p, _ in gpu_candidates.candidates(program, gpu_candidates.GpuMachine(132), 1 << 20)
         if "walk" in dict(p.params)
     ]
-    assert {1, 2} <= {dict(p.params)["ahead"] for p in walks}
+    assert len({dict(p.params)["ahead"] for p in walks}) > 1
     for found in walks:
         name, tiles = dict(found.params)["walk"]
         axis = next(a for a in found.phases[0].axes if a.name == name)

@@ -80,14 +80,14 @@ def launch_time(
     waves = math.ceil(waves) if waves < MANY else waves
     units, port, issue = (float(sum(limit)) for limit in zip(*(p[:3] for p in phases), strict=True))
     copied += found.in_channels + found.out_channels
+    uneven = -(-warps // QUARTERS) * QUARTERS / warps  # warps of every block lie in the same quarters
     limits = [
-        term(Resource.COMPUTE, units, 2.0 * units * unit_rate(rates, shape.item)),
+        term(Resource.COMPUTE, uneven * units, 2.0 * units * unit_rate(rates, shape.item)),
         term(Resource.SMEM, port),
-        term(Resource.ISSUE, issue),
+        term(Resource.ISSUE, uneven * issue),
         term(Resource.L2, shape.item * shape.chunk * copied / rates.l2_bytes_per_cycle),
     ]
     # Barriers keep a block's phases apart, and a warp waits for itself: only blocks beside each other fill the gaps.
-    uneven = -(-warps // QUARTERS) * QUARTERS / warps
     own = sum(max(uneven * p[0], p[1], uneven * p[2], p[3] * ALONE / warps) for p in phases)
     chunk = serial([term(Resource.CHAIN, own), term(Resource.BARRIER, wait)])
     moved = shape.item * (shape.pixels * found.in_channels + 2 * shape.outputs * found.out_channels)

@@ -81,7 +81,7 @@ OWN_CODE = _FIT.unrolled_taps_factor
 """Their factor where taps have code of their own."""
 FETCHED = _FIT.prefetched_factor
 """Their factor where fragments are prefetched (assumed, not measured)."""
-BEGIN = _FIT.block_start_cycles
+BEGIN = {2: _FIT.block_start_cycles, 4: _FIT.float32_block_start_cycles}
 """Cycles to a launch's first products."""
 AGAIN_BEGUN = _FIT.block_restart_ratio
 """What of them later blocks take where an SM has several."""
@@ -315,12 +315,13 @@ def time(counter: WgmmaProblem, found: ConvWindow, tiling: ImplicitGemmTile) -> 
     stored = beside * 4 * rows * columns * counter.results / max(1.0, counter.partial) / rates.l2_bytes_per_cycle
     leave = serial([term(Resource.EPILOGUE, LEAVE), term(Resource.L2, stored)])
     weights = tiling.stages * columns * found.bytes / rates.l2_bytes_per_cycle if stays else 0.0
-    begin = serial([term(Resource.START, BEGIN), term(Resource.L2, weights)])
+    start = term(Resource.START, BEGIN[found.side.item])
+    begin = serial([start, term(Resource.L2, weights)])
     begin = scaled("later waves", 1.0 + (waves - 1) * (AGAIN_BEGUN if beside > 1 else 1.0), begin)
     tile = repeat(tiling.rounds, serial([repeat(found.k_tiles, inner), leave]))
     total = serial([begin, per_sm(waves, tile, resident=beside, blocks=blocks, sms=sms)])
     memory = term(Resource.DRAM, counter.moved / bound_rates(counter.machine).memory_bytes_per_cycle, counter.moved)
-    return soft_longest(LEFT, total, memory, term(Resource.START, BEGIN))
+    return soft_longest(LEFT, total, memory, start)
 
 
 def _k_tile(found: ConvWindow, tiling: ImplicitGemmTile, rates: fit.Coefficients, beside: int) -> TimeTerm:

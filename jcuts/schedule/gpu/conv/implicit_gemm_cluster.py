@@ -26,6 +26,7 @@ from jcuts.schedule import fit
 from jcuts.schedule.gpu.conv import implicit_gemm as kept
 from jcuts.schedule.gpu.conv.implicit_gemm import ImplicitGemmTile
 from jcuts.schedule.gpu.gemm import cost as gemm_cost
+from jcuts.schedule.gpu.gemm.cluster_exchange import FRAGMENT, gathered
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, GROUP, HIGH, dsmem_tile_bytes
 from jcuts.schedule.gpu.machine import WARP, unit_rate
@@ -114,12 +115,13 @@ def time(counter: WgmmaProblem, found: ConvWindow, tiling: ImplicitGemmTile) -> 
     copied = term(Resource.L2, moved / rates.l2_bytes_per_cycle)
     mainloop = repeat(steps, _k_tile(found, tiling, own, beside))
     terms = serial([copied, mainloop]) if resident else longest((copied, mainloop))
+    gather = gathered(rows // tiling.groups // HIGH, columns // FRAGMENT[1], cluster, step=2)
     leave = serial(
         [
             term(Resource.EPILOGUE, rates.epilogue_cycles),
             term(Resource.BARRIER, PUSH[0]),
             term(Resource.BARRIER, PUSH[1] * cluster),
-            term(Resource.DSMEM, beside * 4 * rows * columns / rates.dsmem_bytes_per_cycle),
+            term(Resource.DSMEM, gather * beside * 4 * rows * columns / rates.dsmem_bytes_per_cycle),
         ]
     )
     begin = serial(

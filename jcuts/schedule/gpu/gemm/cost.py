@@ -29,21 +29,16 @@ from jcuts.estimate.time_model import (
 from jcuts.lower.patterns.gemm import GemmOperand, k_tiles_per_split
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm import smem_layout_f64
+from jcuts.schedule.gpu.gemm.cluster_exchange import gathered_by_groups, gathered_by_warps, remote_loads
+from jcuts.schedule.gpu.gemm.epilogue_stores import stored_bytes
 from jcuts.schedule.gpu.gemm.problem import GemmProblem, MmaTile
 from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 from jcuts.schedule.gpu.machine import WARP, GpuMachine
 
 CLUSTERS = fit.coefficients("gpu/gemm", "concurrent_clusters")
-AT_ONCE = {
-    1: CLUSTERS.blocks_1,
-    2: CLUSTERS.blocks_2,
-    3: CLUSTERS.blocks_3,
-    4: CLUSTERS.blocks_4,
-    5: CLUSTERS.blocks_5,
-    6: CLUSTERS.blocks_6,
-    7: CLUSTERS.blocks_7,
-    8: CLUSTERS.blocks_8,
-}
+_FEW = (CLUSTERS.blocks_1, CLUSTERS.blocks_2, CLUSTERS.blocks_3, CLUSTERS.blocks_4)
+_MANY = (CLUSTERS.blocks_5, CLUSTERS.blocks_6, CLUSTERS.blocks_7, CLUSTERS.blocks_8)
+AT_ONCE = dict(enumerate((*_FEW, *_MANY), 1))
 """Clusters of so many blocks that 132 SMs run at once, one block each: they lie in groups (GPCs)."""
 FILE = SM_90.registers_per_sm
 LINE = SM_90.cache_line_bytes
@@ -65,7 +60,8 @@ class CostCoefficients:
         products_per_cycle: multiply-adds of an SM. smem_bytes_per_cycle, l2_bytes_per_cycle, dsmem_bytes_per_cycle:
             of an SM. memory_bytes_per_cycle: of the whole GPU.
         short_line_exponent: power with which lines of less than 128 bytes count more.
-        load_latency_cycles: of a load, over the loads in flight. k_tile_overhead_cycles: of a k-tile besides its work.
+        load_latency_cycles: of a load, over the loads in flight. pipeline_fill_cycles: to the first k-tile.
+        k_tile_overhead_cycles: of a k-tile besides its work.
         overlap_remainder: what is left of shorter limits. memory_overlap_remainder: of the shorter of work and memory.
         block_start_cycles, warp_start_cycles: of a block; for every warp of the SM. epilogue_cycles: without its bytes.
         cluster_reduce_cycles, cluster_reduce_cycles_per_block: of a reduction in a cluster; for each of its blocks.
@@ -79,6 +75,7 @@ class CostCoefficients:
     memory_bytes_per_cycle: float
     short_line_exponent: float
     load_latency_cycles: float
+    pipeline_fill_cycles: float
     k_tile_overhead_cycles: float
     overlap_remainder: float
     memory_overlap_remainder: float
@@ -202,22 +199,26 @@ def warp_time(counter: GemmProblem, tiling: MmaTile) -> TimeTerm:
     beside, waves = occupancy(blocks, tiling.cluster, held, counter.machine.sms, even)
     share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
     inner = overlap(rates.overlap_remainder, _warp_limits(counter, tiling, beside, share))
-    made = float(counter.total * rows * columns)
+    made, gather = float(counter.total * rows * columns), gathered_by_warps(tiling, counter.sides[1])
     written = made * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
     leave = [
         term(Resource.EPILOGUE, rates.epilogue_cycles),
-        term(Resource.L2, beside * written / tiling.cluster / rates.l2_bytes_per_cycle),
+        term(Resource.L2, beside * gather * written / tiling.cluster / rates.l2_bytes_per_cycle),
     ]
     if deep > 1 or tiling.cluster > 1:
-        spent = WARP_COST.slice_k_reduce_cycles * deep + beside * 2.0 * made * deep / rates.smem_bytes_per_cycle
+        spent = (
+            WARP_COST.slice_k_reduce_cycles * deep + beside * (1.0 + gather) * made * deep / rates.smem_bytes_per_cycle
+        )
         leave.append(term(Resource.REDUCE, spent))
     if tiling.cluster > 1:
         spent = rates.cluster_reduce_cycles + rates.cluster_reduce_cycles_per_block * tiling.cluster
         leave.append(term(Resource.BARRIER, spent))
-        spent = made * deep / rates.dsmem_bytes_per_cycle + WARP_COST.cluster_reduce_cycles_per_warp * count
+        leave.append(term(Resource.LATENCY, WARP_COST.gathered_load_cycles * remote_loads(tiling, gather)))
+        spent = gather * made * deep / rates.dsmem_bytes_per_cycle + WARP_COST.cluster_reduce_cycles_per_warp * count
         leave.append(term(Resource.DSMEM, beside * spent))
     begin = term(Resource.START, rates.block_start_cycles + rates.warp_start_cycles * beside * count)
-    wave = serial([begin, repeat(share, inner), serial(leave)])
+    fill = term(Resource.LATENCY, rates.pipeline_fill_cycles)
+    wave = serial([begin, fill, repeat(share, inner), serial(leave)])
     total = per_sm(waves, wave, resident=beside, blocks=blocks, sms=counter.machine.sms)
     return beside_memory(counter, rates, total, tiling.split)
 
@@ -344,20 +345,21 @@ def group_time(counter: GemmProblem, tiling: WgmmaTile, shared: int, *, before: 
     blocks = tiles * tiling.split * tiling.cluster
     beside, waves = occupancy(blocks, tiling.cluster, held, counter.machine.sms)
     share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
-    inner = _group_k_tile(counter, tiling, beside, before)
-    written = 4 * rows * columns * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
+    inner, gather = _group_k_tile(counter, tiling, beside, before), gathered_by_groups(tiling)
+    written = gather * stored_bytes(counter, tiling) / tiling.cluster
     leave = [
         term(Resource.EPILOGUE, rates.epilogue_cycles),
-        term(Resource.L2, beside * written / tiling.cluster / rates.l2_bytes_per_cycle),
+        term(Resource.L2, beside * written / rates.l2_bytes_per_cycle),
         term(Resource.LATENCY, GROUP_COST.late_residual_cycles if tiling.rounded and not tiling.early else 0.0),
     ]
     if tiling.cluster > 1:
         own = rates.cluster_reduce_cycles, rates.cluster_reduce_cycles_per_block
         meet, member = PUSH[kind] if tiling.push else own
-        spent = beside * 4 * rows * columns / rates.dsmem_bytes_per_cycle
+        spent = gather * beside * 4 * rows * columns / rates.dsmem_bytes_per_cycle
         leave.append(serial([term(Resource.BARRIER, meet + member * tiling.cluster), term(Resource.DSMEM, spent)]))
     begin = term(Resource.START, rates.block_start_cycles + rates.warp_start_cycles * beside * tiling.threads / WARP)
-    wave = serial([begin, repeat(share, inner), serial(leave)])
+    fill = term(Resource.LATENCY, rates.pipeline_fill_cycles)
+    wave = serial([begin, fill, repeat(share, inner), serial(leave)])
     total = per_sm(waves, wave, resident=beside, blocks=blocks, sms=counter.machine.sms)
     return beside_memory(counter, rates, total, tiling.split)
 
@@ -368,7 +370,7 @@ def _group_k_tile(counter: GemmProblem, tiling: WgmmaTile, beside: int, before: 
     rates, raw = group_rates(counter.machine, kind), kind == "float32"
     rows, columns, line = tiling.rows, tiling.columns, tiling.terms * counter.item
     share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
-    ahead = tiling.stages - 1 if raw else tiling.stages if tiling.stages >= share else tiling.stages - 2
+    ahead = min(share, tiling.stages) if tiling.stages >= share else tiling.stages - (1 if raw else 2)
     port = (rows / HIGH * (HIGH + columns) + (rows + columns) * (2 if raw else 1)) * line
     moved = global_bytes(counter.sides, rows, columns, tiling.terms, rates.short_line_exponent)
     asked = l2_amount(counter, rows, columns) * counter.terms / (share * tiling.split * tiling.cluster)

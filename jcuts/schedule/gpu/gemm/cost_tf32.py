@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from jcuts.estimate.time_model import Resource, TimeTerm, overlap, per_sm, repeat, serial, soft_longest, term
 from jcuts.lower.patterns.gemm import k_tiles_per_split
+from jcuts.schedule.gpu.gemm.cluster_exchange import gathered_by_groups
 from jcuts.schedule.gpu.gemm.cost import l2_amount
 from jcuts.schedule.gpu.gemm.mma import EXIT, SECOND, bound_rates
 from jcuts.schedule.gpu.gemm.problem import STEP, GemmProblem
@@ -57,14 +58,15 @@ def time(counter: GemmProblem, tiling: WgmmaTile, beside: int, waves: int, rates
     share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
     inner, bound = k_tile_time(counter, tiling, beside, rates), bound_rates(counter.machine)
     written = 4 * rows * columns * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
+    gather = gathered_by_groups(tiling)
     leave = [
         term(Resource.EPILOGUE, EXIT),
-        term(Resource.L2, beside * written / tiling.cluster / rates.l2_bytes_per_cycle),
+        term(Resource.L2, beside * gather * written / tiling.cluster / rates.l2_bytes_per_cycle),
         term(Resource.LATENCY, 0.0 if tiling.early else rates.late_residual_cycles),
     ]
     if tiling.cluster > 1:
         leave.append(term(Resource.BARRIER, rates.cluster_push_cycles if tiling.push else rates.cluster_reduce_cycles))
-        spent = beside * 4 * rows * columns * (2 / bound.smem_bytes_per_cycle + 1 / rates.l2_bytes_per_cycle)
+        spent = gather * beside * 4 * rows * columns * (2 / bound.smem_bytes_per_cycle + 1 / rates.l2_bytes_per_cycle)
         leave.append(term(Resource.DSMEM, spent))
     start = term(Resource.START, rates.block_start_cycles)
     wave = serial([start, repeat(share, inner), serial(leave)])

@@ -30,10 +30,8 @@ from jcuts.schedule.gpu.machine import (
     tiled,
     vectors,
 )
+from jcuts.schedule.gpu.reduction.column_cost import ColumnSchedule, column_time, groups_of, memory_of
 from jcuts.schedule.gpu.reduction.column_time import (
-    ColumnSchedule,
-    column_time,
-    memory_of,
     scan_ratios,
     softmax_ratios,
     welford_ratios,
@@ -97,12 +95,13 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                 once = ColumnSchedule(
                     wide, outer, vector, size, across, threads, kept, loads, inside, flight, 1, bool(taps)
                 )
-                resident = machine.sms * once.resident  # blocks that run at once
+                resident = machine.sms * once.resident(machine)  # blocks that run at once
                 for waves in (1, 2, 4, 0):
                     split = 1 if waves == 0 else min(waves * resident // once.blocks, terms // (2 * deep * flight))
                     if split < 1 or (split == 1) != (waves == 0) or (split > 1 and not splittable):
                         continue
-                    spent = column_time(replace(once, split=split), results, memory, machine).value
+                    groups = groups_of(terms, deep * flight, split)
+                    spent = column_time(replace(once, split=groups), results, memory, machine).value
                     params = (("across", across), ("flight", flight), *((("split", split),) if split > 1 else ()))
                     yield (
                         scheduled(tiled(program, {**taps, lane.name: vector}, tile), "columns", threads, *params),

@@ -1,4 +1,4 @@
-"""Time model of column reductions, column norms, Welford statistics and scans: memory time and ratios that lengthen it.
+"""Time model of scheduled column reductions, norms, Welford statistics and scans: memory time and ratios.
 
     seconds = (compulsory bytes / bandwidth) * product of ratios + launches
 
@@ -8,16 +8,14 @@ The ratios are fitted by hand (`fit_h200.toml`): lines that are used in part, lo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
-from jcuts.estimate.time_model import KernelTime, Resource, TimeTerm, by_ratios, scaled, serial, term
+from jcuts.estimate.time_model import KernelTime, TimeTerm, by_ratios
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.scan_axes import TIME
 from jcuts.schedule import fit
 from jcuts.schedule.cpu.loop_candidates import work
 from jcuts.schedule.gpu.bound import memory_bound
-from jcuts.schedule.gpu.coalescing import LINE
 from jcuts.schedule.gpu.machine import (
     ACCESS,
     IN_FLIGHT,
@@ -25,11 +23,9 @@ from jcuts.schedule.gpu.machine import (
     distinct_loads,
     narrowest,
 )
+from jcuts.schedule.gpu.reduction.column_cost import ColumnSchedule, column_time, groups_of, memory_of
 from jcuts.schedule.gpu.window import filter_gradient
 
-_COLUMN = fit.coefficients("gpu/reduction", "column")
-WORD = 4
-"""Bytes of a partial sum."""
 _SOFTMAX = fit.coefficients("gpu/reduction", "column_softmax")
 _WELFORD = fit.coefficients("gpu/reduction", "welford")
 _SCAN = fit.coefficients("gpu/reduction", "scan")
@@ -42,12 +38,6 @@ SOFTMAX_THREADS = {
 """Factor on the score, by threads of a block."""
 
 
-def memory_of(program: Program, machine: GpuMachine) -> TimeTerm:
-    """All operands and results by the memory."""
-    moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
-    return term(Resource.DRAM, moved / machine.bandwidth, moved)
-
-
 def of_program(program: Program, root: TimeTerm) -> KernelTime:
     """The model of a scheduled program with an expression in seconds."""
     flop = float(sum(work(phase) for phase in program.phases))
@@ -55,45 +45,6 @@ def of_program(program: Program, root: TimeTerm) -> KernelTime:
 
 
 # -- sums of columns ---------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class ColumnSchedule:
-    """One schedule of a column reduction, in the counts that decide its time.
-
-    Attributes:
-        lane, outer: vectors of neighbouring outputs; tiles of the other output axes.
-        vector, size: outputs of a thread along the lanes; bytes of an element.
-        across, threads: threads of a block along the lanes; all of them.
-        kept, loads, inside: accumulators of a thread; values that a tile of reduced points loads; such points.
-        flight, split: tiles that are loaded early; groups of blocks that share a reduction.
-        taps: whether outputs share operands (filter gradients).
-    """
-
-    lane: int
-    outer: int
-    vector: int
-    size: int
-    across: int
-    threads: int
-    kept: int
-    loads: int
-    inside: int
-    flight: int
-    split: int
-    taps: bool
-
-    @property
-    def blocks(self) -> int:
-        """Of the launch."""
-        return -(-self.lane // self.across) * self.outer * self.split
-
-    @property
-    def resident(self) -> int:
-        """Blocks that one SM runs at once, as estimated from the registers."""
-        registers = self.kept + self.flight * self.loads
-        held = 1 if registers > 80 else 2 if registers > 40 else 3
-        return max(1, held * 768 // self.threads)
-
-
 def column_schedule(program: Program) -> ColumnSchedule:
     """The schedule of a scheduled column reduction."""
     params: Any = dict(program.params)
@@ -102,6 +53,7 @@ def column_schedule(program: Program) -> ColumnSchedule:
     tile = {r.name: r.unroll for r in phase.reds}
     counts = {**{a.name: a.unroll for a in phase.axes}, **tile}
     kept = math.prod(a.unroll for a in phase.axes) * len(phase.accs)
+    terms, flight = math.prod(r.extent // r.unroll for r in phase.reds), int(params.get("flight", 1))
     return ColumnSchedule(
         lane.extent // lane.unroll,
         math.prod(a.extent // a.unroll for a in others),
@@ -112,50 +64,17 @@ def column_schedule(program: Program) -> ColumnSchedule:
         kept,
         distinct_loads(phase, counts),
         math.prod(tile.values()),
-        int(params.get("flight", 1)),
-        int(params.get("split", 1)),
+        flight,
+        groups_of(terms, int(params["threads"]) // int(params["across"]) * flight, int(params.get("split", 1))),
         any(a.unroll > 1 for a in others),
     )
 
 
-def column_time(made: ColumnSchedule, results: int, memory: TimeTerm, machine: GpuMachine) -> TimeTerm:
-    """Seconds by their terms. Args: results: outputs of the reduction; memory: its compulsory traffic."""
-    resident, blocks = made.resident * machine.sms, made.blocks
-    rounds = -(-blocks // resident)
-    under_way = min(made.flight * max(1, made.loads) * made.size, 4 * max(16, 96 - made.kept))  # bytes of a thread
-    there = min(blocks, resident) * made.threads
-    even = -(-blocks // machine.sms) * machine.sms if rounds == 1 else rounds * resident
-    waste = even / blocks if rounds < 4 else 1.0
-    line = min(1.0, made.across * made.vector * made.size / LINE)
-    deep = made.threads // made.across
-    idle = -(-made.lane // made.across) * made.across / made.lane * made.threads / (made.across * deep)
-    again = made.loads / (made.inside * made.vector) - 1.0  # what the caches deliver again
-    ratios = {
-        "loads in flight": 1.0 + _COLUMN.latency_share * IN_FLIGHT / (under_way * there),
-        "idle threads": max(1.0, idle) ** _COLUMN.idle_exponent,
-        "lines": 1.0 / (_COLUMN.line_share_base + (1.0 - _COLUMN.line_share_base) * line),
-        "cached reads": 1.0 + _COLUMN.cached_read_weight * again,
-        "waves": 1.0 + _COLUMN.wave_waste_weight * (waste - 1.0),
-        "occupancy": min(1.0, there / machine.threads) ** -_COLUMN.occupancy_exponent,
-    }
-    spent = memory
-    for name, ratio in ratios.items():
-        spent = scaled(name, ratio, spent)
-    fixed = term(Resource.LAUNCH, _COLUMN.launch_seconds)
-    parts = [spent, fixed, term(Resource.BARRIER, deep * _COLUMN.row_seconds)]
-    if made.split > 1:
-        parts.append(term(Resource.LAUNCH, _COLUMN.split_launch_seconds))
-        partial = WORD * results * made.split / machine.bandwidth
-        parts.append(term(Resource.REDUCE, _COLUMN.partial_sum_passes * partial))
-    return serial(parts)
-
-
 def column_reduction_time(program: Program, machine: GpuMachine) -> KernelTime:
     """The model of a scheduled column reduction, of filter gradients with a sliding window too."""
-    if "walk" in dict(program.params):
-        return filter_gradient.gradient_time(program, machine)
     results = math.prod(a.extent for a in program.phases[0].axes)
-    root = column_time(column_schedule(program), results, memory_of(program, machine), machine)
+    made = filter_gradient.gradient_schedule(program) if "walk" in dict(program.params) else column_schedule(program)
+    root = column_time(made, results, memory_of(program, machine), machine)
     return of_program(program, root)
 
 

@@ -41,16 +41,16 @@ class _Access:
 
 
 def block_footprint(
-    program: Program, tile: Mapping[str, int], tiles: Mapping[str, int], threads: int, resident: frozenset[str]
+    program: Program, tile: Mapping[str, int], beside: Mapping[str, int], threads: int, resident: frozenset[str]
 ) -> Footprint:
     """The footprint of a block of register tiles.
 
     Args:
         program: one loop nest. tile: points of a thread's tile by axis, all steps of a sliding window together.
-        tiles: tiles by axis. threads: of a block. resident: operands that the L1 cache keeps from block to block.
+        beside: threads by axis (`threads_by_axis`). threads: of a block. resident: operands that the L1 cache keeps
+            from block to block.
     """
     phase = program.phases[0]
-    beside = _threads_by_axis(phase, tiles, threads)
     sizes = {b.name: ITEM_SIZE[b.dtype] for b in program.buffers}
     extents = phase.ranges()
     box = {name: min(extents[name], count * tile[name]) for name, count in beside.items()}
@@ -69,8 +69,10 @@ def block_footprint(
     return Footprint(stored + sum(loaded.values()), lines)
 
 
-def _threads_by_axis(phase: Phase, tiles: Mapping[str, int], threads: int) -> dict[str, int]:
-    """Threads of a block along every axis: the last one is filled first."""
+def threads_by_axis(phase: Phase, tiles: Mapping[str, int], threads: int, shape: Mapping[str, int]) -> dict[str, int]:
+    """Threads of a block along every axis: as its shape says, or the last one is filled first."""
+    if shape:
+        return {axis.name: shape.get(axis.name, 1) for axis in phase.axes}
     found, left = {}, threads
     for axis in reversed(phase.axes):
         found[axis.name] = min(tiles[axis.name], max(1, left))

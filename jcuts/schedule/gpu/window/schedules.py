@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from jcuts.estimate.time_model import KernelTime
@@ -31,7 +32,7 @@ from jcuts.schedule.gpu.machine import (
 )
 from jcuts.schedule.gpu.traffic import l1_resident
 from jcuts.schedule.gpu.window.cost import WindowCost
-from jcuts.schedule.gpu.window.footprint import block_footprint
+from jcuts.schedule.gpu.window.footprint import block_footprint, threads_by_axis
 
 MOST_STRIDE = 4  # of a window, or dilation, whose period a register tile covers
 MOST_POINTS = 64  # of a tile of a walk
@@ -125,41 +126,56 @@ def _widths(extent: int, size: int) -> list[int]:
     return [v for v in (most, most // 2, most // 4) if v and extent % v == 0] or [1]
 
 
+@dataclass(frozen=True)
+class _Slide:
+    """How threads slide along an axis.
+
+    Args: fresh: values that a next tile adds; steps: tiles of a thread; pieces: threads along it; ahead: tiles that are
+        loaded early.
+    """
+
+    along: str
+    fresh: int
+    steps: int
+    pieces: int
+    ahead: int
+
+
 def _time(
     program: Program,
-    unroll: dict[str, int],
+    unroll: Mapping[str, int],
     values: int,
     threads: int,
-    fresh: int = 0,
-    steps: int = 1,
-    pieces: int = 1,
-    along: str = "",
-    ahead: int = -1,
+    slide: _Slide | None = None,
+    shape: Mapping[str, int] = MappingProxyType({}),
 ) -> WindowCost:
-    """Counts for the cost model. Args: fresh, steps, ahead: of sliding windows along an axis, in so many pieces."""
+    """Counts for the cost model. Args: shape: threads of a block by axis."""
     phase = program.phases[0]
     tile = {a.name: unroll.get(a.name, 1) for a in phase.axes}
     tiles = {a.name: -(-a.extent // tile[a.name]) for a in phase.axes}
     points = math.prod(tile.values())
-    if along:
-        tiles[along], tile[along] = pieces, min(phase.ranges()[along], tile[along] * steps)
+    if slide is not None:
+        along = slide.along
+        tiles[along], tile[along] = slide.pieces, min(phase.ranges()[along], tile[along] * slide.steps)
     resident = frozenset(l1_resident(program))
-    footprint = block_footprint(program, tile, tiles, threads, resident)
+    footprint = block_footprint(program, tile, threads_by_axis(phase, tiles, threads, shape), threads, resident)
     count = math.prod(tiles.values())
+    blocks = math.prod(-(-tiles[a] // shape.get(a, 1)) for a in tiles) if shape else -(-count // threads)
     compulsory = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
     kept = sum(b.bytes for b in program.inputs if b.name in resident)
     return WindowCost(
         points,
         values,
-        fresh or values,
-        steps,
-        ahead,
+        slide.fresh if slide else values,
+        slide.steps if slide else 1,
+        slide.ahead if slide else -1,
         unroll[phase.axes[-1].name],
         math.prod(r.extent for r in phase.reds),
         len(phase.exit.nodes),
         narrowest(program),
         count,
         threads,
+        blocks,
         compulsory,
         max(compulsory, footprint.bytes * count / threads + kept),
         footprint.lines * count / threads,
@@ -173,12 +189,13 @@ def cost_of(program: Program) -> WindowCost:
     unroll = {a.name: a.unroll for a in phase.axes}
     values, threads = window_values(phase, unroll), int(params["threads"])
     if "walk" not in params:
-        return _time(program, unroll, values, threads)
+        return _time(program, unroll, values, threads, shape=dict(params.get("block", ())))
     along, tiles = params["walk"]
     rows = unroll[along]
     fresh = max(1, window_values(phase, {**unroll, along: 2 * rows}) - values)
     count = next(a.extent for a in phase.axes if a.name == along) // rows
-    return _time(program, unroll, values, threads, fresh, tiles, -(-count // tiles), along, int(params["ahead"]))
+    slide = _Slide(along, fresh, tiles, -(-count // tiles), int(params["ahead"]))
+    return _time(program, unroll, values, threads, slide)
 
 
 def window_time(program: Program, machine: GpuMachine) -> KernelTime:
@@ -252,6 +269,6 @@ def _walks(program: Program, machine: GpuMachine, along: Axis, unroll: dict[str,
         if tiles < 2 + ahead // 2 or -(-count // tiles) != pieces or registers > MOST_REGISTERS:
             continue
         for threads in WALKERS:
-            counted = _time(program, unroll, values, threads, fresh, tiles, pieces, along.name, ahead)
+            counted = _time(program, unroll, values, threads, _Slide(along.name, fresh, tiles, pieces, ahead))
             params = (("walk", (along.name, tiles)), ("ahead", ahead))
             yield scheduled(made, "point", threads, *params), _least(program, machine) / counted.seconds(machine)

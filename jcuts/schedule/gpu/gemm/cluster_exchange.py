@@ -1,0 +1,53 @@
+"""What blocks of a cluster, and slice-K warps of a block, gather from each other to add up their partial sums.
+
+A warp's tile falls into as many even slices as there are sharers, at most (`wgmma_tile.cluster_slices`): where fewer
+fit, as with three sharers of eight columns of tiles, some blocks add up nothing and the others gather more.
+"""
+
+from __future__ import annotations
+
+import math
+
+from jcuts.lower.patterns.gemm import GemmOperand
+from jcuts.schedule.gpu.gemm.problem import MmaTile
+from jcuts.schedule.gpu.gemm.wgmma_tile import HIGH, WgmmaTile, cluster_slices
+
+FRAGMENT = (16, 8)
+"""Rows and columns of an ``mma.sync`` accumulator tile."""
+WORD = 4
+"""Bytes of float32."""
+
+
+def gathered(high: int, wide: int, sharers: int, *, step: int = 1) -> float:
+    """Tiles that the sums of a block are gathered from, over those of even slices: at least 1.
+
+    Args: high, wide: accumulator tiles of a warp; sharers: warps that have partial sums of them; step: of columns that
+        stay together.
+
+    >>> gathered(1, 16, 3, step=2), gathered(1, 12, 3, step=2)
+    (1.5, 1.0)
+    """
+    return sharers / math.prod(cluster_slices(high, wide, step, sharers))
+
+
+def gathered_by_warps(tiling: MmaTile, right: GemmOperand) -> float:
+    """The same of an ``mma.sync`` tile: slice-K warps of all blocks of the cluster share.
+
+    Args: right: the second operand; columns of float32 that lie across its terms are read in pairs of tiles.
+    """
+    along, across, deep = tiling.warps
+    high, wide = tiling.rows // along // FRAGMENT[0], tiling.columns // across // FRAGMENT[1]
+    paired = not right.along_terms and right.item == WORD and wide % 2 == 0
+    return gathered(max(1, high), max(1, wide), deep * tiling.cluster, step=2 if paired else 1)
+
+
+def remote_loads(tiling: MmaTile, gather: float) -> float:
+    """Loads of partial sums that a lane of such a tile makes, one after the other."""
+    return gather * (tiling.rows // tiling.warps[0] // FRAGMENT[0]) * (tiling.columns // tiling.warps[1] // FRAGMENT[1])
+
+
+def gathered_by_groups(tiling: WgmmaTile) -> float:
+    """The same of a ``wgmma`` tile."""
+    along, across = tiling.groups
+    wide = tiling.columns // across // FRAGMENT[1]
+    return gathered(tiling.rows // along // HIGH, wide, tiling.cluster, step=1 if wide % 2 else 2)

@@ -28,6 +28,7 @@ OTHER_GPUS = {
     ("skinny_gemm", "H100"): (
         "gpu_kernels/gpu_few_rows_h100_2026-11-26.json",
         "gpu_kernels/gpu_few_rows_16_4_h100_2026-11-26.json",
+        "gpu_kernels/gpu_few_rows_row_major_h100_2026-11-26.json",
     ),
 }
 """Results of other GPUs than the H200, by (family, GPU); GEMV's coefficients were not fitted to them."""

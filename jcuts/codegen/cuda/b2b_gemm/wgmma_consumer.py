@@ -51,7 +51,7 @@ class B2bConsumer:
         builder, block = frame.builder, tile.block
         assert block.expand is not None
         self.frame, self.tile, self.buffers, self.ring, self.builder = frame, tile, buffers, ring, builder
-        self.kind, self.lane = TYPES[block.dtype], builder.and_(thread, L.I32(WARP - 1))
+        self.kind, self.thread = TYPES[block.dtype], thread
         # uniform over the warp, and known to be: descriptors are
         group = asm(
             builder,
@@ -63,10 +63,8 @@ class B2bConsumer:
         place = builder.add(shared, builder.mul(group, L.I32(tile.group_bytes)))
         barrier = builder.add(shared, L.I32(tile.barriers + BARRIER * KINDS * tile.stages))
         barrier = builder.add(barrier, builder.mul(group, L.I32(BARRIER)))
-        self.rows = ResidentRows(frame, tile, ring, barrier, builder.and_(thread, L.I32(GROUP - 1)), place)
+        self.rows = ResidentRows(frame, tile, ring, barrier, thread, place)
         self.group_row = builder.mul(group, L.I32(tile.group_rows))
-        warp = builder.and_(builder.lshr(thread, L.I32(5)), L.I32(GROUP // WARP - 1))
-        self.warp_row = builder.add(self.group_row, builder.mul(warp, L.I32(wgmma.ROWS // (GROUP // WARP))))
         self.up, self.down = weight_tiles(tile)
         part = tile.group_rows * wgmma.LINE
         steps = [divmod(step * ptx_mma.STEP, wgmma.LINE) for step in range(tile.k_steps)]
@@ -143,7 +141,7 @@ class B2bConsumer:
     def _activate(self, first: L.Value, hidden: Totals) -> list[list[list[L.Value]]]:
         """A fragments [64 rows][k-step][4] of a chunk, whose first hidden column is given: the epilogue, rounded."""
         builder, shape = self.builder, self.tile
-        quarter = builder.and_(self.lane, L.I32(3))
+        quarter = builder.and_(self.thread, L.I32(3))
         is_wide = shape.item == 4
         step = 1 if is_wide else PAIR
         mine = builder.mul(quarter, L.I32(step)) if step > 1 else quarter
@@ -200,11 +198,13 @@ class B2bConsumer:
     def _store(self, tile: L.Value, totals: Totals) -> None:
         """The epilogue of the results; nothing that depends on the lane is kept over the loop of row tiles."""
         builder, shape, block = self.builder, self.tile, self.tile.block
-        lane = self.lane
-        if shape.rounds > 1:
-            lane = recomputed(builder, lane)
+        thread = recomputed(builder, self.thread)
+        lane = builder.and_(thread, L.I32(WARP - 1))
         phase = block.project.phases[0]
-        row = builder.add(builder.mul(tile, L.I32(shape.rows)), self.warp_row)
+        group = builder.mul(builder.lshr(thread, L.I32(7)), L.I32(shape.group_rows))
+        warp = builder.and_(builder.lshr(thread, L.I32(5)), L.I32(GROUP // WARP - 1))
+        row = builder.add(group, builder.mul(warp, L.I32(wgmma.ROWS // (GROUP // WARP))))
+        row = builder.add(builder.mul(tile, L.I32(shape.rows)), row)
         side = gemm_operands(block.project)[0]
         left = WgmmaSmemTile(side, block.rows, shape.rows, shape.chunk, shape.group_rows)
         many = self.down.n_tiles_per_lane_group
@@ -213,7 +213,7 @@ class B2bConsumer:
         right = replace(self.down, warp=width)
         for start in range(0, shape.results, AHEAD):
             # a branch that is always taken: ptxas issues no loads over it, for which there would be no registers
-            with builder.if_then(builder.icmp_unsigned("<", recomputed(builder, self.lane), L.I32(WARP))):
+            with builder.if_then(builder.icmp_unsigned("<", recomputed(builder, self.thread), L.I32(shape.threads))):
                 for first in range(start, min(start + AHEAD, shape.results), width):  # of column vectors, one slice
                     tiles = slice(first // EIGHT, (first + width) // EIGHT)
                     frame = M.Frame(builder, {ROWS: row, COLUMNS: L.I32(first)}, self.frame.pointers, {}, {})

@@ -30,7 +30,7 @@ class ResidentRows:
     def __init__(
         self, frame: M.Frame, tile: B2bWgmmaTile, ring: MbarrierRing, barrier: L.Value, thread: L.Value, place: L.Value
     ) -> None:
-        """Args: barrier: of the warpgroup (address); thread: in the warpgroup; place: address of its first line."""
+        """Args: barrier: of the warpgroup (address); thread: of the block; place: address of its first line."""
         self.frame, self.tile, self.ring, self.barrier = frame, tile, ring, barrier
         self.builder, self.thread, self.place = frame.builder, thread, place
         self.width = copy_width(tile.block.in_channels, tile.item)
@@ -91,14 +91,15 @@ class ResidentRows:
         """
         builder, tile = self.builder, self.tile
         along = tile.padded_in_channels // self.width
-        none = builder.lshr(recomputed(builder, self.thread), L.I32(GROUP.bit_length()))
-        total = builder.add(none, L.I32(tile.group_rows * along))
+        thread = recomputed(builder, self.thread)
+        none = builder.lshr(thread, L.I32(tile.threads.bit_length()))
+        total, mine = builder.add(none, L.I32(tile.group_rows * along)), builder.and_(thread, L.I32(GROUP - 1))
         before, loop = builder.block, builder.append_basic_block("rows")
         after = builder.append_basic_block("rows.done")
         builder.branch(loop)
         builder.position_at_end(loop)
         number = builder.phi(L.I32)
-        number.add_incoming(self.thread, before)
+        number.add_incoming(mine, before)
         line = builder.udiv(number, L.I32(along))
         k = builder.mul(builder.urem(number, L.I32(along)), L.I32(self.width))
         byte = builder.mul(k, L.I32(tile.item))

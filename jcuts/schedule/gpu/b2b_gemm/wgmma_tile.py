@@ -34,11 +34,13 @@ PRODUCER_WARPS = 4
 """Warps of the producer warpgroup, whatever they do."""
 COPYING_WARPS = 2
 """Those that issue ``cp.async`` where all weights are copied as they are; one more passes the proxy fences."""
-PRODUCER_REGISTERS = 56
-"""Least registers of a producer thread (`setmaxnreg`)."""
-BESIDE_ACCUMULATORS = {4: 56, 2: 48}
-"""Registers of a consumer thread beside its accumulators and its A fragments, by bytes of an element: addresses, loop,
-operands of an epilogue.  ptxas has spilled, or serialised ``wgmma``, where there were fewer."""
+COPYING_REGISTERS = 56
+"""Least registers of a producer thread that issues ``cp.async`` (`setmaxnreg`)."""
+STAGING_REGISTERS = 64
+"""Least registers of a producer thread that rounds or transposes a chunk in registers."""
+BESIDE_ACCUMULATORS = 32
+"""Registers of a consumer thread beside its accumulators and its A fragments: addresses, loop, operands of an epilogue.
+ptxas has spilled, or serialised ``wgmma``, where there were fewer."""
 BESIDE_INSTRUCTION = 30
 """Registers of a thread at its entry beside the accumulators of one instruction, which ptxas insists on."""
 REGISTER_STEP = 8
@@ -202,10 +204,12 @@ class B2bWgmmaTile:
         """Registers of a consumer thread and of a producer thread, where they are shared out."""
         if self.entry_registers > MOST_REGISTERS:
             return None
-        wanted = (-(-self.consumer_registers // REGISTER_STEP) + 1) * REGISTER_STEP
+        wanted = (-(-self.consumer_registers // REGISTER_STEP) + 2) * REGISTER_STEP
         whole = self.entry_registers * (self.groups + 1)
-        mine = min(self.entry_registers, max(PRODUCER_REGISTERS, whole - self.groups * wanted))
-        return min(MOST_REGISTERS, (whole - mine) // self.groups // REGISTER_STEP * REGISTER_STEP), mine
+        least = COPYING_REGISTERS if self.is_copied(0) and self.is_copied(1) else STAGING_REGISTERS
+        most = min(MOST_REGISTERS, (whole - least) // self.groups // REGISTER_STEP * REGISTER_STEP)
+        theirs = min(most, wanted)
+        return (theirs, whole - self.groups * theirs) if theirs > self.entry_registers else None
 
     @property
     def accumulators(self) -> int:
@@ -214,9 +218,9 @@ class B2bWgmmaTile:
 
     @property
     def consumer_registers(self) -> int:
-        """Registers that a consumer thread needs, as estimated: its A fragments begin where accumulators end."""
-        fragments = self.high * self.chunk * self.item // 16
-        return self.accumulators + fragments + BESIDE_ACCUMULATORS[self.item] + REGISTER_STEP * (self.high - 1)
+        """Registers that a consumer thread needs, as estimated: A fragments do not take the place of accumulators."""
+        fragments = self.high * self.chunk * self.item // 8
+        return self.accumulators + fragments + BESIDE_ACCUMULATORS
 
     @property
     def has_registers(self) -> bool:
@@ -231,8 +235,6 @@ class B2bWgmmaTile:
         found = min(counts) > 0 and self.stages > 1 and self.threads <= SM_90.threads_per_block
         found = found and self.chunk % COLUMNS_OF == 0 and max(self.chunk, self.results) <= WIDEST
         found = found and not (self.is_k_major(1) and self.chunk * self.item % LINE)
-        if self.registers is not None:
-            found = found and self.registers[0] >= self.entry_registers >= self.registers[1]
         return found and all(self._is_loadable(number) for number in (0, 1))
 
     def _is_loadable(self, number: int) -> bool:

@@ -1,4 +1,7 @@
-"""Back-to-back GEMMs on a GPU: every candidate, against float64 with rounded operands (run with ``-m gpu``)."""
+"""Back-to-back GEMMs on a GPU: the candidates, and the best by ``wgmma``, against float64 with rounded operands.
+
+Run with ``-m gpu``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import pytest
 
 from jcuts.base.errors import CompileRejected
 from jcuts.schedule.gpu import candidates as gpu_candidates
+from jcuts.schedule.gpu.b2b_gemm import wgmma_schedules
 from jcuts.xla import devices as xla_devices
 from jcuts.xla.cpu_ffi_call import call_kernel
 from jcuts.xla.kernel_cache import kernel_for
@@ -57,9 +61,12 @@ def test_every_candidate(name):
     want = wanted(layers, arguments, even=xla_devices.this().capability >= (9, 0))
     _, most = LIMITS[np.dtype(layers.dtype).itemsize]
     median = most if layers.stored == HALF else 1e-5 if layers.dtype == np.float32 else 5e-4
-    found = gpu_candidates.candidates(program, xla_devices.machine(), 8)
+    machine = xla_devices.machine()
+    first = [p for p, _ in gpu_candidates.candidates(program, machine, 8)]
+    grouped = [p for p, _ in wgmma_schedules.b2b_wgmma_schedules(program, machine, 8)]
+    found = [*first, *(p for p in grouped if p not in first)]
     made = 0
-    for candidate, _ in found:
+    for candidate in found:
         try:
             kernel = kernel_for(candidate)
         except CompileRejected:  # an assembler may spill where another does not: tuning leaves such schedules out

@@ -181,7 +181,7 @@ class Races:
             plane = (self._warp(threads) if self.planes > self.warps else self._own(threads)) % self.planes
             several = -1 - self._warp(threads)
         before, when = self.reader[plane, block, cells], self.read[plane, block, cells]
-        other = (when >= self.floor[block]) & (before != threads + 1)
+        other = self._unknown(block, before, when, threads)  # what a reader knows of, it speaks for
         now = np.where(other, several, threads + 1).astype(np.int32)
         self.reader[plane, block, cells], self.read[plane, block, cells] = now, self.time
         self.latest[block, cells] = self.time

@@ -16,6 +16,7 @@ from jcuts.base.errors import CompileRejected
 from jcuts.base.registry import Registry
 from jcuts.codegen.cuda.attention.flash import FlashAttentionKernel, attention_shape
 from jcuts.codegen.cuda.b2b_gemm.kernel import B2bGemmKernel, b2b_shape
+from jcuts.codegen.cuda.b2b_gemm.wgmma_kernel import B2bWgmmaKernel, b2b_wgmma_shape
 from jcuts.codegen.cuda.conv.few_channels import FewChannelConvKernel, patch_shape
 from jcuts.codegen.cuda.conv.implicit_gemm import ImplicitGemmKernel
 from jcuts.codegen.cuda.conv.implicit_gemm_tile import window_shape
@@ -34,6 +35,7 @@ from jcuts.codegen.cuda.gemv.launch import launch_gemv
 from jcuts.codegen.cuda.inverted_residual.kernel import InvertedResidualKernel, block_shape
 from jcuts.codegen.cuda.launch_writer import Launch, launch_per_block
 from jcuts.codegen.cuda.layout.weight_transpose import WeightTransposeKernel, turn_shape
+from jcuts.codegen.cuda.ptx import wgmma
 from jcuts.codegen.cuda.reduction.column import ColumnReductionKernel
 from jcuts.codegen.cuda.reduction.column_norm import ColumnSoftmaxKernel
 from jcuts.codegen.cuda.reduction.launch import launch_column_points, launch_columns, launch_rows
@@ -52,6 +54,7 @@ from jcuts.codegen.cuda.warp_specialized.tile import WarpSpecializedTile, fed_sh
 from jcuts.codegen.cuda.window.sliding_window import SlidingWindowKernel
 from jcuts.kernel_ir.program import Program
 from jcuts.lower import welford
+from jcuts.schedule.gpu.b2b_gemm.wgmma_tile import B2bWgmmaTile
 from jcuts.schedule.gpu.families import family_of
 
 
@@ -103,7 +106,7 @@ def _split_welford(program: Program) -> Split:
     return list(made.programs), list(made.scratch)
 
 
-def _setmaxnreg_registers(tile: WarpSpecializedTile) -> int | None:
+def _setmaxnreg_registers(tile: WarpSpecializedTile | B2bWgmmaTile) -> int | None:
     return tile.entry_registers if tile.registers else None
 
 
@@ -215,6 +218,19 @@ _enter(
             lambda program, tile: tile.tiles,
             least=lambda tile: tile.beside,
         ),
+    ),
+    KernelFamily(
+        "b2b_wgmma",
+        B2bWgmmaKernel,
+        launch_per_block(
+            b2b_wgmma_shape,
+            lambda tile: f"b2b_wgmma_{tile.rows}x{tile.chunk}",
+            alignment=lambda tile: wgmma.ATOM,
+            least=lambda tile: tile.beside,
+        ),
+        features="a",
+        overlapped=True,
+        entry_registers=_setmaxnreg_registers,
     ),
     KernelFamily(
         "flash_attention",

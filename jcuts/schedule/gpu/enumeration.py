@@ -131,7 +131,7 @@ RULES: tuple[EnumerationRule, ...] = (
     EnumerationRule("scan", ("scan_rows", "scan_columns"), lambda p: p.is_scan),
     EnumerationRule("attention", ("flash_attention",), lambda p: p.is_attention),
     EnumerationRule("inverted residual", ("inverted_residual",), lambda p: p.is_inverted_residual),
-    EnumerationRule("back-to-back GEMM", ("b2b_gemm",), lambda p: p.is_layer_fusion),
+    EnumerationRule("back-to-back GEMM", ("b2b_gemm", "b2b_wgmma"), lambda p: p.is_layer_fusion),
     EnumerationRule("norm of rows", ("row_reduction",), lambda p: p.is_row_norm),
     EnumerationRule("norm of columns", ("column_softmax", "welford"), lambda p: p.is_column_norm),
     EnumerationRule("map", ("thread_tile", "smem_transpose"), lambda p: p.is_map),

@@ -25,6 +25,8 @@ from jcuts.schedule.gpu.attention import tile as attention_tile
 from jcuts.schedule.gpu.b2b_gemm import schedules as b2b_schedules
 from jcuts.schedule.gpu.b2b_gemm import tile as b2b_tile
 from jcuts.schedule.gpu.b2b_gemm import traffic as b2b_traffic
+from jcuts.schedule.gpu.b2b_gemm import wgmma_schedules as b2b_wgmma_schedules
+from jcuts.schedule.gpu.b2b_gemm import wgmma_tile as b2b_wgmma_tile
 from jcuts.schedule.gpu.conv import few_channels, few_channels_tile, implicit_gemm
 from jcuts.schedule.gpu.elementwise import schedules as elementwise_schedules
 from jcuts.schedule.gpu.family import ScheduleFamily
@@ -351,10 +353,24 @@ _enter(
         "docs/kernels/b2b_gemm.md",
         (LAYER_FUSION,),
         lambda p: b2b_schedules.b2b_schedules(p.program, p.machine) if p.is_layer_fusion else (),
+        excluded=("groups",),
         capability=TENSOR_CORES,
         tile_of=b2b_tile.shape_of,
         statistics=b2b_traffic.STATISTICS,
         time=b2b_schedules.b2b_time,
+    ),
+    ScheduleFamily(
+        "b2b_wgmma",
+        b2b_tile.FORM,
+        "Back-to-back GEMM by warp specialisation and `wgmma`: the hidden chunk is a register-sourced A operand.",
+        "docs/kernels/b2b_gemm.md",
+        (LAYER_FUSION,),
+        lambda p: b2b_wgmma_schedules.b2b_wgmma_schedules(p.program, p.machine) if p.is_layer_fusion else (),
+        required=("groups",),
+        capability=WARPGROUPS,
+        tile_of=b2b_wgmma_tile.wgmma_shape_of,
+        statistics=b2b_traffic.STATISTICS,
+        time=b2b_wgmma_schedules.b2b_wgmma_time,
     ),
     ScheduleFamily(
         "flash_attention",

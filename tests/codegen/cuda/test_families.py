@@ -65,7 +65,7 @@ def unscheduled(name):
         return programs.trace(fn, *(zeros(*shape) for shape in shapes)).rounded()
     if name == "flash_attention":
         return programs.trace(attention(), *(zeros(2, n, 3, 40) for n in (37, 53, 53))).attention()[1]
-    if name == "b2b_gemm":
+    if name in ("b2b_gemm", "b2b_wgmma"):
         mlp = MLPS["residual"]
         return b2b_gemm_of(mlp, mlp.arguments())[0]
     assert name == "inverted_residual"

@@ -111,6 +111,7 @@ def test_every_family_has_a_case():
         "mma_f64",
         "inverted_residual",
         "b2b_gemm",
+        "b2b_wgmma",
         "flash_attention",
     }
     assert {*FAMILIES} - seen <= elsewhere, sorted(seen)

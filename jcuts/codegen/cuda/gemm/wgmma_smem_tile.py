@@ -100,6 +100,10 @@ class WgmmaSmemTile(SmemTile):
         """Byte offset of a shift by some lines; None if it depends on the position (swizzle)."""
         return lines * wgmma.LINE if lines % (8 * self.n_tiles_per_lane_group) == 0 else None
 
+    def square_line(self, row: int) -> int:
+        """Lines from the first of four neighbouring columns (of a 4x4 square) to another."""
+        return row if self.n_tiles_per_lane_group == 1 else 8 * (row >> 1) + (row & 1)
+
     def _turn(self, builder: GpuBuilder, line: L.Value) -> L.Value:
         """Line of a column where 8-column tiles are interleaved: 8 * t + 2 * q + e for column 2 * beside * q + 2 * t +
         e.
@@ -127,6 +131,8 @@ class Tf32RoundingLoader(TileLoader):
     """Loads float32 tiles through registers and rounds them to TF32 (``cvt.rna.tf32.f32``)."""
 
     shape: WgmmaSmemTile
+    ordered = False
+    """Whether no load is issued before a barrier that comes first (`load_words`)."""
 
     def load(self, first: L.Value, left: L.Value) -> list[L.Value]:
         """Issues the global loads of one tile. Args and zeros as of `TileLoader.start`. Returns: words of this
@@ -136,7 +142,7 @@ class Tf32RoundingLoader(TileLoader):
         for source, live, condition in self.wanted(first, left):
             if condition is not None:
                 live = condition if live is None else builder.and_(live, condition)
-            found += ptx_mma.load_words(builder, source, self.shape.side.width, live)
+            found += ptx_mma.load_words(builder, source, self.shape.side.width, live, ordered=self.ordered)
         return found
 
     def wanted(self, first: L.Value, left: L.Value) -> Iterator[Wanted]:
@@ -211,7 +217,7 @@ class TransposingLoader(Tf32RoundingLoader):
             target = builder.add(piece.into, stage)
             square = rounded[SQUARE * SQUARE * number : SQUARE * SQUARE * (number + 1)]
             for row in range(SQUARE):  # pieces of the lines of neighbouring rows
-                line = row if self.shape.n_tiles_per_lane_group == 1 else 8 * (row >> 1) + (row & 1)
+                line = self.shape.square_line(row)
                 place = builder.xor(target, L.I32((line & 7) << 4)) if line & 7 else target
                 offset = piece.moved + line * wgmma.LINE
                 ptx_mma.write_words(builder, place, offset, square[row::SQUARE], piece.condition)

@@ -14,10 +14,7 @@ from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.ptx.mma import VOID
 from jcuts.codegen.cuda.ptx.shuffle import warp_barrier
 from jcuts.codegen.llvm import lanes as L
-from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER
-
-KINDS = 3
-"""Barriers of a stage."""
+from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, KINDS
 
 
 class MbarrierRing:
@@ -71,6 +68,10 @@ class MbarrierRing:
         mine = mine if where is None else builder.and_(mine, where)
         text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.arrive.shared.b64 _, [$0]; }"
         asm(builder, text, VOID, [barrier, builder.zext(mine, L.I32)], effects=True)
+
+    def arrive_thread(self, barrier: L.Value) -> None:
+        """Arrives for this thread, whose writes come before."""
+        asm(self.builder, "mbarrier.arrive.shared.b64 _, [$0];", VOID, [barrier], effects=True)
 
     def arrive_on_cp_async(self, barrier: L.Value) -> None:
         """Arrives for this thread once all ``cp.async`` copies it has issued are complete."""

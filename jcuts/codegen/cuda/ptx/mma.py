@@ -68,12 +68,18 @@ def cp_async(
     asm(builder, text, VOID, args, effects=True)
 
 
-def load_words(builder: GpuBuilder, source: tuple[L.Value, int], count: int, live: L.Value | None) -> list[L.Value]:
-    """``ld.global``: 1, 2 or 4 neighbouring words; zeros, without access, where ``live`` does not hold."""
+def load_words(
+    builder: GpuBuilder, source: tuple[L.Value, int], count: int, live: L.Value | None, *, ordered: bool = False
+) -> list[L.Value]:
+    """``ld.global``: 1, 2 or 4 neighbouring words; zeros, without access, where ``live`` does not hold.
+
+    Args: ordered: not ``.nc``, which ptxas would issue before barriers that come first.
+    """
     source, names = with_immediate_offset(builder, source), [f"${k}" for k in range(count)]
     target = f"{{{', '.join(names)}}}" if count > 1 else names[0]
     where = f"[${count}+{source[1]}]" if source[1] else f"[${count}]"
-    text, args = f"ld.global.nc{f'.v{count}' if count > 1 else ''}.b32 {target}, {where};", [source[0]]
+    vector, path = f".v{count}" if count > 1 else "", "" if ordered else ".nc"
+    text, args = f"ld.global{path}{vector}.b32 {target}, {where};", [source[0]]
     outs = "=r"
     if live is not None:
         zeros = " ".join(f"mov.b32 {name}, 0;" for name in names)

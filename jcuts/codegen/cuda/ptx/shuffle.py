@@ -88,3 +88,10 @@ def _unword(builder: GpuBuilder, word: L.Value, kind: L.Type) -> L.Value:
     if isinstance(kind, ir.IntType):
         return builder.trunc(word, kind) if kind.width < word.type.width else word
     return builder.bitcast(word, kind)
+
+
+def recomputed(builder: GpuBuilder, value: L.Value) -> L.Value:
+    """The same i32, by a ``shfl.sync`` with oneself: neither LLVM nor ptxas knows, so that what depends on it is
+    computed where it is needed, not kept in registers.  All lanes of the warp take part; of constants ptxas knows.
+    """
+    return asm(builder, "shfl.sync.bfly.b32 $0, $1, 0, 31, 0xffffffff;", L.I32, [value], effects=True)

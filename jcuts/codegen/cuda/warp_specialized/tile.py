@@ -11,7 +11,6 @@ from jcuts.codegen.cuda.gemm.mma_mainloop import three
 from jcuts.codegen.cuda.gemm.wgmma_smem_tile import WgmmaSmemTile
 from jcuts.codegen.cuda.gemm.wgmma_tile import WARPS, divides_evenly, is_loadable
 from jcuts.codegen.cuda.ptx import wgmma
-from jcuts.codegen.cuda.ptx.mbarrier_ring import KINDS
 from jcuts.codegen.cuda.ptx.shuffle import WARP
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.conv_window import ConvWindow, linearize_k, match_conv_window, weights_need_no_transform
@@ -28,7 +27,7 @@ from jcuts.lower.patterns.gemm import (
     prologue,
 )
 from jcuts.schedule.gpu.gemm.epilogue_smem import StagedMatrix
-from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER
+from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, KINDS
 from jcuts.schedule.gpu.warp_specialized.schedules import OTHERS, staged_residual
 
 FILE = SM_90.registers_per_sm

@@ -20,6 +20,8 @@ FOUR = 16
 """Bytes of what a lane has of a tile of results: four floats."""
 BARRIER = 8
 """Bytes of an mbarrier in shared memory, which divide its address."""
+KINDS = 3
+"""Barriers of a stage of a producer/consumer ring: full, fenced, empty."""
 SHARED = SM_90.smem_per_block_bytes
 """Most bytes of shared memory of a block."""
 

@@ -13,8 +13,9 @@ from jcuts.estimate import time_model
 from jcuts.kernel_ir.verify import verify
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu import kernel_time
-from jcuts.schedule.gpu.b2b_gemm import cost
+from jcuts.schedule.gpu.b2b_gemm import cost, wgmma_cost
 from jcuts.schedule.gpu.b2b_gemm.tile import shape_of
+from jcuts.schedule.gpu.b2b_gemm.wgmma_tile import wgmma_shape_of
 from jcuts.schedule.gpu.bound import memory_bound
 from jcuts.schedule.gpu.families import family_of
 from tests.codegen.cuda.b2b_gemm import test_kernel
@@ -36,10 +37,12 @@ def test_schedules_are_legal_few_and_ranked(layers, capability):
     assert scores == sorted(scores, reverse=True) and scores[-1] > 0 and scores[0] <= 1
     for candidate, _ in found:
         verify(candidate)
-        shape = shape_of(candidate)
+        name = family_of(candidate).name
+        assert name == "b2b_gemm" or (name == "b2b_wgmma" and capability == (9, 0))
+        shape, model = (shape_of(candidate), cost) if name == "b2b_gemm" else (wgmma_shape_of(candidate), wgmma_cost)
         assert shape is not None and shape.fits and shape.shared <= limits_of(capability).smem_per_block_bytes
-        assert family_of(candidate).name == "b2b_gemm" and dict(candidate.params)["threads"] == shape.threads
-        assert cost.cycles(shape, machine) >= cost.least(shape.block, machine)
+        assert dict(candidate.params)["threads"] == shape.threads
+        assert model.cycles(shape, machine) >= cost.least(shape.block, machine)
         (use,) = kernel_time.launch_stats(candidate, [(shape.tiles, shape.threads, 128, shape.shared)])
         assert use.flop > 0
         assert kernel_time.unit_of(candidate) == ("tf32_mma" if layers.dtype == np.float32 else "bf16_mma")

@@ -26,7 +26,9 @@ def measure_in_order(
     session: TuningQueue, jobs: Sequence[TuningJob], known: Callable[[str], float | None]
 ) -> Iterator[TuningJob]:
     """Times jobs one by one.  XLA's own program is not compiled where a kernel wins or loses by less
-    (`tune.baseline.conv_relu_bound`, `tune.baseline.interpolate`): those where it must be come last.
+    (`tune.baseline.conv_relu_bound`, `tune.baseline.interpolate`): those where it must be come last.  Where time is
+    limited, times that follow from others choose without a margin, and what has parts without a time waits for them:
+    XLA takes many seconds for the code of a block of layers, and whole programs are compared at the end.
 
     Args: known: XLA's time of a problem that was measured before [s].
     """
@@ -51,6 +53,7 @@ def measure_in_order(
         else:
             close.append(job)
     sums = [job for job in jobs if job.parts]
+    clear = 1.0 if session.time.is_limited else CLEAR
     for what, some in (("between others", [job for job in jobs if job.between and not job.parts]), ("of parts", sums)):
         with _told_of(f"%d problems {what} measured", len(some)):
             for job in some:
@@ -58,7 +61,9 @@ def measure_in_order(
                 job.library = known_of.range(job)
                 if job.library is not None:
                     session.measure(job, job.library[1])
-                if job.failed or job.skipped or (job.library is not None and _is_settled(job, CLEAR, CLEAR)):
+                elif job.parts and session.time.is_limited:
+                    job.skipped = True
+                if job.failed or job.skipped or (job.library is not None and _is_settled(job, clear, clear)):
                     yield job
                 else:
                     close.append(job)

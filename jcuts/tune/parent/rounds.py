@@ -30,6 +30,18 @@ class Round:
     candidates: int | None
 
 
+def by_gain(problems: Sequence[Problem], gain: Callable[[Problem], float]) -> list[Problem]:
+    """The largest expected gain first; behind a problem come its parts, from which XLA's time of it follows."""
+    found: dict[str, Problem] = {}
+    known = {p.digest: p for p in problems}
+    for problem in sorted(problems, key=lambda p: -gain(p)):
+        found.setdefault(problem.digest, problem)
+        for part in problem.parts:
+            if part in known:
+                found.setdefault(part, known[part])
+    return list(found.values())
+
+
 def plan_round(
     problems: Sequence[Problem],
     partial: Mapping[str, Choice],
@@ -47,6 +59,6 @@ def plan_round(
     counts = [len(p.candidates) or p.expected for p in problems]
     if budget.covers(len(problems), sum(counts), workers):
         return Round(problems, None)
-    ordered = list(problems) if gain is None else sorted(problems, key=lambda p: -gain(p))
+    ordered = list(problems) if gain is None else by_gain(problems, gain)
     fresh = [p for p in ordered if p.digest not in partial]
     return Round(fresh, FIRST_ROUND) if fresh else Round(ordered, None)

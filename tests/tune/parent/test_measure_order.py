@@ -16,6 +16,7 @@ from jcuts.tune.choice import FAMILY, LIBRARY, Choice, Measurement
 from jcuts.tune.parent.job import TuningJob
 from jcuts.tune.parent.measure_order import measure_in_order
 from jcuts.tune.problem import Candidate, Input, Output, Problem
+from jcuts.tune.time_budget import TimeBudget
 
 S = jax.ShapeDtypeStruct
 
@@ -121,8 +122,9 @@ def test_what_is_not_clear_is_not_settled():
 class Timed:
     """A session that gives each problem the times it is told: XLA's, the kernel's, and the passes of one apart."""
 
-    def __init__(self, times):
+    def __init__(self, times, seconds=math.inf):
         self.times, self.told, self.asked, self.again = times, [], [], []
+        self.time = TimeBudget(seconds)
 
     def report_progress(self, stage, name):
         self.told.append(name)
@@ -153,7 +155,7 @@ def job_of(tmp_path, name, **more):
     return TuningJob(problem, tmp_path, tmp_path / name, compiled={"k": "digest"}, **more)
 
 
-def run(tmp_path, times, **more):
+def run(tmp_path, times, seconds=math.inf, **more):
     jobs = [job_of(tmp_path, name, **more.get(name, {})) for name in times]
     digests = {job.problem.name: job.problem.digest for job in jobs}
     for job in jobs:
@@ -162,7 +164,7 @@ def run(tmp_path, times, **more):
                 digests[job.between.low], digests[job.between.high], job.between.share
             )
         job.parts = tuple(digests[part] for part in job.parts)
-    session = Timed(times)
+    session = Timed(times, seconds)
     done = [job.problem.name for job in measure_in_order(session, jobs, lambda digest: None)]  # type: ignore[arg-type]
     assert sorted(done) == sorted(times) and sorted(session.told) == sorted(times)
     return session, {job.problem.name: job for job in jobs}
@@ -211,6 +213,29 @@ def test_wholes_take_as_long_as_their_parts(tmp_path):
     session, jobs = run(tmp_path, times, whole={"parts": ("a", "b")}, slow={"parts": ("a", "b")}, b={"apart": [4]})
     assert library(jobs["whole"]) == (4.0, FAMILY)  # the least that the parts take
     assert session.again == ["slow"] and library(jobs["slow"]) == (5.0, "chain")
+
+
+def test_where_time_is_limited_no_program_of_xla_is_compiled_for_a_whole(tmp_path):
+    times = {
+        "slow": (5.0, 4.9),
+        "loses": (4.0, 5.1),
+        "unknown": (9.0, 1.0),
+        "a": (2.0, 1.0),
+        "b": (3.0, 1.0),
+        "c": (1, 1),
+    }
+    wholes = {"slow": {"parts": ("a", "b")}, "loses": {"parts": ("a", "b")}, "unknown": {"parts": ("a", "gone")}}
+    digests = {"gone": "of a problem that was not reached"}
+    jobs = [job_of(tmp_path, name, **wholes.get(name, {})) for name in times]
+    digests |= {job.problem.name: job.problem.digest for job in jobs}
+    for job in jobs:
+        job.parts = tuple(digests[part] for part in job.parts)
+    session = Timed(times, 60.0)
+    found = {job.problem.name: job for job in measure_in_order(session, jobs, lambda digest: None)}  # type: ignore[arg-type]
+    assert session.again == [] and set(found) == set(times)
+    assert library(found["slow"]) == (5.0, FAMILY) and found["slow"].next_to_verify("mixed") == "k"
+    assert library(found["loses"]) == (5.0, FAMILY) and found["loses"].next_to_verify("mixed") is None
+    assert found["unknown"].skipped and found["unknown"].answer is None  # another round knows its parts
 
 
 def test_what_is_missing_is_measured(tmp_path):

@@ -15,7 +15,7 @@ from jcuts.tune.choice import LIBRARY, OVER_BUDGET, Choice
 from jcuts.tune.database import Store
 from jcuts.tune.parent.compile_backlog import CompileBacklog
 from jcuts.tune.parent.job import TuningJob
-from jcuts.tune.parent.rounds import FIRST_ROUND, plan_round
+from jcuts.tune.parent.rounds import FIRST_ROUND, by_gain, plan_round
 from jcuts.tune.parent.tuner import TuningBudget, tune
 from jcuts.tune.select import keep_xla, over_budget
 from jcuts.tune.time_budget import TimeBudget
@@ -192,6 +192,13 @@ def test_rounds_go_by_gain_unless_the_time_will_do():
     assert names(plan_round(problems, {}, short, 2, None).problems) == list(GAINS)
 
 
+def test_parts_come_behind_what_they_are_parts_of():
+    made = {name: objects.problem(*KINDS, name=name, exports=False) for name in ("small", "middle", "large", "tiny")}
+    made["large"] = replace(made["large"], parts=(made["tiny"].digest, made["small"].digest, "unknown"))
+    order = by_gain(list(made.values()), lambda p: {"large": 4.0, "middle": 3.0, "small": 2.0, "tiny": 1.0}[p.name])
+    assert names(order) == ["large", "tiny", "small", "middle"]
+
+
 class Pool:
     def __init__(self, workers):
         self.sizes, self.queues = {"compile": workers}, {"compile": []}
@@ -249,11 +256,13 @@ def test_the_option_goes_before_the_variable_and_tune_has_no_limit_of_its_own():
         assert time_budget.seconds_of(Settings(tune_seconds=3)) == 3.0
         assert time_budget.seconds_of(Settings(), explicit=True) == math.inf
         assert time_budget.seconds_of(Settings(tune_seconds=0), explicit=True) == 0.0
+        assert time_budget.seconds_of(Settings(), on_gpu=True) == 7.0
     with knobs.scope(tune_seconds=None):
         assert (
             time_budget.seconds_of(Settings()) == 60.0 and time_budget.seconds_of(Settings(), explicit=True) == math.inf
         )
-        assert time_budget.seconds_of(Settings(tune_seconds=9)) == 9.0
+        assert time_budget.seconds_of(Settings(), on_gpu=True) == math.inf
+        assert time_budget.seconds_of(Settings(tune_seconds=9), on_gpu=True) == 9.0
     assert knobs.parse({}).tune_seconds is None and knobs.parse({"JCUTS_TUNE_SECONDS": "inf"}).tune_seconds == math.inf
 
 

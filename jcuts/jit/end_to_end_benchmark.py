@@ -58,8 +58,10 @@ LOOP_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {"cuda": {"library": {"xla_
 PRUNE_RATIO = 3.0
 # Where one call of plain jax.jit takes longer [s], programs that differ by compiler options alone are not tried.
 _LONG = 3.0
-# A program this many times as slow as plain jax.jit in each of two runs is not judged by float64.
+# A program this many times as slow as plain jax.jit in each of two runs, and by so many seconds, is not judged by
+# float64.
 HOPELESS = 1.05
+HOPELESS_SECONDS = 1e-3
 # Compiler options do not make up for a program that needs this many times the best time in each of two runs.
 OPTIONS_GAIN = 2.0
 # Two standard errors of a ratio beyond this: the machine was too busy to decide for good.
@@ -131,7 +133,7 @@ def benchmark_variants(
         if not runs:
             reference = jax.tree.map(to_host, result)
         else:
-            slowest = math.inf if XLA in barred else HOPELESS * quick.get(XLA, math.inf)
+            slowest = math.inf if XLA in barred else _hopeless(quick.get(XLA, math.inf))
             if (
                 why := wrong_result(name, reference, result, verify, _of_hopeful(second_opinion, run, slowest, clock))
             ) is not None:
@@ -174,6 +176,11 @@ def benchmark_variants(
     return dataclasses.replace(
         second, seconds={**second.seconds, **others}, speed={**first.speed, **second.speed}, noisy=noisy
     )
+
+
+def _hopeless(seconds: float) -> float:
+    """Time from which on a program cannot win [s]. Args: seconds: plain XLA's."""
+    return max(HOPELESS * seconds, seconds + HOPELESS_SECONDS)
 
 
 def _of_hopeful(

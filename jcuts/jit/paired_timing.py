@@ -43,6 +43,7 @@ class SampleSize(NamedTuple):
 
 
 SHORT = SampleSize()
+"""Of programs whose calls the host does not run ahead of."""
 
 
 def executions(seconds: float, size: SampleSize) -> int:
@@ -96,8 +97,8 @@ def sample(
 
 
 @dataclasses.dataclass(frozen=True)
-class Carried:
-    """Which results take the place of donated arguments in the next call, as buffer donation pairs them.
+class InputOutputAlias:
+    """Input-output aliasing of donated buffers: the results that take the place of donated arguments in the next call.
 
     Attributes: places: (position among the arguments' leaves, position among the results'); structure: of arguments.
     """
@@ -106,7 +107,7 @@ class Carried:
     structure: Any
 
     @classmethod
-    def of(cls, before: Sequence[Any], arguments: Any, results: Any) -> Carried | None:
+    def of(cls, before: Sequence[Any], arguments: Any, results: Any) -> InputOutputAlias | None:
         """The pairs of a call that has been made; None where a donated argument has no result of its type.
 
         Args: before: types of the arguments' leaves; arguments: (args, kwargs), some of them deleted by the call.
@@ -152,19 +153,19 @@ def _sample_donated(
     A program may leave other arguments behind than plain XLA (what could not be donated): each has its own pairs.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
-    carried: dict[str, Carried | None] = {}
+    aliases: dict[str, InputOutputAlias | None] = {}
     arguments = jax.block_until_ready(fresh_args())
     for name, call in calls.items():
         before = [kind_of(leaf) for leaf in jax.tree.leaves(arguments)]
         results = jax.block_until_ready(call(*arguments[0], **arguments[1]))
-        carried[name] = Carried.of(before, arguments, results)
+        aliases[name] = InputOutputAlias.of(before, arguments, results)
         arguments = jax.block_until_ready(fresh_args())
     end, order = clock() + seconds, list(calls)
     for count in range(60):
         if count >= rounds and clock() > end:
             break
         for name in order:
-            pairs = carried[name]
+            pairs = aliases[name]
             start = clock()
             results = None
             for _ in range(inner if pairs is not None else 1):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from jcuts.rewrite.matmul_patterns import CONVOLUTION
+from jcuts.rewrite.matmul_patterns import CONVOLUTION, Program
 from jcuts.trace import jaxapi
+from jcuts.trace.inline import inline
 from jcuts.trace.precision import asked
 
 RANK = 4
@@ -23,7 +25,7 @@ class DenseConv:
     Attributes:
         eqn: the equation. taps, strides, dilation: per spatial dimension. padding: low and high, per dimension.
         image: its extents. channels, filters: of the image and of the result. batch: images.
-        wide: whether it asks for more precision than TF32's.
+        beyond_tf32: whether it asks for more precision than TF32's.
     """
 
     eqn: Any
@@ -35,7 +37,7 @@ class DenseConv:
     batch: int
     channels: int
     filters: int
-    wide: bool
+    beyond_tf32: bool
 
     @classmethod
     def of(cls, eqn: Any) -> DenseConv | None:
@@ -88,3 +90,17 @@ class DenseConv:
         """The channels-last image with zeros around it; negative numbers cut it."""
         zero = jnp.zeros((), x.dtype)
         return lax.pad(x, zero, [(0, 0, 0), (low[0], high[0], 0), (low[1], high[1], 0), (0, 0, 0)])
+
+
+def replace_convs(
+    closed: jaxapi.Closed, is_worth: Callable[[DenseConv], bool], call: Callable[[DenseConv, Program], Any]
+) -> tuple[jaxapi.Closed, int]:
+    """Replaces dense convolutions by calls, inlined; returns the program and their number.
+
+    Args: is_worth: which of them; call: the equation in place of one.
+    """
+    program = Program(closed)
+    convs = [conv for eqn in closed.jaxpr.eqns if (conv := DenseConv.of(eqn)) is not None and is_worth(conv)]
+    if not convs:
+        return closed, 0
+    return inline(program.with_eqns({id(conv.eqn): [call(conv, program)] for conv in convs})), len(convs)

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from scipy import fft as scipy_fft
 
-from jcuts.rewrite.dense_conv import DenseConv
+from jcuts.rewrite.dense_conv import DenseConv, replace_convs
 from jcuts.rewrite.matmul_patterns import Program
 from jcuts.trace import jaxapi
-from jcuts.trace.inline import inline
 
 LEAST_TAPS = 96.0
 """Taps over the product of the strides from which on the transforms pay, at full float32 precision.
@@ -35,19 +34,16 @@ LEAST_CHANNELS = 16
 
 def fft_conv(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """Replaces the convolutions of many taps; returns the program and their number."""
-    program = Program(closed)
-    replaced: dict[int, list[Any]] = {}
-    for eqn in closed.jaxpr.eqns:
-        conv = DenseConv.of(eqn)
-        if conv is not None and is_worth(conv):
-            replaced[id(eqn)] = [_call(conv)]
-    return (inline(program.with_eqns(replaced)), len(replaced)) if replaced else (closed, 0)
+    return replace_convs(closed, is_worth, _call)
 
 
 def is_worth(conv: DenseConv) -> bool:
     """Whether the transform is expected to gain."""
     taps = conv.taps[0] * conv.taps[1] / (conv.strides[0] * conv.strides[1])
-    return taps >= (LEAST_TAPS if conv.wide else LEAST_TAPS_TF32) and min(conv.channels, conv.filters) >= LEAST_CHANNELS
+    return (
+        taps >= (LEAST_TAPS if conv.beyond_tf32 else LEAST_TAPS_TF32)
+        and min(conv.channels, conv.filters) >= LEAST_CHANNELS
+    )
 
 
 def convolve(conv: DenseConv, x: Any, w: Any) -> Any:
@@ -75,5 +71,5 @@ def convolve(conv: DenseConv, x: Any, w: Any) -> Any:
     return conv.result(jnp.transpose(kept, (2, 0, 1, 3)))
 
 
-def _call(conv: DenseConv) -> Any:
+def _call(conv: DenseConv, _: Program) -> Any:
     return jaxapi.call_eqn(lambda x, w: convolve(conv, x, w), list(conv.eqn.invars), conv.eqn.outvars)

@@ -18,10 +18,9 @@ import numpy as np
 from jax import lax
 
 from jcuts.base import toom_cook
-from jcuts.rewrite.dense_conv import DenseConv
+from jcuts.rewrite.dense_conv import DenseConv, replace_convs
 from jcuts.rewrite.matmul_patterns import Program
 from jcuts.trace import jaxapi
-from jcuts.trace.inline import inline
 
 TAPS = 3
 POINTS = 6
@@ -38,18 +37,12 @@ LEAST_TILES = 64
 
 def winograd_conv(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """Replaces the 3x3 convolutions at full float32 precision; returns the program and their number."""
-    program = Program(closed)
-    replaced: dict[int, list[Any]] = {}
-    for eqn in closed.jaxpr.eqns:
-        conv = DenseConv.of(eqn)
-        if conv is not None and is_worth(conv):
-            replaced[id(eqn)] = [_call(conv, program)]
-    return (inline(program.with_eqns(replaced)), len(replaced)) if replaced else (closed, 0)
+    return replace_convs(closed, is_worth, _call)
 
 
 def is_worth(conv: DenseConv) -> bool:
     """Whether the transform applies, and is expected to gain."""
-    applies = conv.taps == (TAPS, TAPS) and conv.strides == conv.dilation == (1, 1) and conv.wide
+    applies = conv.taps == (TAPS, TAPS) and conv.strides == conv.dilation == (1, 1) and conv.beyond_tf32
     product = conv.channels * conv.filters / (conv.channels + conv.filters)
     return applies and product >= LEAST_CHANNELS and conv.batch * int(np.prod(_tiles(conv))) >= LEAST_TILES
 
@@ -68,17 +61,17 @@ def convolve(conv: DenseConv, x: Any, weights: Any) -> Any:
     lines = jnp.concatenate([blocks[:, :-1], blocks[:, 1:, : POINTS - made]], 2)
     tiles = jnp.concatenate([lines[:, :, :, :-1], lines[:, :, :, 1:, : POINTS - made]], 4)
     tile = tiles.transpose(2, 4, 0, 1, 3, 5)
-    data = both_sides(b_t, tile.reshape(POINTS * POINTS, -1), precision)
+    data = tile_transform(b_t, tile.reshape(POINTS * POINTS, -1), precision)
     flat = data.reshape(POINTS * POINTS, -1, conv.channels)
     products = lax.dot_general(flat, weights, (((2,), (1,)), ((0,), (0,))), precision=precision)
-    outputs = both_sides(a_t, products.reshape(POINTS * POINTS, -1), precision)
+    outputs = tile_transform(a_t, products.reshape(POINTS * POINTS, -1), precision)
     whole = outputs.reshape(made, made, conv.batch, rows, columns, conv.filters).transpose(2, 3, 0, 4, 1, 5)
     whole = whole.reshape(conv.batch, rows * made, columns * made, conv.filters)
     high_, wide = conv.outputs
     return conv.result(whole[:, :high_, :wide])
 
 
-def both_sides(matrix: np.ndarray, values: Any, precision: Any) -> Any:
+def tile_transform(matrix: np.ndarray, values: Any, precision: Any) -> Any:
     """matrix . V . matrix^T of many V, as one product with the Kronecker square of the matrix.
 
     Args: values: [entries of V, row by row; number].
@@ -96,7 +89,7 @@ def transformed_weights(conv: DenseConv, w: Any) -> Any:
         found = np.einsum("ai,bj,ijco->abco", of_filter, of_filter, wide).astype(np.float32)
         return found.reshape(POINTS * POINTS, conv.channels, conv.filters)
     values = conv.filters_last(w).reshape(TAPS * TAPS, -1)
-    made = both_sides(of_filter, values, conv.eqn.params["precision"])
+    made = tile_transform(of_filter, values, conv.eqn.params["precision"])
     return made.reshape(POINTS * POINTS, conv.channels, conv.filters)
 
 

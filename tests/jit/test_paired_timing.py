@@ -72,7 +72,7 @@ def test_where_nothing_takes_a_donated_argument_over_each_call_has_copies(made):
     call = deleting(recorded(jax.jit(lambda state, batch: jnp.sum(state[0] @ batch)), seen))
     before = [paired_timing.kind_of(x) for x in jax.tree.leaves(arguments())]
     first = arguments()
-    assert paired_timing.Carried.of(before, first, call(*first[0])) is None
+    assert paired_timing.InputOutputAlias.of(before, first, call(*first[0])) is None
     times = sample({"a": call}, made)
     assert len(times["a"].seconds) == 2
     assert len(made.asked) == 2 + 2 and len(seen) == 1 + 1 + 2  # one execution per sample
@@ -95,7 +95,7 @@ def test_types_are_paired_in_order_and_kept_arguments_stay():
     x.delete()
     y.delete()
     results = tuple(jnp.full(n, v, jnp.float32) for n, v in ((4, 9.0), (3, 1.0), (3, 2.0)))
-    pairs = paired_timing.Carried.of(before, ((x, y, kept), {}), results)
+    pairs = paired_timing.InputOutputAlias.of(before, ((x, y, kept), {}), results)
     assert pairs is not None and pairs.places == ((0, 1), (1, 2))
     (a, b, c), _ = pairs.arguments([x, y, kept], results)
     assert float(a[0]) == 1.0 and float(b[0]) == 2.0 and c is kept

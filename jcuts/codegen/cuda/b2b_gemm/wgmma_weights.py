@@ -88,12 +88,8 @@ class SquareLoader(TransposingLoader):
         alive: dict[tuple[L.Value, int], L.Value] = {}
         for piece, source, there in self.sources(first, left):
             for line in range(SQUARE):
-                live = there
-                if self.shape.ragged:
-                    key = (piece.term, line)
-                    if key not in alive:
-                        alive[key] = builder.icmp_signed("<", builder.add(piece.term, L.I32(line)), left)
-                    live = alive[key] if there is None else builder.and_(there, alive[key])
+                exists = self._line_exists(alive, piece.term, line, left)
+                live = exists if there is None else there if exists is None else builder.and_(there, exists)
                 yield (source, piece.constant + line * side.step * side.item), live, piece.condition
 
 

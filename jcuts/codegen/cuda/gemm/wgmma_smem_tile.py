@@ -197,17 +197,23 @@ class TransposingLoader(Tf32RoundingLoader):
 
     def wanted(self, first: L.Value, left: L.Value) -> Iterator[Wanted]:
         """Accesses of every 4x4 square: its lines of rows, one per k."""
-        builder, side = self.builder, self.shape.side
+        side = self.shape.side
         alive: dict[tuple[L.Value, int], L.Value] = {}
         for piece, source, _ in self.sources(first, left):
             for line in range(SQUARE):
-                live = None
-                if self.shape.ragged:
-                    key = (piece.term, line)
-                    if key not in alive:
-                        alive[key] = builder.icmp_signed("<", builder.add(piece.term, L.I32(line)), left)
-                    live = alive[key]
+                live = self._line_exists(alive, piece.term, line, left)
                 yield (source, piece.constant + line * side.step * side.item), live, piece.condition
+
+    def _line_exists(
+        self, alive: dict[tuple[L.Value, int], L.Value], term: L.Value, line: int, left: L.Value
+    ) -> L.Value | None:
+        """Whether a square's line is one of the ``left`` k; None: always. Args: alive: conditions made before."""
+        if not self.shape.ragged:
+            return None
+        key = (term, line)
+        if key not in alive:
+            alive[key] = self.builder.icmp_signed("<", self.builder.add(term, L.I32(line)), left)
+        return alive[key]
 
     def store(self, words: list[L.Value], stage: L.Value) -> None:
         """Rounds the words of a tile and stores them, transposed, in a stage of shared memory."""

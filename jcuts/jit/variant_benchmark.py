@@ -54,7 +54,8 @@ def benchmark(traced: TracedCall, planned: PlanningResult, again: Decision | Non
         plain = [name for name in names if variant_space.is_xla(name) and name not in refused]
         decision = time_programs(traced, [*plain, *(name for name in more if name not in barred)], barred)
         decision = dataclasses.replace(decision, rejected={**refused, **decision.rejected})
-    if single := chain_ablation.unchained_variant(decision, planned.joined):
+    single = chain_ablation.unchained_variant(decision, planned.joined)
+    if single and not (traced.on_gpu and time_budget.current().is_limited):
         decision = _ablate_chains(traced, decision, single)
     partial = every is not None and bool(every.report.unmeasured)
     decision = dataclasses.replace(decision, rejected={**out, **late, **decision.rejected}, partial=partial)

@@ -26,7 +26,7 @@ from jcuts.primitive.lowering import Started, plan
 from jcuts.report.function_report import NOT_CHECKED, NOT_MEASURED
 from jcuts.trace import jaxapi
 from jcuts.tune import session, time_budget
-from jcuts.tune.baseline import autotune_cache
+from jcuts.tune.baseline import autotune_cache, xla_profile
 from jcuts.tune.parent import machine_lock
 from jcuts.xla.chains import fuse as chains_fuse
 
@@ -35,6 +35,8 @@ FLOAT64 = "float64 compiled"
 """What a first call does early that needs no device: nothing is timed in that program."""
 FLOAT64_RUN = "float64"
 """... and what keeps the device busy."""
+PROFILE = "profile"
+"""The profile of plain XLA's program (`tune.baseline.xla_profile`): it runs that, with the device to itself."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +128,13 @@ def _plan_variants(traced: TracedCall) -> PlanningResult:
         worth = variant_space.candidate_variants(traced.closed, traced.platform)
         judge = traced.exact if any(form is not None and form.rewrites for form in worth) else None
         budget = time_budget.current()
-        todo = beyond_plain_jit(background_tasks(traced, judge), budget) if may else {}
+        profiler = xla_profile.RegionProfiler(traced.closed, traced.leaves) if may else None
+        todo = beyond_plain_jit(background_tasks(traced, judge, profiler), budget) if may else {}
         # The first times algorithms, which the next finds in memory; first runs keep the host busy.
         light = [name for name in list(todo)[1:] if name != FLOAT64_RUN]
         try:
             with background_work.BackgroundWork(todo, light=light, quiet=(FLOAT64,)) as busy:
-                result = _tune_and_plan(traced, worth, busy)
+                result = _tune_and_plan(traced, worth, busy, profiler)
         finally:
             budget.release()
     log.info("planned and tuned in %.2f s", time.monotonic() - begun)
@@ -157,7 +160,11 @@ def beyond_plain_jit(
     return {**todo, first: timed}
 
 
-def background_tasks(traced: TracedCall, exact: variant_space.Float64Judge | None) -> dict[str, Callable[[], object]]:
+def background_tasks(
+    traced: TracedCall,
+    exact: variant_space.Float64Judge | None,
+    profiler: xla_profile.RegionProfiler | None = None,
+) -> dict[str, Callable[[], object]]:
     """What the GPU can do for the last guard while this thread plans: all that has to do with plain XLA alone."""
     call = traced.call
     options = variant_space.options(traced.platform)
@@ -175,12 +182,16 @@ def background_tasks(traced: TracedCall, exact: variant_space.Float64Judge | Non
         jax.block_until_ready(compiled[name](*mine, **named))
 
     todo: dict[str, Callable[[], object]] = {f"{n} compiled": functools.partial(compile_, n) for n in names}
+    todo |= {} if profiler is None else {PROFILE: profiler.run}
     todo |= {f"{n} run": functools.partial(first_run, n) for n in names}
     return todo | ({FLOAT64: exact.compile, FLOAT64_RUN: exact.precompute} if exact is not None else {})
 
 
 def _tune_and_plan(
-    traced: TracedCall, worth: Sequence[Variant | None], meanwhile: background_work.BackgroundWork
+    traced: TracedCall,
+    worth: Sequence[Variant | None],
+    meanwhile: background_work.BackgroundWork,
+    profiler: xla_profile.RegionProfiler | None = None,
 ) -> PlanningResult:
     """The variants worth a race, and the outcomes of all: one that could not be measured may change nothing."""
     outcomes = []
@@ -193,8 +204,10 @@ def _tune_and_plan(
                 if (problems := started[form].problems) is not None:
                     session.warm_workers(problems)
         log.info("variants planned in %.2f s", time.monotonic() - start)
+        # What more is rewritten in is expected to win: its problems come first.
+        richest = sorted(started, key=lambda form: -len(form.rewrites) if form is not None else 0)
         collected = [planning.problems for planning in started.values() if planning.problems is not None]
-        session.tune_together(collected, meanwhile.quiesce)
+        session.tune_together(collected, meanwhile.quiesce, profiler, started[richest[0]].problems)
         meanwhile.quiesce(True)
 
         def of_form(form: Variant | None) -> Outcome:

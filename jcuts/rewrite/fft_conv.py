@@ -10,6 +10,7 @@ The error is that of float32 whatever the convolution asks for.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,6 +29,8 @@ convolution: 7x7 (49) and 9x9 (81) 0.5 times as fast, 11x11 (121) 1.7, 21x11 wit
 """
 LEAST_TAPS_TF32 = 256.0
 """The same where TF32 suffices: 11x11 and 21x11 with stride 2 0.5 to 0.6 times as fast, 41x11 (451) 2.1."""
+LEAST_RESULTS = 1.0
+"""Pixels of the result per tap: fewer are a filter gradient (MobileNetV2's step on an H100: 6 ms of transforms)."""
 LEAST_CHANNELS = 16
 """Of the image and of the result: products of fewer are no work for a GEMM."""
 
@@ -38,7 +41,13 @@ def fft_conv(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
 
 
 def is_worth(conv: DenseConv) -> bool:
-    """Whether the transform is expected to gain."""
+    """Whether the transform is expected to gain.
+
+    Not where the result is smaller than the window, as in filter gradients, whose window is the output's gradient: the
+    transforms have the image's size, and the direct algorithm computes few sums.
+    """
+    if math.prod(conv.outputs) < LEAST_RESULTS * math.prod(conv.taps):
+        return False
     taps = conv.taps[0] * conv.taps[1] / (conv.strides[0] * conv.strides[1])
     return (
         taps >= (LEAST_TAPS if conv.beyond_tf32 else LEAST_TAPS_TF32)

@@ -27,6 +27,10 @@ SCREENED = "screen"
 """Method of a time from the quick screening alone."""
 FAMILY = "family"
 """Method of a time of XLA's side that follows from those of two other problems (`tune.baseline.interpolate`)."""
+PROFILED = "profile"
+"""Method of a time of XLA's side that a profile of the whole program gives (`tune.baseline.xla_profile`)."""
+DERIVED = frozenset({FAMILY, PROFILED})
+"""Methods of times that were not measured of the problem's own program."""
 UNCHECKED = "unchecked"
 """Method of a time of a candidate that could not win, so that nobody looked whether it is right."""
 
@@ -41,7 +45,7 @@ class Measurement:
         low, high: first and third quartile [s].
         runs: number of timed samples.
         method: how it was timed (``loop``, ``call`` and ``chain`` go through a jitted JAX callable, ``direct`` does
-            not; `FAMILY` is not measured at all; `SCREENED` and `UNCHECKED` are for reports only).
+            not; `FAMILY` and `PROFILED` are of no program of its own; `SCREENED` and `UNCHECKED` are for reports only).
         bound_seconds: lower bound of the estimator [s], 0 where unknown.
         pul: estimator's upper bound on the share of peak, 0 where unknown.
     """
@@ -153,8 +157,8 @@ class Choice:
         return next((m.seconds for m in self.measurements if m.label == label), None)
 
     def measured_seconds(self, label: str) -> float | None:
-        """The same, None also for a time that follows from those of others."""
-        return next((m.seconds for m in self.measurements if m.label == label and m.method != FAMILY), None)
+        """The same, None also for a time that follows from those of others, or from a profile."""
+        return next((m.seconds for m in self.measurements if m.label == label and m.method not in DERIVED), None)
 
     def is_enough(self, mode: str) -> bool:
         """Whether a mode can choose by it: those that want a kernel need one that was checked, if there is any."""

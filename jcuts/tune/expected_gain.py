@@ -42,6 +42,15 @@ def seconds(region: Any, *, on_gpu: bool = False) -> float:
     return max(saved, GUESS * alone)
 
 
+def profiled(region: Any, baseline: float) -> float:
+    """Seconds that a region on a GPU can save in one execution, >= 0: XLA's time less that of its traffic.
+
+    Args: baseline: XLA's time of it in the whole program [s] (`tune.baseline.xla_profile`).
+    """
+    moved = sum(b.bytes for b in region.program.buffers if b.role != "local")
+    return max(0.0, baseline - moved / fastest_memory())
+
+
 def _traffic_seconds(size: float) -> float:
     """Time to move bytes on this CPU [s], without that of a call."""
     return time_estimate.traffic_seconds(size) - time_estimate.CALL_SECONDS

@@ -8,6 +8,7 @@ import functools
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from jcuts.schedule.bound import roofline_bound
 from jcuts.trace.canonical import canonical_text
 from jcuts.tune import expected_gain, time_budget
 from jcuts.tune.baseline.xla_export import with_exports
+from jcuts.tune.baseline.xla_profile import RegionProfiler
 from jcuts.tune.choice import LIBRARY, Choice
 from jcuts.tune.database import Store
 from jcuts.tune.parent.tuner import Progress, TuningBudget, default_store, tune
@@ -53,6 +55,8 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 NEEDS_POSITIVE = frozenset({"sqrt", "rsqrt", "log", "log1p", "pow", "cbrt"})
 CANDIDATE_BUDGET = 96  # kernels that one session compiles, shared out by the subsets' work
 MIN_CANDIDATES = 2
+OF_OTHERS = 0.1
+"""Weight of what problems of variants are expected to gain that are not expected to win."""
 CORES = 8
 """Cores for which a GPU's candidates have that budget: they compile side by side."""
 MOST_BUDGETS = 2.0
@@ -144,6 +148,19 @@ class RegionProblems:
             gains[digest] = gains.get(digest, 0.0) + expected_gain.seconds(region, on_gpu=bool(self.device))
         return gains
 
+    def gain(self, digest: str, profile: RegionProfiler | None) -> float:
+        """Seconds that a problem is expected to save in one call, by the profile of plain XLA where it has it."""
+        region = self.region_of.get(digest)
+        baseline = None if profile is None or region is None else profile.seconds(region.closed.jaxpr.eqns)
+        if region is None or baseline is None:
+            return self.gains.get(digest, 0.0)
+        return self.counts[digest] * expected_gain.profiled(region, baseline)
+
+    @functools.cached_property
+    def counts(self) -> Counter[str]:
+        """How many regions every problem stands for, by its digest."""
+        return Counter(self.problems[region.identity].digest for region in self.regions)
+
     def have_unknown(self) -> bool:
         """Whether the database lacks the answer to any of the problems."""
         return any(store().lookup(problem.digest) is None for problem in self.problems.values())
@@ -220,16 +237,32 @@ def _with_cut(choices: Mapping[str, Choice]) -> dict[str, Choice]:
     return {digest: _cut.get(digest, choice) if digest in nothing else choice for digest, choice in choices.items()}
 
 
-def tune_together(collections: Sequence[RegionProblems], quiet: Callable[[bool], bool] | None = None) -> None:
+def tune_together(
+    collections: Sequence[RegionProblems],
+    quiet: Callable[[bool], bool] | None = None,
+    profile: RegionProfiler | None = None,
+    first: RegionProblems | None = None,
+) -> None:
     """Tunes the problems of several functions, or of several variants of one, in a single session.
 
     The answers are in the database: `tune_problems` finds them there.
 
-    Args: quiet: whether nothing else of this process uses the GPU (`tuner.tune`).
+    Args:
+        quiet: whether nothing else of this process uses the GPU; profile: of plain XLA's program (`tuner.tune`).
+        first: the variant that is expected to win: where time is limited, the others' own problems come later.
     """
     owner = {problem.digest: (problem, made) for made in collections for problem in made.problems.values()}
     if not owner:
         return
+
+    def gain(problem: Problem) -> float:  # only one of the variants will run
+        expected = max(made.gain(problem.digest, profile) for made in collections)
+        return expected if first is None or problem.digest in first.region_of else OF_OTHERS * expected
+
+    def profiled(digest: str) -> float | None:
+        region = owner[digest][1].region_of[digest]
+        return None if profile is None else profile.seconds(region.closed.jaxpr.eqns)
+
     start = time.monotonic()
     # Kernels of many operations take compilers longest: they begin first.
     order = sorted(owner.values(), key=lambda entry: -len(entry[1].region_of[entry[0].digest].closed.jaxpr.eqns))
@@ -242,8 +275,8 @@ def tune_together(collections: Sequence[RegionProblems], quiet: Callable[[bool],
         prepare=lambda problem: owner[problem.digest][1].prepare(problem),
         quiet=quiet,
         further=lambda digest, chosen: [p for made in collections for p in made.programs_of(digest, chosen)],
-        # Only one of the variants will run.
-        gain=lambda problem: max(made.gains.get(problem.digest, 0.0) for made in collections),
+        gain=gain,
+        profiled=profiled if profile is not None else None,
     )
     _log.info("%d problems of all forms: %.2f s", len(owner), time.monotonic() - start)
 

@@ -100,6 +100,21 @@ def bind_eqn(eqn: Eqn, args: Sequence[Any], **params: Any) -> list[Any]:
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
+def eval_in_scopes(closed: Closed, prefix: str, *args: Any) -> list[Any]:
+    """`eval_closed` inside a trace, with a name scope (`jax.named_scope`) per equation: ``prefix`` and its number."""
+    jaxpr = closed.jaxpr
+    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
+
+    def value(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for number, eqn in enumerate(jaxpr.eqns):
+        with jax.named_scope(f"{prefix}{number}"):
+            outs = eqn.primitive.bind(*map(value, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
+        env.update(zip(eqn.outvars, outs if eqn.primitive.multiple_results else [outs], strict=True))
+    return [value(atom) for atom in jaxpr.outvars]
+
+
 def dce(closed: Closed, used_outputs: Sequence[bool] | None = None) -> Closed:
     """Drop equations that no (used) output and no effect needs.  Arguments are kept."""
     jaxpr = closed.jaxpr

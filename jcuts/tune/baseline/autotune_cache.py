@@ -70,8 +70,8 @@ def read_shared_results(place: str, timed: bool = True, narrow: bool = False) ->
     """
     if not place:
         return {}
-    known = _known({OPTION: place, MODE: "AUTOTUNE_CACHE_MODE_READ"})
-    known |= {} if timed and narrow else _known(LIBRARY_PRODUCTS)
+    known = known_options({OPTION: place, MODE: "AUTOTUNE_CACHE_MODE_READ"})
+    known |= {} if timed and narrow else known_options(LIBRARY_PRODUCTS)
     return known if timed else known | without_conv_relu_fusion()
 
 
@@ -84,7 +84,7 @@ def publish_results() -> dict[str, Any]:
 @functools.cache
 def without_conv_relu_fusion() -> dict[str, Any]:
     """Compiler options for a program whose ReLUs are not given to cuDNN (`tune.baseline.conv_relu_bound`)."""
-    return _known(conv_relu_bound.OPTIONS)
+    return known_options(conv_relu_bound.OPTIONS)
 
 
 @functools.cache
@@ -93,10 +93,10 @@ def without_autotuning() -> dict[str, Any]:
 
     Its own kernels for products have hundreds of shapes, of which it then takes the first one.
     """
-    return _known(LEVEL) | _known(LIBRARY_PRODUCTS)
+    return known_options(LEVEL) | known_options(LIBRARY_PRODUCTS)
 
 
-def _known(options: dict[str, Any]) -> dict[str, Any]:
+def known_options(options: dict[str, Any]) -> dict[str, Any]:
     """The options; {} where this version of XLA does not know them."""
     import jax
     import numpy as np

@@ -11,7 +11,17 @@ from pathlib import Path
 
 from jcuts.base.errors import CandidateRejected
 from jcuts.tune.baseline.interpolate import InterpolationPair, Range
-from jcuts.tune.choice import FAMILY, LIBRARY, OVER_BUDGET, SCREENED, UNCHECKED, Choice, Measurement, Rejection
+from jcuts.tune.choice import (
+    FAMILY,
+    LIBRARY,
+    OVER_BUDGET,
+    PROFILED,
+    SCREENED,
+    UNCHECKED,
+    Choice,
+    Measurement,
+    Rejection,
+)
 from jcuts.tune.kernel_file import read_kernel
 from jcuts.tune.parent.worker_pool import Answer
 from jcuts.tune.problem import Problem
@@ -34,6 +44,7 @@ class TuningJob:
         compiling, checking: requests under way.
         between: two problems between which XLA's side of this one lies, as long as nobody needs more.
         parts: problems that take as long together, for the same time.
+        profiled: whether a profile of the whole program tells XLA's side, for the same time.
         apart: bytes of the convolutions' results where XLA's side is measured with their ReLU apart, for the same time.
         library: the least and the most that XLA's side takes [s], once it is known.
         expected: whether that was enough, so that XLA's own program was never compiled.
@@ -56,6 +67,7 @@ class TuningJob:
     checking: int = 0
     between: InterpolationPair | None = None
     parts: tuple[str, ...] = ()
+    profiled: bool = False
     apart: list[int] = field(default_factory=list)
     library: Range | None = None
     expected: bool = False
@@ -112,11 +124,12 @@ class TuningJob:
         ]
 
     def set_derived_time(self, seconds: float) -> None:
-        """Takes a time for XLA's that follows from others, beside the kernels' that were measured."""
+        """Takes a time for XLA's that was not measured of its program, beside the kernels' that were measured."""
         self.expected = True
+        method = PROFILED if self.profiled else FAMILY
         if self.answer is not None:
             kept = [entry for entry in self.answer["measurements"] if entry["label"] != LIBRARY]
-            line = {"label": LIBRARY, "seconds": seconds, "low": seconds, "high": seconds, "runs": 0, "method": FAMILY}
+            line = {"label": LIBRARY, "seconds": seconds, "low": seconds, "high": seconds, "runs": 0, "method": method}
             self.answer["measurements"] = [*kept, line]
 
     def measured(self) -> None:
@@ -128,12 +141,12 @@ class TuningJob:
 
     @property
     def is_derived(self) -> bool:
-        """Whether XLA's time is to follow from other problems'."""
-        return self.between is not None or bool(self.parts)
+        """Whether XLA's time is to follow from other problems', or from a profile."""
+        return self.profiled or self.between is not None or bool(self.parts)
 
     def remeasure_baseline(self) -> None:
         """XLA's side is to be measured in full."""
-        self.between, self.parts, self.apart, self.answer = None, (), [], None
+        self.between, self.parts, self.apart, self.answer, self.profiled = None, (), [], None, False
 
     def fastest(self) -> float | None:
         """Time of the fastest kernel that met others in a race [s]."""

@@ -23,16 +23,22 @@ WORTH = 0.25
 
 
 def measure_in_order(
-    session: TuningQueue, jobs: Sequence[TuningJob], known: Callable[[str], float | None]
+    session: TuningQueue,
+    jobs: Sequence[TuningJob],
+    known: Callable[[str], float | None],
+    profiled: Callable[[str], float | None] = lambda _: None,
 ) -> Iterator[TuningJob]:
     """Times jobs one by one.  XLA's own program is not compiled where a kernel wins or loses by less
-    (`tune.baseline.conv_relu_bound`, `tune.baseline.interpolate`): those where it must be come last.  Where time is
+    (`tune.baseline.xla_profile`, `tune.baseline.conv_relu_bound`, `tune.baseline.interpolate`): those where it must be
+    come last.  Where time is
     limited, times that follow from others choose without a margin, and what has parts without a time waits for them:
     XLA takes many seconds for the code of a block of layers, and whole programs are compared at the end.
 
-    Args: known: XLA's time of a problem that was measured before [s].
+    Args:
+        known: XLA's time of a problem that was measured before [s].
+        profiled: XLA's time of a problem in the whole program [s], of jobs that are `TuningJob.profiled`.
     """
-    known_of = BaselineTimes(known)
+    known_of = BaselineTimes(known, profiled)
     close: list[TuningJob] = []
     parted: list[TuningJob] = []
     own = [job for job in jobs if not job.is_derived]
@@ -52,9 +58,13 @@ def measure_in_order(
             yield job
         else:
             close.append(job)
-    sums = [job for job in jobs if job.parts]
     clear = 1.0 if session.time.is_limited else CLEAR
-    for what, some in (("between others", [job for job in jobs if job.between and not job.parts]), ("of parts", sums)):
+    derived = (
+        ("of the profile", [job for job in jobs if job.profiled]),
+        ("between others", [job for job in jobs if job.between and not job.parts and not job.profiled]),
+        ("of parts", [job for job in jobs if job.parts and not job.profiled]),
+    )
+    for what, some in derived:
         with _told_of(f"%d problems {what} measured", len(some)):
             for job in some:
                 session.report_progress("measure", job.problem.name)
@@ -85,11 +95,15 @@ def _kernels_win_anyway(jobs: Sequence[TuningJob]) -> bool:
 class BaselineTimes:
     """Bounds on XLA's time of problems: least and most [s].
 
-    Args: stored: XLA's time of a problem that is not of this session.
+    Args:
+        stored: XLA's time of a problem that is not of this session.
+        profiled: XLA's time of a problem in the whole program.
     """
 
-    def __init__(self, stored: Callable[[str], float | None]) -> None:
-        self._stored = stored
+    def __init__(
+        self, stored: Callable[[str], float | None], profiled: Callable[[str], float | None] = lambda _: None
+    ) -> None:
+        self._stored, self._profiled = stored, profiled
         self._ranges: dict[str, Range | None] = {}
 
     def note(self, job: TuningJob) -> None:
@@ -98,6 +112,9 @@ class BaselineTimes:
 
     def range(self, job: TuningJob) -> Range | None:
         """What follows from others for a job, None where that is not known."""
+        if job.profiled:
+            seconds = self._profiled(job.problem.digest)
+            return None if seconds is None else (seconds, seconds)
         if job.parts:
             found = [self._of(part) for part in job.parts]
             ranges = [r for r in found if r is not None]

@@ -55,6 +55,7 @@ def tune(
     further: Callable[[str, Program], Iterable[Program]] | None = None,
     sources: dict[str, str] | None = None,
     gain: Callable[[Problem], float] | None = None,
+    profiled: Callable[[str], float | None] | None = None,
 ) -> dict[str, Choice]:
     """A choice for every problem: from the database, else by measuring (``tune="auto"`` only).
 
@@ -72,6 +73,8 @@ def tune(
         further: digest and a program -> those that its choice needs besides, which are compiled while others are timed.
         sources: gets, by digest, where the choices of the database come from (`tune.row_signature`).
         gain: seconds that a problem is expected to save: where time is limited (``effort.time``), the most go first.
+        profiled: XLA's time of a problem in the whole program [s], by its digest, None where it is not known: XLA's own
+            program of the problem is then compiled only where a kernel takes about as long.
 
     A stored choice that this cache has not signed, or that was made with other packages, is checked before a kernel of
     it runs, once (`tune.stored_choice_check`); where nothing may be (``cached``), it is not used.
@@ -100,7 +103,9 @@ def tune(
     missing = {digest: p for digest, p in unique.items() if digest not in known or known[digest].is_cut}
     if settings.tune == "auto" and missing:
         partial = {digest: choice for digest, choice in known.items() if choice.is_cut}
-        asked = _TuneRequest(store, effort, settings.mode, progress, force, quiet, further, gain, partial)
+        asked = _TuneRequest(
+            store, effort, settings.mode, progress, force, quiet, further, gain, partial, profiled or _unknown
+        )
         for problem, choice in _measure_in_rounds(list(missing.values()), asked, prepare):
             known[choice.problem] = choice
             unique[choice.problem] = problem
@@ -135,6 +140,7 @@ class _TuneRequest:
     further: Callable[[str, Program], Iterable[Program]] | None = None
     gain: Callable[[Problem], float] | None = None
     partial: dict[str, Choice] = field(default_factory=dict)
+    profiled: Callable[[str], float | None] = lambda _: None
 
     def stored(self, problem: Problem) -> Choice | None:
         """What another process has found out meanwhile."""
@@ -148,6 +154,10 @@ class _TuneRequest:
         if before is None or not choice.is_cut:
             return choice
         return choice if choice.unmeasured < before.unmeasured and choice.origin == "measured" else before
+
+
+def _unknown(_: str) -> None:
+    """Nothing is known of XLA's time before it is measured."""
 
 
 def _stored(problems: dict[str, Problem], store: Store, sources: dict[str, str]) -> dict[str, Choice]:
@@ -270,6 +280,7 @@ def _measure_all(
                         conv_relu_bound.conv_relu_result_bytes(problem.text),
                     )
                     job.parts = problem.parts if digests.issuperset(problem.parts) else ()
+                job.profiled = asked.profiled(problem.digest) is not None
                 session.add(job)
             session.finish()
             quiet(True)
@@ -326,7 +337,7 @@ def _measure_in_turn(session: TuningQueue, asked: _TuneRequest) -> Iterator[tupl
             choice = found.get(digest)
             return None if choice is None else choice.measured_seconds(LIBRARY)  # errors would add up
 
-        for job in measure_in_order(session, [] if busy else missing, known):
+        for job in measure_in_order(session, [] if busy else missing, known, asked.profiled):
             contender = job.next_to_verify(asked.mode) if session.checks_last else None
             if contender is not None:
                 open_.append(job)

@@ -12,7 +12,7 @@ from jax import lax
 
 from jcuts.trace.canonical import canonical_text
 from jcuts.tune.baseline import conv_relu_bound, interpolate
-from jcuts.tune.choice import FAMILY, LIBRARY, Choice, Measurement
+from jcuts.tune.choice import FAMILY, LIBRARY, PROFILED, Choice, Measurement
 from jcuts.tune.parent.job import TuningJob
 from jcuts.tune.parent.measure_order import measure_in_order
 from jcuts.tune.problem import Candidate, Input, Output, Problem
@@ -238,6 +238,28 @@ def test_where_time_is_limited_no_program_of_xla_is_compiled_for_a_whole(tmp_pat
     assert found["unknown"].skipped and found["unknown"].answer is None  # another round knows its parts
 
 
+@pytest.mark.parametrize(("seconds", "again"), [(math.inf, ["close"]), (60.0, [])])
+def test_where_a_profile_tells_xlas_time_its_program_is_compiled_only_in_close_cases(tmp_path, seconds, again):
+    times = {"wins": (9.0, 1.0), "close": (2.0, 1.9), "loses": (9.0, 4.0), "plain": (3.0, 1.0)}
+    jobs = [job_of(tmp_path, name, profiled=name != "plain") for name in times]
+    session, profile = Timed(times, seconds), {job.problem.digest: 2.0 for job in jobs}
+    told = (lambda _: None, profile.get)
+    found = {job.problem.name: job for job in measure_in_order(session, jobs, *told)}  # type: ignore[arg-type]
+    assert session.again == again and set(found) == set(times)
+    assert library(found["wins"]) == library(found["loses"]) == (2.0, PROFILED)
+    assert library(found["close"]) == ((2.0, "chain") if again else (2.0, PROFILED))
+    assert library(found["plain"]) == (3.0, "chain")
+    assert found["wins"].next_to_verify("mixed") == "k" and found["loses"].next_to_verify("mixed") is None
+
+
+def test_where_the_profile_failed_xlas_program_is_compiled(tmp_path):
+    times = {"a": (2.0, 1.0)}
+    session = Timed(times, math.inf)
+    jobs = [job_of(tmp_path, "a", profiled=True)]
+    (job,) = measure_in_order(session, jobs, lambda _: None, lambda _: None)  # type: ignore[arg-type]
+    assert session.again == ["a"] and library(job) == (2.0, "chain")
+
+
 def test_what_is_missing_is_measured(tmp_path):
     place = interpolate.InterpolationPair("a", "b", 0.5)
     session, jobs = run(tmp_path, {"a": (2.0, 1.0), "b": (9.0, 1.0), "c": (3.0, 1.0)}, c={"between": place})
@@ -249,4 +271,5 @@ def test_times_that_follow_from_others_are_no_base_for_more():
         return Choice("p", LIBRARY, "", "measured", (Measurement(LIBRARY, 2.0, 2.0, 2.0, 5, method),))
 
     assert timed(FAMILY).seconds(LIBRARY) == 2.0 and timed(FAMILY).measured_seconds(LIBRARY) is None
+    assert timed(PROFILED).seconds(LIBRARY) == 2.0 and timed(PROFILED).measured_seconds(LIBRARY) is None
     assert timed("chain").measured_seconds(LIBRARY) == 2.0 and timed("chain").measured_seconds("k") is None

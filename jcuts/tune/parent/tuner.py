@@ -85,14 +85,7 @@ def tune(
         return {digest: estimate(p, settings.mode) for digest, p in unique.items()}
     sources = {} if sources is None else sources
     stored = {} if force else _stored(unique, store, sources)
-    waiting = {
-        digest: choice
-        for digest, choice in stored.items()
-        if sources[digest] in stored_choice_check.CHECKED_AS and stored_choice_check.contenders(unique[digest], choice)
-    }
-    origins = {digest: sources.pop(digest) for digest in waiting}
-    for digest in waiting:
-        del stored[digest]
+    waiting, origins = _take_unchecked(stored, sources, unique)
     if settings.tune == "auto":
         _adopt(stored, sources, unique, store)
     if waiting and settings.tune == "auto":
@@ -169,6 +162,22 @@ def _stored(problems: dict[str, Problem], store: Store, sources: dict[str, str])
         if choice is not None:
             found[digest], sources[digest] = choice, source
     return found
+
+
+def _take_unchecked(
+    stored: dict[str, Choice], sources: dict[str, str], problems: dict[str, Problem]
+) -> tuple[dict[str, Choice], dict[str, str]]:
+    """Takes the choices out that must be checked before they are used; gives them, and where they come from."""
+    waiting = {
+        digest: choice
+        for digest, choice in stored.items()
+        if sources[digest] in stored_choice_check.CHECKED_AS
+        and stored_choice_check.contenders(problems[digest], choice)
+    }
+    origins = {digest: sources.pop(digest) for digest in waiting}
+    for digest in waiting:
+        del stored[digest]
+    return waiting, origins
 
 
 def _adopt(stored: dict[str, Choice], sources: dict[str, str], problems: dict[str, Problem], store: Store) -> None:

@@ -118,7 +118,7 @@ def test_rounds_end_with_what_one_session_finds(monkeypatch):
     found = session.tune()
     assert session.prepared == ["large", "middle", "small"] * 2
     assert {name: labels(choice) for name, choice in found.items()} == dict.fromkeys(GAINS, COMPLETE)
-    assert {choice.winner for choice in found.values()} == {c.winner for c in Session().tune().values()}
+    assert not any(choice.is_cut for choice in found.values())
 
 
 def test_what_is_timed_before_it_is_checked_is_checked_when_the_time_is_up(monkeypatch):

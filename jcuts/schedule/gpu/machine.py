@@ -13,6 +13,7 @@ from typing import TypeVar
 from jcuts.arch.gpu import GpuArch
 from jcuts.arch.load import list_gpus, load_gpu, nearest_gpu
 from jcuts.arch.sm_limits import SM_90, SmLimits, nearest_limits
+from jcuts.estimate import batch
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program
@@ -102,12 +103,12 @@ class GpuMachine:
         """Occupancy: blocks that a multiprocessor holds at once, 0 if it holds none.
 
         Args: threads: of a block; registers: of a thread, allocated in eights; shared: bytes of shared memory of a
-            block, without what the system takes for each.
+            block, without what the system takes for each. All may be arrays of one number per schedule.
         """
         has = self.limits
-        by_shared = has.smem_per_sm_bytes // max(1, shared + has.smem_reserved_per_block_bytes)
-        by_registers = int(has.registers_per_sm // (8 * math.ceil(registers / 8) * threads))
-        return min(by_shared, by_registers, self.threads_per_sm // threads, has.blocks_per_sm)
+        by_shared = has.smem_per_sm_bytes // batch.maximum(1, shared + has.smem_reserved_per_block_bytes)
+        by_registers = has.registers_per_sm // (8 * batch.ceil(registers / 8) * threads)
+        return batch.minimum(by_shared, by_registers, self.threads_per_sm // threads, has.blocks_per_sm)
 
     @property
     def threads(self) -> int:

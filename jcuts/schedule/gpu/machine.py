@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -141,7 +141,7 @@ def scheduled(program: Program, form: str, threads: int, *more: tuple[str, objec
     )
 
 
-def unrolled(program: Program, unroll: dict[str, int]) -> Program:
+def unrolled(program: Program, unroll: Mapping[str, int]) -> Program:
     phase = program.phases[0]
     axes = tuple(replace(a, unroll=min(unroll.get(a.name, 1), a.extent)) for a in phase.axes)
     return replace(program, phases=(replace(phase, axes=axes),))

@@ -129,9 +129,9 @@ def _prologue_producers(graph: TensorGraph, root: int, members: NodeSet, cover: 
         plain = op is not None and op.family in PER_ELEMENT and not _escapes(graph, number)
         if number not in head and plain and users and feeds and any(number in s for s in free):
             head.add(number)
-            producers = {graph.tensors[t].producer for t in graph.nodes[number].inputs}
-            for made in producers - {None}:
-                heapq.heappush(todo, -made)
+            for made in {graph.tensors[t].producer for t in graph.nodes[number].inputs}:
+                if made is not None:
+                    heapq.heappush(todo, -made)
     return frozenset(head)
 
 

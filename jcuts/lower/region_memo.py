@@ -23,24 +23,20 @@ MOST = 8192
 
 def region_key(graph: TensorGraph, subset: frozenset[int]) -> Hashable | None:
     """The structure of a region; None where an equation's parameters have no key."""
-    members = sorted(subset)
-    touched = {t for n in members for t in (*graph.nodes[n].inputs, *graph.nodes[n].outputs)}
-    rank = {tensor: place for place, tensor in enumerate(sorted(touched))}
+    members, nodes, kinds = sorted(subset), graph.nodes, graph.node_keys
+    touched = sorted({t for n in members for t in (*nodes[n].inputs, *nodes[n].outputs)})
+    rank = {tensor: place for place, tensor in enumerate(touched)}
     place = {number: k for k, number in enumerate(members)}
-    outputs = set(graph.subset_outputs(subset))
     parts: list[Hashable] = []
     for number in members:
-        node = graph.nodes[number]
-        if node.kind is None or node.refusal is not None:
+        node = nodes[number]
+        if kinds[number] is None or (node.pieces is not None and node.pieces.slices <= subset):
             return None
-        if node.pieces is not None and node.pieces.slices <= subset:
-            return None
-        parts.append((node.kind, tuple(rank[t] for t in node.inputs), tuple(rank[t] for t in node.outputs)))
-    for tensor in sorted(touched):
-        info = graph.tensors[tensor]
-        made = place.get(info.producer, -1) if info.producer is not None else -1
-        scalar = None if info.scalar is None else (type(info.scalar).__name__, repr(info.scalar))
-        parts.append((info.type.shape, info.type.dtype, made, scalar, info.tf32, tensor in outputs))
+        parts.append((kinds[number], *[rank[t] for t in node.inputs], -1, *[rank[t] for t in node.outputs]))
+    outputs, tensors, types = set(graph.subset_outputs(subset)), graph.tensors, graph.tensor_keys
+    for tensor in touched:
+        made = tensors[tensor].producer
+        parts.append((types[tensor], -1 if made is None else place.get(made, -1), tensor in outputs))
     return tuple(parts)
 
 

@@ -255,10 +255,20 @@ def _lines(phase: Phase, env: Mapping[str, np.ndarray], sizes: Mapping[str, int]
         start = np.broadcast_to(np.asarray(_value(index, here)), (threads, 1)).reshape(-1) * size
         numbers = np.where(active, start // LINE, -1)
         ends = np.where(active, (start + joined * size - 1) // LINE, -1)
-        for warp in range(0, threads, WARP):
-            part = np.concatenate([numbers[warp : warp + WARP], ends[warp : warp + WARP]])
-            total += np.unique(part[part >= 0]).size * distinct(index, counts) / joined
+        each = distinct(index, counts)
+        for touched in _distinct_by_warp(numbers, ends):
+            total += touched * each / joined
     return total
+
+
+def _distinct_by_warp(first: np.ndarray, last: np.ndarray) -> list[int]:
+    """Different numbers, other than negative ones, that the threads of every warp have in either array."""
+    padded = np.full((2, -(-first.size // WARP) * WARP), -1, np.int64)
+    padded[:, : first.size] = first, last
+    part = np.sort(padded.reshape(2, -1, WARP).transpose(1, 0, 2).reshape(-1, 2 * WARP), axis=1)
+    is_new = part >= 0
+    is_new[:, 1:] &= part[:, 1:] != part[:, :-1]
+    return is_new.sum(axis=1).tolist()
 
 
 def _points(program: Program, phase: Phase, block: int, threads: int) -> dict[str, np.ndarray]:

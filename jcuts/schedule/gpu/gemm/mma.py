@@ -88,10 +88,11 @@ def mma_schedules(
     counter = counter or GemmProblem(program, machine)
     least = least or least_cycles(counter)
     tiles = tilings(counter)
+    threads = tiles.threads
     seen: dict[tuple[bool, bool, int], int] = {}
     scored = []
     for cycles, place in _best_of_kinds(tiles, cost_mma.warp_times(counter, tiles).value):
-        kind = (bool(tiles.split[place] > 1), bool(tiles.cluster[place] > 1), int(tiles.threads[place]))
+        kind = (bool(tiles.split[place] > 1), bool(tiles.cluster[place] > 1), int(threads[place]))
         score = min(1.0, least / cycles) * AGAIN ** seen.get(kind, 0)
         seen[kind] = seen.get(kind, 0) + 1
         scored.append((score, place))

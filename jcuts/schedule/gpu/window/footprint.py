@@ -75,6 +75,7 @@ class BlockFootprint:
     def __init__(self, program: Program, resident: frozenset[str]) -> None:
         phase = program.phases[0]
         sizes = {b.name: ITEM_SIZE[b.dtype] for b in program.buffers}
+        self._known: dict[tuple[int, ...], Footprint] = {}
         self.lane, self.resident = phase.axes[-1], resident
         self.extents, self.taps = phase.ranges(), {r.name: r.extent for r in phase.reds}
         self.axes = [axis.name for axis in reversed(phase.axes)]
@@ -94,6 +95,12 @@ class BlockFootprint:
             tile: points of a thread's tile by axis, all steps of a sliding window together.
             beside: threads by axis (`threads_by_axis`). threads: of a block.
         """
+        key = (*tile.values(), *beside.values(), threads)
+        if key not in self._known:  # schedules that differ in their prefetch distance alone have the same
+            self._known[key] = self._count(tile, beside, threads)
+        return self._known[key]
+
+    def _count(self, tile: Mapping[str, int], beside: Mapping[str, int], threads: int) -> Footprint:
         box = {name: min(self.extents[name], count * tile[name]) for name, count in beside.items()}
         read, loads = {**box, **self.taps}, {**tile, **self.taps}
         loaded: dict[str, float] = {}

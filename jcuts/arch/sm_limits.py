@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -74,6 +75,7 @@ def limits_of(capability: tuple[int, int]) -> SmLimits | None:
     return LIMITS.get(f"sm_{capability[0]}{capability[1]}")
 
 
+@functools.cache
 def nearest_limits(capability: tuple[int, int]) -> SmLimits:
     """Limits of a compute capability, or of the newest known one before it (of the oldest, if there is none before).
 

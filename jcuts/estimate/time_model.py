@@ -18,7 +18,8 @@ The nodes are
     scaled(name, factor, part)             a ratio that lengthens its part (occupancy, access width, last wave)
     soft_maximum(power, parts)             near the longest part, more where they are alike
 
-Values are cycles or seconds, one of them in an expression.  Source: thesis 3.2; Williams et al., Roofline (2009).
+Values are cycles or seconds, one of them in an expression; arrays where it prices a batch of schedules at once, of
+which `of_schedule` reads one.  Source: thesis 3.2; Williams et al., Roofline (2009).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from jcuts.arch.gpu import GpuArch
+from jcuts.estimate import batch
 
 
 class Resource(StrEnum):
@@ -122,7 +124,7 @@ def term(resource: Resource, value: float, amount: float = 0.0, unit: str = "") 
 def overlap(remainder: float, parts: Sequence[TimeTerm]) -> TimeTerm:
     """Resources that work concurrently: the longest part, and ``remainder`` of the sum of the others."""
     values = [part.value for part in parts]
-    longest = max(values)
+    longest = batch.maximum(*values)
     return TimeTerm("overlap", "", longest + remainder * (sum(values) - longest), parts, times=remainder)
 
 
@@ -144,7 +146,7 @@ def per_sm(waves: float, part: TimeTerm, *, resident: float, blocks: float, sms:
 
     Args: part: what ``resident`` blocks of one SM take, amounts of all of them; blocks: of the launch.
     """
-    busiest = math.ceil(blocks / sms) / resident
+    busiest = batch.ceil(blocks / sms) / resident
     return TimeTerm("per_sm", "", waves * part.value, (part,), times=waves, busiest=busiest, balanced=blocks / resident)
 
 
@@ -189,13 +191,26 @@ def soft_longest(remainder: float, total: TimeTerm, memory: TimeTerm, start: Tim
 
     max(total, memory + start) + remainder * min(total, memory)
     """
-    value = max(total.value, memory.value + start.value) + remainder * min(total.value, memory.value)
+    longer = batch.maximum(total.value, memory.value + start.value)
+    value = longer + remainder * batch.minimum(total.value, memory.value)
     return TimeTerm("overlap", "", value, (total, memory), times=remainder)
 
 
 def at_least(value: float, part: TimeTerm) -> TimeTerm:
     """A part that takes no less than a floor, such as the latency of one load."""
     return part if part.value >= value else overlap(0.0, (part, term(Resource.LATENCY, value)))
+
+
+def of_schedule(root: TimeTerm, place: int) -> TimeTerm:
+    """The expression of one schedule of a batch, without the parts that do and take nothing there."""
+    parts = [of_schedule(part, place) for part in root.parts]
+    parts = [part for part in parts if part.kind != "term" or part.value or part.amount]
+    if root.kind == "serial" and len(parts) == 1:
+        return parts[0]
+    value, amount, times, busiest, balanced = (
+        batch.pick(x, place) for x in (root.value, root.amount, root.times, root.busiest, root.balanced)
+    )
+    return TimeTerm(root.kind, root.name, value, parts, amount, times, busiest, balanced, root.unit)
 
 
 @dataclass(frozen=True)

@@ -162,15 +162,16 @@ class GreedyFusion:
         """
         low, high = sorted((first, second), key=self.place.__getitem__)
         last = self.place[high]
-        stack = [key for key in self._reader_groups(low) if key != high]
-        seen: set[int] = set()
+        stack, seen, of, place = [low], set[int](), self.of, self.place
         while stack:
             key = stack.pop()
-            if key == high:
-                return None
-            if key not in seen and self.place[key] < last:
-                seen.add(key)
-                stack += self._reader_groups(key)
+            for reader in self._readers_of(key):
+                found = of.get(reader, reader)
+                if found == high and key != low:
+                    return None
+                if found not in seen and place[found] < last:
+                    seen.add(found)
+                    stack.append(found)
         return seen
 
     def _reorder(self, first: int, second: int, reached: set[int]) -> None:
@@ -183,11 +184,10 @@ class GreedyFusion:
         for place, key in enumerate(self.order[low : high + 1], low):
             self.place[key] = place
 
-    def _reader_groups(self, key: int) -> list[int]:
-        """Clusters, and equations in none, that read the results of one of them."""
+    def _readers_of(self, key: int) -> tuple[int, ...]:
+        """Equations that read the results of a cluster, or of an equation in none."""
         cluster = self.clusters.get(key)
-        members = cluster.members if cluster is not None else frozenset({key})
-        return [self.of.get(reader, reader) for reader in self._readers(members)]
+        return self._readers(cluster.members if cluster is not None else frozenset({key}))
 
     def _readers(self, members: frozenset[int]) -> tuple[int, ...]:
         """Users of a set's results outside it."""

@@ -12,7 +12,8 @@ Element-wise operations before a GEMM may also become its prologue, where the ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Sequence
 
 from jcuts.base.errors import Refusal
 from jcuts.fusion.dag import NodeSet
@@ -116,15 +117,26 @@ def fuse_prologues(
 
 def _prologue_producers(graph: TensorGraph, root: int, members: NodeSet, cover: dict[NodeSet, Program]) -> NodeSet:
     """Element-wise producers of a GEMM's left operand, used by nothing else, in regions without a root."""
-    free = {m for s in cover if s != members and not any(_is_root(graph, k) for k in s) for m in s}
     head: set[int] = set()
-    for number in range(root - 1, -1, -1):  # users come first
+    operand = graph.nodes[root].inputs[0]
+    # Producers of the operand, then those of what is taken: later equations first, so users before what they use.
+    todo = [] if (made := graph.tensors[operand].producer) is None else [-made]
+    while todo:
+        number = -heapq.heappop(todo)
         op, users = graph.nodes[number].op, _users(graph, number)
-        feeds = users <= head or (users <= head | {root} and _makes(graph, number, graph.nodes[root].inputs[0]))
+        feeds = users <= head or (users <= head | {root} and _makes(graph, number, operand))
         plain = op is not None and op.family in PER_ELEMENT and not _escapes(graph, number)
-        if plain and number in free and users and feeds:
+        if number not in head and plain and users and feeds and _is_free(graph, number, members, cover):
             head.add(number)
+            for made in {graph.tensors[t].producer for t in graph.nodes[number].inputs}:
+                if made is not None:
+                    heapq.heappush(todo, -made)
     return frozenset(head)
+
+
+def _is_free(graph: TensorGraph, number: int, members: NodeSet, cover: Iterable[NodeSet]) -> bool:
+    """Whether an equation is in another region, one without a root."""
+    return any(number in s and s != members and not any(_is_root(graph, k) for k in s) for s in cover)
 
 
 def _makes(graph: TensorGraph, member: int, tensor: int) -> bool:

@@ -11,12 +11,15 @@ axes' extents passes them as ``ranges`` (axis name -> extent, the axis runs over
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jcuts.base.errors import IRError
 
 Ranges = Mapping[str, int]
+FLATTENED = 1 << 14
+"""Offsets of multi-dimensional indices that are kept: regions of a network address tensors of the same shapes alike."""
 
 
 @dataclass(frozen=True, order=False)
@@ -219,6 +222,7 @@ class Index:
         return Index(data[0], terms)
 
 
+@functools.lru_cache(maxsize=FLATTENED)
 def flatten(index: tuple[Index, ...], shape: tuple[int, ...]) -> Index:
     """Row-major element offset of a multi-dimensional index."""
     if len(index) != len(shape):

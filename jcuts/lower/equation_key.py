@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import numbers
+import threading
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -35,3 +37,21 @@ def plain(value: Any) -> Hashable:
     if isinstance(value, np.dtype):
         return ("dtype", str(value))
     raise NotPlain
+
+
+MOST_KEYS = 1 << 16
+"""Interned keys that are kept; numbers that were given stay valid when the others are forgotten."""
+_interned: dict[Hashable, int] = {}
+_numbers = itertools.count()
+_interned_lock = threading.Lock()
+
+
+def intern_key(key: Hashable) -> int:
+    """A number for a key, the same for equal keys: a memo hashes numbers instead of nested tuples."""
+    with _interned_lock:
+        number = _interned.get(key)
+        if number is None:
+            if len(_interned) >= MOST_KEYS:
+                _interned.clear()
+            number = _interned[key] = next(_numbers)
+        return number

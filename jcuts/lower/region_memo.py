@@ -10,6 +10,7 @@ values (functions, jaxprs).
 from __future__ import annotations
 
 import threading
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
@@ -21,27 +22,23 @@ MOST = 8192
 """Regions that are kept; those of a large network's planning are some ten thousand, most of them small."""
 
 
-def region_key(graph: TensorGraph, subset: frozenset[int]) -> Hashable | None:
+def region_key(graph: TensorGraph, subset: frozenset[int]) -> bytes | None:
     """The structure of a region; None where an equation's parameters have no key."""
-    members = sorted(subset)
-    touched = {t for n in members for t in (*graph.nodes[n].inputs, *graph.nodes[n].outputs)}
-    rank = {tensor: place for place, tensor in enumerate(sorted(touched))}
+    members, nodes, kinds = sorted(subset), graph.nodes, graph.node_keys
+    touched = sorted({t for n in members for t in (*nodes[n].inputs, *nodes[n].outputs)})
+    rank = {tensor: place for place, tensor in enumerate(touched)}
     place = {number: k for k, number in enumerate(members)}
-    outputs = set(graph.subset_outputs(subset))
-    parts: list[Hashable] = []
+    parts: list[int] = []
     for number in members:
-        node = graph.nodes[number]
-        if node.kind is None or node.refusal is not None:
+        node, kind = nodes[number], kinds[number]
+        if kind is None or (node.pieces is not None and node.pieces.slices <= subset):
             return None
-        if node.pieces is not None and node.pieces.slices <= subset:
-            return None
-        parts.append((node.kind, tuple(rank[t] for t in node.inputs), tuple(rank[t] for t in node.outputs)))
-    for tensor in sorted(touched):
-        info = graph.tensors[tensor]
-        made = place.get(info.producer, -1) if info.producer is not None else -1
-        scalar = None if info.scalar is None else (type(info.scalar).__name__, repr(info.scalar))
-        parts.append((info.type.shape, info.type.dtype, made, scalar, info.tf32, tensor in outputs))
-    return tuple(parts)
+        parts += (kind, len(node.inputs), *[rank[t] for t in node.inputs], *[rank[t] for t in node.outputs])
+    outputs, tensors, types = set(graph.subset_outputs(subset)), graph.tensors, graph.tensor_keys
+    for tensor in touched:
+        made = tensors[tensor].producer
+        parts += (types[tensor], -1 if made is None else place.get(made, -1), tensor in outputs)
+    return array("q", [len(members), *parts]).tobytes()
 
 
 class RegionMemo:
@@ -60,9 +57,10 @@ class RegionMemo:
             return lower()
         key = (structure, options)
         with self.lock:
-            if key in self.found:
+            known = self.found.get(key)
+            if known is not None:
                 self.found.move_to_end(key)
-                return self.found[key]
+                return known
         made = lower()
         with self.lock:
             self.found[key] = made

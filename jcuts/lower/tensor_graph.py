@@ -5,13 +5,14 @@ Reads jaxpr objects by attribute only (``eqn.primitive.name``, ``var.aval``), so
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.node import Scalar
-from jcuts.lower.equation_key import NotPlain, plain
+from jcuts.lower.equation_key import NotPlain, intern_key, plain
 from jcuts.lower.patterns.strided_concat import StridedConcat, match_strided_concat
 from jcuts.ops import Equation, Op, TensorType, describe
 
@@ -54,6 +55,11 @@ class OpNode:
     kind: Hashable | None = None
 
 
+def _tensor_key(tensor: Tensor) -> Hashable:
+    scalar = None if tensor.scalar is None else (type(tensor.scalar).__name__, repr(tensor.scalar))
+    return tensor.type.shape, tensor.type.dtype, scalar, tensor.tf32
+
+
 @dataclass
 class TensorGraph:
     """Def-use graph of a flat jaxpr: all tensors and equations, equations in program order."""
@@ -61,6 +67,16 @@ class TensorGraph:
     tensors: list[Tensor]
     nodes: list[OpNode]
     of_var: dict[Any, int]
+
+    @functools.cached_property
+    def tensor_keys(self) -> list[int]:
+        """Interned shape, type, value and TF32 flag of every tensor: equal numbers for equal ones of all graphs."""
+        return [intern_key(_tensor_key(tensor)) for tensor in self.tensors]
+
+    @functools.cached_property
+    def node_keys(self) -> list[int | None]:
+        """Interned `OpNode.kind` of every equation; None where it has none, or a refusal."""
+        return [None if n.kind is None or n.refusal is not None else intern_key(n.kind) for n in self.nodes]
 
     def producer(self, tensor: int) -> OpNode | None:
         """The equation that defines a tensor."""
@@ -101,7 +117,7 @@ class TensorGraph:
         for number in sorted(subset):
             for tensor in self.nodes[number].outputs:
                 info = self.tensors[tensor]
-                if info.escapes or any(user not in subset for user in info.users):
+                if info.escapes or not subset.issuperset(info.users):
                     found.append(tensor)
         return found
 

@@ -30,7 +30,7 @@ from dataclasses import replace
 from typing import Any
 
 from jcuts.arch.chosen import chosen_cpu
-from jcuts.base import keys
+from jcuts.base import collector, keys
 from jcuts.base.dump import open_dump
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import Settings, Variant
@@ -327,7 +327,8 @@ def start_planning(
     dump = open_dump(name)
     dump.stage("jaxpr", lambda: str(closed.jaxpr))
     state = State(closed, closed, name, settings, platform, may_measure, reason, original, dump)
-    return Planning(run(state, PASSES[:COLLECTED]), program)
+    with collector.paused():
+        return Planning(run(state, PASSES[:COLLECTED]), program)
 
 
 def _once(key: str, form: Variant | None, make: Callable[[], Any]) -> Any:

@@ -100,7 +100,15 @@ class _Writer:
 
     def params(self, eqn: Any, indent: str) -> str:
         skip = _NOT_SEMANTIC if eqn.primitive.name in _CALLS else frozenset({"name", "debug_info"})
-        parts = [f"{key}={self.value(eqn.params[key], indent)}" for key in sorted(eqn.params) if key not in skip]
+        known = _params_parts.get(id(eqn.params))
+        if known is None or known[0] is not eqn.params:
+            known = (
+                eqn.params,
+                [f"{k}={self.value(eqn.params[k], indent)}" for k in sorted(eqn.params) if k not in skip],
+            )
+            if all(_is_immutable(value) for value in eqn.params.values()):
+                _keep_params(*known)
+        parts = list(known[1])
         context = getattr(eqn, "ctx", None)
         for key in ("compute_type", "xla_metadata"):
             if getattr(context, key, None):
@@ -135,6 +143,25 @@ class _Writer:
 
     def _pairs(self, items: Iterable[tuple[str, Any]], indent: str) -> str:
         return "{" + ", ".join(f"{k}: {self.value(v, indent)}" for k, v in items) + "}"
+
+
+MOST_PARAMS = 1 << 14
+"""Equations whose parameters' text is kept: regions of all variants of a program share their equations."""
+_params_parts: dict[int, tuple[Any, list[str]]] = {}
+"""By the identity of the parameters, which are kept with it."""
+
+
+def _is_immutable(value: Any) -> bool:
+    """Whether a parameter is a plain number, name or type, or a tuple of such: its text depends on nothing else."""
+    if isinstance(value, tuple):
+        return all(map(_is_immutable, value))
+    return value is None or isinstance(value, (bool, int, float, str, enum.Enum, np.dtype))
+
+
+def _keep_params(params: Any, parts: list[str]) -> None:
+    if len(_params_parts) >= MOST_PARAMS:
+        _params_parts.clear()
+    _params_parts[id(params)] = params, parts
 
 
 def _mesh_of(eqn: Any) -> Any:

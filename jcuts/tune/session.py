@@ -57,6 +57,7 @@ CANDIDATE_BUDGET = 96  # kernels that one session compiles, shared out by the su
 MIN_CANDIDATES = 2
 OF_OTHERS = 0.1
 """Weight of what problems of variants are expected to gain that are not expected to win."""
+STORED_PROGRAMS = 512  # programs of choices that are kept as they were read
 CORES = 8
 """Cores for which a GPU's candidates have that budget: they compile side by side."""
 MOST_BUDGETS = 2.0
@@ -339,14 +340,19 @@ def _winner(subset: Any, choice: Choice) -> Program | None:
     """The chosen program: as the choice holds it, else found among the subset's candidates."""
     if choice.winner == LIBRARY:
         return None
-    text = choice.programs.get(choice.winner, "")
-    try:
-        stored = read(text, signed=True) if text else None  # `tune` has checked the row if it is not signed
-    except IRError:  # a person may have edited the row
-        stored = None
+    stored = _stored_program(choice.programs.get(choice.winner, ""))
     if stored is not None and _label(stored) == choice.winner:
         return stored
     return {_label(p): p for p, _ in subset.ranked}.get(choice.winner)
+
+
+@functools.lru_cache(maxsize=STORED_PROGRAMS)
+def _stored_program(text: str) -> Program | None:
+    """A choice's program; None where it has none. Regions of all variants share choices."""
+    try:
+        return read(text, signed=True) if text else None  # `tune` has checked the row if it is not signed
+    except IRError:  # a person may have edited the row
+        return None
 
 
 def with_candidates(problem: Problem, subset: Any, candidates: int) -> Problem:

@@ -172,3 +172,41 @@ def test_what_stays_before_a_product(function):
 
 
 W3 = values(3, 3, 128, 64)
+
+
+def test_prologue_producers_are_those_of_a_scan_over_all_equations():
+    def function(x, y):
+        a = jax.nn.relu(x * 2.0 + y)
+        b = a * jnp.tanh(a) + x[0]
+        c = (b @ W1) + 1.0
+        d = jnp.exp(y) * y
+        return c, (d - jnp.abs(d)) @ W1, a[::-1] @ W1
+
+    args = (jax.ShapeDtypeStruct((64, 128), jnp.float32),) * 2
+    closed = simplify(inline(jaxapi.closed_jaxpr_of(function, *args)))
+    graph = build_graph(closed.jaxpr)
+    roots = [n.number for n in graph.nodes if n.op is not None and n.op.is_complex]
+    plain = dict(greedy.group(graph, fuse=False).subsets)
+    found = []
+    for cover in (plain, dict(greedy.group(graph).subsets)):
+        for root in roots:
+            members = next(s for s in cover if root in s)
+            found.append(move_epilogue._prologue_producers(graph, root, members, cover))
+            assert found[-1] == _scan(graph, root, members, cover)
+    assert len(roots) == 3 and any(len(head) > 2 for head in found)
+
+
+def _scan(graph, root, members, cover):
+    """Element-wise producers of an operand that nothing else uses, by a walk over all equations."""
+    rooted = {s for s in cover if any(graph.nodes[k].op.is_root for k in s)}
+    free = {m for s in cover if s != members and s not in rooted for m in s}
+    head: set[int] = set()
+    for number in range(root - 1, -1, -1):
+        node = graph.nodes[number]
+        users = {u for t in node.outputs for u in graph.tensors[t].users}
+        feeds = users <= head or (users <= head | {root} and graph.nodes[root].inputs[0] in node.outputs)
+        plain = node.op is not None and node.op.family in move_epilogue.PER_ELEMENT
+        escapes = any(graph.tensors[t].escapes for t in node.outputs)
+        if plain and not escapes and number in free and users and feeds:
+            head.add(number)
+    return head

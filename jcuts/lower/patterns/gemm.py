@@ -314,11 +314,11 @@ def _side(node: Node, outer: str, ranges: dict[str, int], total: int) -> GemmOpe
             continue
         place = side.outer_offset if along else side.outer_offset - Index.axis(outer)
         steps = [place.const, *(coef for _, coef in place.terms), total if run == ranges[K] else run]
-        starts = range(0, ranges[K], run) if along else range(ranges[K])
+        starts = np.arange(0, ranges[K], run if along else 1)
         if not along:
             steps[-1] = ranges[outer]
         groups = np.arange(ranges.get(S, 1))[:, None]
-        offsets = np.abs(np.asarray(_number(side.k_offset, {K: np.asarray(starts)[None, :], S: groups})))
+        offsets = np.abs(np.asarray(_number(side.k_offset, {K: starts[None, :], S: groups})))
         steps.append(int(np.gcd.reduce(offsets, axis=None)))
         for width in (b // side.item for b in COPY if b >= side.item):
             if all(step % width == 0 for step in steps):

@@ -57,7 +57,7 @@ class GemmPair:
         """Operand type of all sums: float32 (rounded to TF32 for the GEMMs) or bfloat16."""
         return gemm_operands(self.project)[0].dtype
 
-    @property
+    @cached_property
     def item(self) -> int:
         """Bytes of an element of that type."""
         return ITEM_SIZE[self.dtype]

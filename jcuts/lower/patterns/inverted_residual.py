@@ -14,6 +14,7 @@ are float32, or all of them bfloat16.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -54,7 +55,7 @@ class DepthwiseConv:
     channel: str
     phase: Phase
 
-    @property
+    @functools.cached_property
     def receptive_field(self) -> Place:
         """Rows and columns that a window covers."""
         return 1 + max(row for row, _ in self.taps), 1 + max(column for _, column in self.taps)

@@ -13,6 +13,7 @@ from jcuts.lower.excess_precision import drop_bf16_round_trips
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.enumeration import enumerate_schedules
 from jcuts.schedule.gpu.machine import Candidate, GpuMachine
+from jcuts.schedule.gpu.ranking import distinct_best_first
 
 _CANDIDATES = fit.coefficients("gpu/reduction", "candidates")
 LEAST = 4
@@ -30,12 +31,11 @@ def candidates(program: Program, machine: GpuMachine, limit: int, percent: float
     Pruned: to those near the best, at least `LEAST` and at most `MOST` of them, and to at most ``limit``; all, up to
     ``limit``, where ``percent`` is 100.
     """
-    best: dict[str, Candidate] = {}
-    for found, score in enumerate_schedules(drop_bf16_round_trips(program), machine):
-        old = best.get(found.digest)
-        if old is None or old[1] < score:
-            best[found.digest] = (found, min(1.0, max(_CANDIDATES.score_floor, score)))
-    ranked = sorted(best.values(), key=lambda item: (-item[1], item[0].digest))
+    found = enumerate_schedules(drop_bf16_round_trips(program), machine)
+    scored = ((made, min(1.0, max(_CANDIDATES.score_floor, score))) for made, score in found)
+    if percent >= 100:
+        return distinct_best_first(scored, limit)
+    pruned = round(MOST * percent / SHARE)
+    ranked = distinct_best_first(scored, min(limit, max(LEAST, pruned)))
     near = sum(score >= NEAR * ranked[0][1] for _, score in ranked)
-    most = len(ranked) if percent >= 100 else min(near, round(MOST * percent / SHARE))
-    return ranked[: min(limit, max(LEAST, most))]
+    return ranked[: max(LEAST, min(near, pruned))]

@@ -19,6 +19,7 @@ from jcuts.schedule.gpu.gemm import mma as gemm_mma
 from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.machine import Candidate, GpuMachine
+from jcuts.schedule.gpu.ranking import best_first
 from jcuts.schedule.gpu.reduction import column as reduction_column
 from jcuts.schedule.gpu.reduction.row import row_reduction
 from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
@@ -93,7 +94,7 @@ def simt_reductions(program: Program, machine: GpuMachine, best: float) -> list[
     clock = machine.coefficients("gpu/window", "cost").clock_hertz
     if PLAIN * products / (machine.sms * MULTIPLIERS * clock) > FEW * moved / machine.bandwidth:
         return []
-    found = sorted(windows(collapse_program(program), machine), key=lambda item: (-item[1], item[0].digest))[:2]
+    found = best_first(windows(collapse_program(program), machine), 2)
     return [(p, score / found[0][1] * best * gemm_mma.AGAIN) for p, score in found]
 
 
@@ -104,4 +105,4 @@ def matvec_reductions(program: Program, machine: GpuMachine) -> Iterator[Candida
         if gemm_operands(program)[1].along_terms
         else reduction_column.columns(program, machine)
     )
-    yield from sorted(sums, key=lambda found: (-found[1], found[0].digest))[: gemm_mma.MOST // 2]
+    yield from best_first(sums, gemm_mma.MOST // 2)

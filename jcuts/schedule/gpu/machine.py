@@ -6,13 +6,14 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from jcuts.arch.gpu import GpuArch
 from jcuts.arch.load import list_gpus, load_gpu, nearest_gpu
 from jcuts.arch.sm_limits import SM_90, SmLimits, nearest_limits
+from jcuts.estimate import batch
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program
@@ -102,12 +103,12 @@ class GpuMachine:
         """Occupancy: blocks that a multiprocessor holds at once, 0 if it holds none.
 
         Args: threads: of a block; registers: of a thread, allocated in eights; shared: bytes of shared memory of a
-            block, without what the system takes for each.
+            block, without what the system takes for each. All may be arrays of one number per schedule.
         """
         has = self.limits
-        by_shared = has.smem_per_sm_bytes // max(1, shared + has.smem_reserved_per_block_bytes)
-        by_registers = int(has.registers_per_sm // (8 * math.ceil(registers / 8) * threads))
-        return min(by_shared, by_registers, self.threads_per_sm // threads, has.blocks_per_sm)
+        by_shared = has.smem_per_sm_bytes // batch.maximum(1, shared + has.smem_reserved_per_block_bytes)
+        by_registers = has.registers_per_sm // (8 * batch.ceil(registers / 8) * threads)
+        return batch.minimum(by_shared, by_registers, self.threads_per_sm // threads, has.blocks_per_sm)
 
     @property
     def threads(self) -> int:
@@ -140,7 +141,7 @@ def scheduled(program: Program, form: str, threads: int, *more: tuple[str, objec
     )
 
 
-def unrolled(program: Program, unroll: dict[str, int]) -> Program:
+def unrolled(program: Program, unroll: Mapping[str, int]) -> Program:
     phase = program.phases[0]
     axes = tuple(replace(a, unroll=min(unroll.get(a.name, 1), a.extent)) for a in phase.axes)
     return replace(program, phases=(replace(phase, axes=axes),))

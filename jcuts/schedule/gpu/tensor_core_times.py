@@ -20,7 +20,7 @@ from jcuts.schedule.gpu.bound import memory_bound
 from jcuts.schedule.gpu.conv import few_channels, few_channels_tile, implicit_gemm, implicit_gemm_cluster
 from jcuts.schedule.gpu.conv.implicit_gemm import ImplicitGemmTile
 from jcuts.schedule.gpu.few_row_gemm import FewRowGemm
-from jcuts.schedule.gpu.gemm import cost as gemm_cost
+from jcuts.schedule.gpu.gemm import cost_mma
 from jcuts.schedule.gpu.gemm.problem import GemmProblem, MmaTile
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import STEP, WgmmaTile
@@ -57,7 +57,7 @@ def mma_tile(program: Program) -> MmaTile:
 def mma_time(program: Program, machine: GpuMachine) -> KernelTime:
     """Of ``mma.sync`` and SIMT GEMMs."""
     tile = mma_tile(program)
-    root = gemm_cost.warp_time(GemmProblem(program, machine, fma=tile.fma), tile)
+    root = cost_mma.warp_time(GemmProblem(program, machine, fma=tile.fma), tile)
     return _in_cycles(program, root, machine, "ffma" if tile.fma else traffic.mma_unit(program))
 
 

@@ -37,6 +37,7 @@ TERMS = 1024  # terms of a reduction whose addresses are computed; longer ones a
 SAMPLES = (1 / 6, 1 / 2, 5 / 6)  # blocks that are looked at, as parts of the grid
 CACHED = 32 << 10  # an operand of less bytes, and a 16th of all, stays in the L1 cache from block to block
 SMALL = 16
+NOWHERE = np.iinfo(np.int64).min  # a number of no sector or line
 MOST_POINTS = 1 << 21  # addresses per access and block; larger tiles count as compulsory traffic
 
 
@@ -155,7 +156,7 @@ def thread_tile_traffic(program: Program, blocks: int, threads: int) -> Traffic:
     if split > 1 or threads * math.prod(a.unroll for a in phase.axes) * min(terms, TERMS) > MOST_POINTS:
         return compulsory_traffic(program)
     places = sorted({int(blocks * part) for part in SAMPLES})
-    found = np.mean([_block(program, phase, place, threads) for place in places], axis=0)
+    found = np.mean(_blocks(program, phase, places, threads), axis=0)
     longer = max(1.0, terms / TERMS)
     small = sum(b.bytes for b in program.inputs if b.name in l1_resident(program))
     moved = max(compulsory(program), SECTOR * blocks * float(found[0]) * longer + small)
@@ -206,35 +207,54 @@ def load_bytes_in_flight(program: Program) -> float:
 
 
 # -- addresses of a block ---------------------------------------------------------------------------------------------
-def _block(program: Program, phase: Phase, block: int, threads: int) -> tuple[float, float, float]:
-    """Of one block: distinct sectors that it loads and stores, lines of all its warps' accesses, active threads."""
-    env = _points(program, phase, block, threads)
+def _blocks(program: Program, phase: Phase, places: Sequence[int], threads: int) -> np.ndarray:
+    """Of every one of these blocks: distinct sectors that it loads and stores, lines of all its warps' accesses, share
+    of active threads.
+    """
+    env = _points(program, phase, places, threads)
     sizes = {b.name: ITEM_SIZE[b.dtype] for b in program.buffers}
     kept = l1_resident(program)
     touched: dict[str, list[np.ndarray]] = {}
-    inside = np.asarray(True)
+    inside = np.ones([len(places) * threads, *([1] * (len(phase.axes) + len(phase.reds)))], bool)
     for axis in phase.axes:
         inside = inside & (env[axis.name] < axis.extent)
     for graph in (phase.body, phase.exit):
         for node in graph.nodes:
             if node.op == "load" and node.index is not None and node.buffer not in kept:
                 held = inside & _holds(node.guards, env)
-                touched.setdefault(node.buffer, []).append(_numbers(node.index, env, held) * sizes[node.buffer])
+                touched.setdefault(node.buffer, []).append(_sectors(node.index, env, held, sizes[node.buffer]))
     for store in phase.stores:
         outside = {**env, **{r.name: np.int64(0) for r in phase.reds}}
-        touched.setdefault(store.buffer, []).append(_numbers(store.address, outside, inside) * sizes[store.buffer])
-    sectors = sum(np.unique(np.concatenate(found) // SECTOR).size for found in touched.values())
-    starts = np.broadcast_to(inside, (threads, *inside.shape[1:])) if inside.ndim else np.ones((threads, 1), bool)
-    active = np.asarray(starts.reshape(threads, -1).any(axis=1))
-    return sectors, _lines(phase, env, sizes, active), float(active.mean())
+        touched.setdefault(store.buffer, []).append(_sectors(store.address, outside, inside, sizes[store.buffer]))
+    sectors = sum(
+        (_distinct_of_rows([part.reshape(len(places), -1) for part in parts]) for parts in touched.values()),
+        np.zeros(len(places), np.int64),
+    )
+    active = np.asarray(inside.reshape(len(places), threads, -1).any(axis=2))
+    lines = _lines(phase, env, sizes, active)
+    return np.stack([sectors, lines, active.mean(axis=1)], axis=1)
 
 
-def _lines(phase: Phase, env: Mapping[str, np.ndarray], sizes: Mapping[str, int], active: np.ndarray) -> float:
-    """128-byte lines that the accesses of all warps of a block touch, each access for itself.
+def _sectors(index: Index, env: Mapping[str, np.ndarray], held: np.ndarray, size: int) -> np.ndarray:
+    """Sectors of all elements, -1 where the mask does not hold; numbers that depend on data count as if they were 0."""
+    value, mask = np.broadcast_arrays(np.asarray(_value(index, env)), held)
+    return np.where(mask, value * size // SECTOR, NOWHERE)
+
+
+def _distinct_of_rows(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Different numbers, other than `NOWHERE`, in every row of some arrays side by side."""
+    found = np.sort(np.concatenate(parts, axis=1), axis=1)
+    is_new = found != NOWHERE
+    is_new[:, 1:] &= found[:, 1:] != found[:, :-1]
+    return is_new.sum(axis=1)
+
+
+def _lines(phase: Phase, env: Mapping[str, np.ndarray], sizes: Mapping[str, int], active: np.ndarray) -> np.ndarray:
+    """128-byte lines that the accesses of all warps of every block touch, each access for itself.
 
     Looked at is the first access of a tile; all others of the tile are taken to touch as many.
     """
-    threads = active.size
+    blocks, threads = active.shape
     lane = phase.axes[-1] if phase.axes else None
     tile = {**{a.name: a.unroll for a in phase.axes}, **{r.name: r.extent for r in phase.reds}}
     accesses = [
@@ -245,33 +265,41 @@ def _lines(phase: Phase, env: Mapping[str, np.ndarray], sizes: Mapping[str, int]
     ]
     outputs = {a.name: a.unroll for a in phase.axes}
     accesses += [(s.buffer, s.address, outputs) for s in phase.stores]
-    total = 0.0
+    here = {name: values.reshape(values.shape[0], -1)[:, :1] for name, values in env.items()}
+    total = np.zeros(blocks)
     for buffer, index, counts in accesses:
         size = sizes[buffer]
         joined = 1
         if lane is not None and index.stride(lane.name) == 1:
             joined = math.gcd(lane.unroll, max(1, WIDEST // size))
-        here = {name: values.reshape(values.shape[0], -1)[:, :1] for name, values in env.items()}
-        start = np.broadcast_to(np.asarray(_value(index, here)), (threads, 1)).reshape(-1) * size
-        numbers = np.where(active, start // LINE, -1)
-        ends = np.where(active, (start + joined * size - 1) // LINE, -1)
-        for warp in range(0, threads, WARP):
-            part = np.concatenate([numbers[warp : warp + WARP], ends[warp : warp + WARP]])
-            total += np.unique(part[part >= 0]).size * distinct(index, counts) / joined
+        start = np.broadcast_to(np.asarray(_value(index, here)), (blocks * threads, 1)).reshape(active.shape) * size
+        ends = np.where(active, (start + joined * size - 1) // LINE, NOWHERE)
+        touched = _distinct_by_warp(np.where(active, start // LINE, NOWHERE), ends)
+        total += touched * distinct(index, counts) / joined
     return total
 
 
-def _points(program: Program, phase: Phase, block: int, threads: int) -> dict[str, np.ndarray]:
-    """Coordinates of every point of a block: thread, unrolled axes, terms (as `codegen.cuda.elementwise.launch` numbers
-    them).
+def _distinct_by_warp(first: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """Different lines that a block's warps touch, added up. Args: of every thread: its first and last line."""
+    blocks, threads = first.shape
+    padded = np.full((2, blocks, -(-threads // WARP) * WARP), NOWHERE)
+    padded[:, :, :threads] = first, last
+    rows = padded.reshape(2, -1, WARP)
+    return _distinct_of_rows(list(rows)).reshape(blocks, -1).sum(axis=1)
+
+
+def _points(program: Program, phase: Phase, places: Sequence[int], threads: int) -> dict[str, np.ndarray]:
+    """Coordinates of every point of some blocks: thread, unrolled axes, terms (as `codegen.cuda.elementwise.launch`
+    numbers them).
     """
     counts = {a.name: -(-a.extent // a.unroll) for a in phase.axes}
     pairs: Any = dict(program.params).get("block", ())
     shape = {str(k): int(v) for k, v in dict(pairs).items()}
-    lanes = np.arange(threads, dtype=np.int64)
+    lanes = np.tile(np.arange(threads, dtype=np.int64), len(places))
+    block = np.repeat(np.array(places, np.int64), threads)
     if shape:
         inner = _delinearize(lanes, shape)
-        outer = _delinearize(np.int64(block), {n: -(-c // shape.get(n, 1)) for n, c in counts.items()})
+        outer = _delinearize(block, {n: -(-c // shape.get(n, 1)) for n, c in counts.items()})
         tiles = {n: outer[n] * shape.get(n, 1) + inner.get(n, np.int64(0)) for n in counts}
     else:
         tiles = _delinearize(block * threads + lanes, counts)
@@ -314,12 +342,6 @@ def _holds(guards: Sequence[Guard], env: Mapping[str, np.ndarray]) -> np.ndarray
         if guard.high is not None:
             holds = holds & (value <= guard.high)
     return holds
-
-
-def _numbers(index: Index, env: Mapping[str, np.ndarray], held: np.ndarray) -> np.ndarray:
-    """All element numbers at which the mask holds; numbers that depend on data count as if they were 0."""
-    value, mask = np.broadcast_arrays(np.asarray(_value(index, env)), held)
-    return value[mask].reshape(-1)
 
 
 def _value(index: Index, env: Mapping[str, np.ndarray]) -> Any:

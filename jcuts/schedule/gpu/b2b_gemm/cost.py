@@ -10,6 +10,7 @@ kernel without its depthwise stage: no launch of this family was timed yet.  A c
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -39,6 +40,8 @@ FRAGMENT = 1024
 """Products of an instruction."""
 MANY = 4
 """Waves from which on the last one counts for what it is."""
+COUNTED = 32
+"""Operations of which what no tile changes is kept: one is scheduled at a time."""
 Counted = tuple[float, float, float, float]
 """Cycles of a multiprocessor's tensor cores, shared memory and issue; instructions."""
 
@@ -102,6 +105,7 @@ def launch_time(
     return overlap(OVERLAP, (total, memory))
 
 
+@functools.lru_cache(maxsize=COUNTED)
 def moved_bytes(found: GemmPair) -> float:
     """Compulsory bytes: operands and results."""
     return float(sum(b.bytes for b in (*found.program.inputs, *found.program.outputs)))

@@ -7,9 +7,11 @@ fit, as with three sharers of eight columns of tiles, some blocks add up nothing
 from __future__ import annotations
 
 import math
+from typing import Any
 
+from jcuts.estimate import batch
 from jcuts.lower.patterns.gemm import GemmOperand
-from jcuts.schedule.gpu.gemm.problem import MmaTile
+from jcuts.schedule.gpu.gemm.problem import MmaTile, MmaTiles
 from jcuts.schedule.gpu.gemm.wgmma_tile import HIGH, WgmmaTile, cluster_slices
 
 FRAGMENT = (16, 8)
@@ -30,19 +32,23 @@ def gathered(high: int, wide: int, sharers: int, *, step: int = 1) -> float:
     return sharers / math.prod(cluster_slices(high, wide, step, sharers))
 
 
-def gathered_by_warps(tiling: MmaTile, right: GemmOperand) -> float:
-    """The same of an ``mma.sync`` tile: slice-K warps of all blocks of the cluster share.
+def gathered_by_warps(tiling: MmaTile | MmaTiles, right: GemmOperand) -> Any:
+    """The same of ``mma.sync`` tiles: slice-K warps of all blocks of the cluster share.
 
     Args: right: the second operand; columns of float32 that lie across its terms are read in pairs of tiles.
     """
     along, across, deep = tiling.warps
     high, wide = tiling.rows // along // FRAGMENT[0], tiling.columns // across // FRAGMENT[1]
-    paired = not right.along_terms and right.item == WORD and wide % 2 == 0
-    return gathered(max(1, high), max(1, wide), deep * tiling.cluster, step=2 if paired else 1)
+    is_split = not right.along_terms and right.item == WORD
+
+    def of(high: int, wide: int, sharers: int) -> float:
+        return gathered(max(1, high), max(1, wide), sharers, step=2 if is_split and wide % 2 == 0 else 1)
+
+    return batch.per_distinct(of, high, wide, deep * tiling.cluster)
 
 
-def remote_loads(tiling: MmaTile, gather: float) -> float:
-    """Loads of partial sums that a lane of such a tile makes, one after the other."""
+def remote_loads(tiling: MmaTile | MmaTiles, gather: Any) -> Any:
+    """Loads of partial sums that a lane of such tiles makes, one after the other."""
     return gather * (tiling.rows // tiling.warps[0] // FRAGMENT[0]) * (tiling.columns // tiling.warps[1] // FRAGMENT[1])
 
 

@@ -1,4 +1,4 @@
-"""Cycle model of ``mma.sync`` and ``wgmma`` GEMMs, fitted per family.
+"""Cycle model of tensor-core GEMMs: what ``mma.sync`` (`gemm.cost_mma`) and ``wgmma`` have in common, and ``wgmma``'s.
 
 A block is counted together with the other resident blocks of its multiprocessor (terms of `estimate.time_model`):
 
@@ -12,10 +12,11 @@ model (`docs/gpu_proofs.md`).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Any
 
 from jcuts.arch.sm_limits import SM_90
+from jcuts.estimate import batch
 from jcuts.estimate.time_model import (
     Resource,
     TimeTerm,
@@ -28,10 +29,9 @@ from jcuts.estimate.time_model import (
 )
 from jcuts.lower.patterns.gemm import GemmOperand, k_tiles_per_split
 from jcuts.schedule import fit
-from jcuts.schedule.gpu.gemm import smem_layout_f64
-from jcuts.schedule.gpu.gemm.cluster_exchange import gathered_by_groups, gathered_by_warps, remote_loads
+from jcuts.schedule.gpu.gemm.cluster_exchange import gathered_by_groups
 from jcuts.schedule.gpu.gemm.epilogue_stores import stored_bytes
-from jcuts.schedule.gpu.gemm.problem import GemmProblem, MmaTile
+from jcuts.schedule.gpu.gemm.problem import GemmProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
 from jcuts.schedule.gpu.machine import WARP, GpuMachine
 
@@ -93,44 +93,25 @@ def concurrent_clusters(cluster: int, sms: int) -> float:
     return AT_ONCE.get(cluster, max(1, AT_ONCE[1] // cluster - 4)) * sms / AT_ONCE[1]
 
 
-def occupancy(blocks: int, cluster: int, held: int, sms: int, even: int = EVEN) -> tuple[int, float]:
-    """Blocks side by side on a multiprocessor, and how often they are replaced."""
-    waves = blocks / (held * cluster * concurrent_clusters(cluster, sms))
-    return min(held, -(-blocks // sms)), math.ceil(
-        waves - OCCUPANCY.whole_wave_tolerance
-    ) if waves <= even else waves + 0.5
+def occupancy(blocks: Any, cluster: Any, held: Any, sms: int, even: int = EVEN) -> tuple[Any, Any]:
+    """Blocks side by side on a multiprocessor, and how often they are replaced; of one schedule or of a batch."""
+    at_once = batch.per_distinct(lambda cluster: concurrent_clusters(cluster, sms), cluster)
+    waves = blocks / (held * cluster * at_once)
+    whole = batch.ceil(waves - OCCUPANCY.whole_wave_tolerance)
+    return batch.minimum(held, -(-blocks // sms)), batch.where(waves <= even, whole, waves + 0.5)
 
 
-def global_bytes(sides: tuple[GemmOperand, GemmOperand], rows: int, columns: int, terms: int, short: float) -> float:
+def global_bytes(sides: tuple[GemmOperand, GemmOperand], rows: Any, columns: Any, terms: Any, short: float) -> Any:
     """Bytes of a tile of both operands; short lines count more, as whole lines are what moves."""
     total = 0.0
     for side, size in zip(sides, (rows, columns), strict=True):
         line = (terms if side.along_terms else size) * side.item
-        total += size * terms * side.item * max(1.0, LINE / line) ** short
+        longer = batch.per_distinct(lambda line: max(1.0, LINE / line) ** short, line)
+        total = total + size * terms * side.item * longer
     return total
 
 
-def smem_bytes(sides: tuple[GemmOperand, GemmOperand], tiling: MmaTile) -> int:
-    """Bytes of shared memory of one tile of both operands, with what keeps its lines in different banks."""
-    total = 0
-    for side, size in zip(sides, (tiling.rows, tiling.columns), strict=True):
-        if side.item == smem_layout_f64.ITEM:
-            total += smem_layout_f64.bytes_of(side, size, tiling.terms)
-            continue
-        lines, length = (size, tiling.terms) if side.along_terms else (tiling.terms, size)
-        words, lone = length * side.item // 4, not side.along_terms and side.item == 4
-        total += 4 * lines * (words + ((8 if lone else 4) - words) % (32 if lone else 8))
-    return total
-
-
-def block_smem(counter: GemmProblem, tiling: MmaTile) -> int:
-    """Bytes of shared memory of a block, with padding."""
-    alone = tiling.warps[2] == tiling.cluster == 1
-    meet = 0 if alone else counter.total * tiling.rows * tiling.columns * tiling.warps[2]
-    return max(smem_bytes(counter.sides, tiling) * tiling.stages, meet)
-
-
-def l2_amount(counter: GemmProblem, rows: int, columns: int) -> float:
+def l2_amount(counter: GemmProblem, rows: Any, columns: Any) -> Any:
     """Bytes that a block certainly asks the L2 cache for, per element along K; 0 where copies are guarded.
 
     Blocks at the edges copy less: what is counted is the mean over all blocks.
@@ -141,133 +122,16 @@ def l2_amount(counter: GemmProblem, rows: int, columns: int) -> float:
     return sum(side.item * extent / -(-extent // size) for side, extent, size in pairs)
 
 
-def beside_memory(counter: GemmProblem, rates: CostCoefficients, total: TimeTerm, split: int) -> TimeTerm:
-    """With what the memory takes, and a second launch."""
+def beside_memory(counter: GemmProblem, rates: CostCoefficients, total: TimeTerm, split: Any) -> TimeTerm:
+    """With what the memory takes, and a second launch where the grid splits K; of one schedule or of a batch."""
     memory = term(Resource.DRAM, counter.moved / rates.memory_bytes_per_cycle, counter.moved)
     start = term(Resource.START, rates.block_start_cycles)
     whole = soft_longest(rates.memory_overlap_remainder, total, memory, start)
-    if split == 1:
+    if isinstance(split, int) and split == 1:
         return whole
     partial_rate = counter.machine.coefficients("gpu/gemm", "occupancy").partial_sum_bytes_per_cycle
     second = rates.split_k_launch_cycles + rates.split_k_bytes_factor * (2 * split + 1) * counter.partial / partial_rate
-    return serial([whole, term(Resource.REDUCE, second)])
-
-
-# -- by warps ---------------------------------------------------------------------------------------------------------
-LANES = (4, 8)
-"""Lanes of a warp that each take a row, and a column."""
-OWN_REGISTERS = fit.coefficients("gpu/gemm", "mma_registers")
-"""Registers of a thread besides its accumulators."""
-FMA_REGISTERS = fit.coefficients("gpu/gemm", "ffma_registers")
-DOUBLE_REGISTERS = fit.coefficients("gpu/gemm", "mma_float64_registers")
-WARP_COST = fit.coefficients("gpu/gemm", "mma_warp")
-"""What one warp waits for itself, and what warps that add up take."""
-
-
-def rates_of(counter: GemmProblem) -> CostCoefficients:
-    """Of products by warps.
-
-    What shared memory gives fused multiply-adds counts for every lane that gets it (`LANES`): it passes the same port
-    for each.
-    """
-    machine = counter.machine
-    if counter.fma:
-        return machine.record("gpu/gemm", "ffma", CostCoefficients)
-    if counter.double:
-        return machine.record("gpu/gemm", "mma_float64", CostCoefficients)
-    if counter.item == 2:
-        return machine.record("gpu/gemm", "mma_16bit", CostCoefficients)
-    return machine.record("gpu/gemm", "mma_tf32", CostCoefficients)
-
-
-def registers_of(counter: GemmProblem, tiling: MmaTile) -> float:
-    """Registers that a thread would take, without the addresses of its copies."""
-    taken = FMA_REGISTERS if counter.fma else DOUBLE_REGISTERS if counter.double else OWN_REGISTERS
-    high, wide = tiling.rows // tiling.warps[0], tiling.columns // tiling.warps[1]
-    return taken.base + high * wide / WARP * counter.total / 4 + taken.per_row * high + taken.per_column * wide
-
-
-def warp_time(counter: GemmProblem, tiling: MmaTile) -> TimeTerm:
-    """Cycles of a launch by warps, and of the second one where terms are split."""
-    rates = rates_of(counter)
-    rows, columns, deep, count = tiling.rows, tiling.columns, tiling.warps[2], math.prod(tiling.warps)
-    alone = bool(counter.fma) or counter.double  # nothing but the products of all warps decides
-    registers = min(registers_of(counter, tiling), OWN_REGISTERS.maximum)
-    tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
-    held = max(1, counter.machine.resident_blocks(tiling.threads, registers, block_smem(counter, tiling)))
-    blocks, even = tiles * tiling.split * tiling.cluster, FMA_EVEN if alone else EVEN
-    beside, waves = occupancy(blocks, tiling.cluster, held, counter.machine.sms, even)
-    share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
-    inner = overlap(rates.overlap_remainder, _warp_limits(counter, tiling, beside, share))
-    made, gather = float(counter.total * rows * columns), gathered_by_warps(tiling, counter.sides[1])
-    written = made * (1.0 if tiling.split > 1 else counter.results / max(1.0, counter.partial))
-    leave = [
-        term(Resource.EPILOGUE, rates.epilogue_cycles),
-        term(Resource.L2, beside * gather * written / tiling.cluster / rates.l2_bytes_per_cycle),
-    ]
-    if deep > 1 or tiling.cluster > 1:
-        spent = (
-            WARP_COST.slice_k_reduce_cycles * deep + beside * (1.0 + gather) * made * deep / rates.smem_bytes_per_cycle
-        )
-        leave.append(term(Resource.REDUCE, spent))
-    if tiling.cluster > 1:
-        spent = rates.cluster_reduce_cycles + rates.cluster_reduce_cycles_per_block * tiling.cluster
-        leave.append(term(Resource.BARRIER, spent))
-        leave.append(term(Resource.LATENCY, WARP_COST.gathered_load_cycles * remote_loads(tiling, gather)))
-        spent = gather * made * deep / rates.dsmem_bytes_per_cycle + WARP_COST.cluster_reduce_cycles_per_warp * count
-        leave.append(term(Resource.DSMEM, beside * spent))
-    begin = term(Resource.START, rates.block_start_cycles + rates.warp_start_cycles * beside * count)
-    fill = term(Resource.LATENCY, rates.pipeline_fill_cycles)
-    wave = serial([begin, fill, repeat(share, inner), serial(leave)])
-    total = per_sm(waves, wave, resident=beside, blocks=blocks, sms=counter.machine.sms)
-    return beside_memory(counter, rates, total, tiling.split)
-
-
-def _warp_limits(counter: GemmProblem, tiling: MmaTile, beside: int, share: int) -> list[TimeTerm]:
-    """What concurrent resources take for a k-tile of all resident blocks of an SM."""
-    rates = rates_of(counter)
-    rows, columns, (along, across, deep) = tiling.rows, tiling.columns, tiling.warps
-    high, wide, count = rows // along, columns // across, along * across * deep
-    line = tiling.terms * counter.item
-    steps = line / STEP / deep  # instructions along the terms of a warp
-    each = (high / 16) * (wide / 8)
-    products = float(rows * columns * tiling.terms)
-    asked = l2_amount(counter, rows, columns) * counter.terms / (share * tiling.split * tiling.cluster)
-    moved = global_bytes(counter.sides, rows, columns, tiling.terms, rates.short_line_exponent)
-    if counter.fma or counter.double:
-        lanes = LANES if counter.fma else (1, 1)
-        quarters = -(-beside * count // 4) * 4 / count
-        read = beside * (count * (lanes[0] * high + lanes[1] * wide) / deep + rows + columns) * line
-        limits = [
-            term(
-                Resource.COMPUTE,
-                quarters * rows * columns * tiling.terms / rates.products_per_cycle,
-                2 * beside * products,
-            ),
-            term(Resource.SMEM, read / rates.smem_bytes_per_cycle),
-            term(Resource.L2, beside * moved / rates.l2_bytes_per_cycle, beside * asked),
-        ]
-        if counter.double:
-            chain = rates.k_tile_overhead_cycles + steps * each * WARP_COST.float64_mma_cycles / 2
-            limits.append(term(Resource.CHAIN, chain))
-    else:
-        issued = beside * count * steps * (2 * each + high * 5 / 16 + wide * 5 / 8)
-        read = beside * (count * (high + wide) / deep + rows + columns) * line
-        chain = WARP_COST.k_step_chain_cycles + WARP_COST.product_chain_cycles * each
-        limits = [
-            term(
-                Resource.COMPUTE,
-                beside * rows * columns * tiling.terms / rates.products_per_cycle,
-                2 * beside * products,
-            ),
-            term(Resource.SMEM, read / rates.smem_bytes_per_cycle),
-            term(Resource.ISSUE, WARP_COST.instruction_issue_cycles * issued / 4),
-            term(Resource.L2, beside * moved / rates.l2_bytes_per_cycle, beside * asked),
-            term(Resource.CHAIN, rates.k_tile_overhead_cycles + steps * chain),
-        ]
-    if share > tiling.stages - 1:
-        limits.append(term(Resource.LATENCY, rates.load_latency_cycles / (tiling.stages - 1)))
-    return limits
+    return serial([whole, term(Resource.REDUCE, batch.where(split > 1, second, 0.0))])
 
 
 # -- by warp groups ---------------------------------------------------------------------------------------------------

@@ -1,19 +1,25 @@
-"""Schedules of GEMMs by ``mma.sync`` (TF32, 16-bit, FP64) or SIMT FMA (float32 above TF32), ranked by `gemm.cost`."""
+"""Schedules of GEMMs by ``mma.sync`` (TF32, 16-bit, FP64) or SIMT FMA (float32 above TF32), ranked by `gemm.cost_mma`.
+
+All tilings of a product are enumerated as arrays, filtered by masks and priced in one vectorised evaluation.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from jcuts.arch.sm_limits import SM_90
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.patterns.gemm import WIDE, GemmOperand, gemm_operands, k_tiles_per_split, prologue
+from jcuts.lower.patterns.gemm import WIDE, gemm_operands, k_tiles_per_split, prologue
 from jcuts.schedule import fit
-from jcuts.schedule.gpu.gemm import cost as gemm_cost
-from jcuts.schedule.gpu.gemm import smem_layout_f64
-from jcuts.schedule.gpu.gemm.problem import GemmProblem, MmaTile
+from jcuts.schedule.gpu.gemm import cost_mma, smem_layout_f64
+from jcuts.schedule.gpu.gemm.problem import GemmProblem, MmaTiles
 from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine
 
 MOST = 8
@@ -81,23 +87,32 @@ def mma_schedules(
     """
     counter = counter or GemmProblem(program, machine)
     least = least or least_cycles(counter)
-    best: dict[tuple[int, ...], tuple[float, MmaTile]] = {}
-    for tiling in _tilings(program, counter):
-        cycles = gemm_cost.warp_time(counter, tiling).value
-        key = (tiling.rows, tiling.columns, tiling.warps[2], tiling.split, tiling.cluster)
-        if key not in best or cycles < best[key][0]:
-            best[key] = (cycles, tiling)
-    seen: dict[tuple[int, ...], int] = {}
+    tiles = tilings(counter)
+    threads = tiles.threads
+    seen: dict[tuple[bool, bool, int], int] = {}
     scored = []
-    for cycles, tiling in sorted(best.values(), key=lambda found: found[0]):
-        kind = (tiling.split > 1, tiling.cluster > 1, tiling.threads)
+    for cycles, place in _best_of_kinds(tiles, cost_mma.warp_times(counter, tiles).value):
+        kind = (bool(tiles.split[place] > 1), bool(tiles.cluster[place] > 1), int(threads[place]))
         score = min(1.0, least / cycles) * AGAIN ** seen.get(kind, 0)
         seen[kind] = seen.get(kind, 0) + 1
-        scored.append((score, tiling))
-    for place, (score, tiling) in enumerate(sorted(scored, key=lambda found: -found[0])[:most]):
+        scored.append((score, place))
+    for rank, (score, place) in enumerate(sorted(scored, key=lambda found: -found[0])[:most]):
         # a prefetch is worth a tenth there, and costs a little elsewhere
-        asks = counter.adds_words and counter.terms <= SHORT and place == 0
-        yield (replace(tiling, early=1) if asks else tiling).of(program), score
+        asks = counter.adds_words and counter.terms <= SHORT and rank == 0
+        tile = tiles.tile(place)
+        yield (replace(tile, early=1) if asks else tile).of(program), score
+
+
+def _best_of_kinds(tiles: MmaTiles, cycles: Any) -> list[tuple[float, int]]:
+    """(cycles, place) of the fastest tile of every kind, fastest first; of equals, those that were enumerated first."""
+    kind = np.stack((tiles.rows, tiles.columns, tiles.warps[2], tiles.split, tiles.cluster))
+    order = np.lexsort((cycles, *kind))  # stable
+    begins = np.ones(len(tiles), bool)
+    begins[1:] = (kind[:, order[1:]] != kind[:, order[:-1]]).any(axis=0)
+    fastest = order[begins]
+    first = np.minimum.reduceat(order, np.flatnonzero(begins)) if len(tiles) else order  # of its kind
+    ranked = fastest[np.lexsort((first, cycles[fastest]))]
+    return list(zip(cycles[ranked].tolist(), ranked.tolist(), strict=True))
 
 
 def ffma_schedules(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -110,65 +125,77 @@ def ffma_schedules(program: Program, machine: GpuMachine) -> Iterator[Candidate]
         yield from mma_schedules(program, machine, counter=GemmProblem(program, machine, fma=int(dtype != WIDE)))
 
 
-def _tilings(program: Program, counter: GemmProblem) -> Iterator[MmaTile]:
-    left, right = counter.sides
-    item, most = left.item, WARP * (FMA_TOTALS if counter.fma else TOTALS)
-    tiles = FMA_TILES if counter.fma else TILES
-    for rows, columns in itertools.product(_sizes(counter.rows, tiles), _sizes(counter.columns, tiles)):
+@functools.cache
+def _warp_tiles(step: int, item: int, least: int, most: int, tiles: tuple[int, ...]) -> np.ndarray:
+    """Columns (rows, columns, terms, warps along, across, deep) of all tiles that fall into whole warps' tiles.
+
+    Args: step, item: bytes of an instruction along K, of an element; least, most: accumulators of a warp.
+    """
+    found = []
+    for rows, columns in itertools.product(tiles, tiles):
         for high, wide, deep, size in itertools.product(WARP_TILES, WARP_TILES, DEEP, TERMS):
-            terms = size // item
-            if rows % high or columns % wide or size % (counter.step * deep) or high * wide > most:
-                continue
-            if counter.double and high * wide < smem_layout_f64.LEAST:
+            if rows % high or columns % wide or size % (step * deep) or not least <= high * wide <= most:
                 continue
             warps = (rows // high, columns // wide, deep)
-            if not 2 <= math.prod(warps) <= (16 if deep > 1 else 8) or (terms > counter.terms and size > TERMS[0]):
-                continue
-            if any(side.run % terms and side.run != counter.terms for side in counter.sides):
-                continue
-            if not all(_fits(side, terms, across) for side, across in ((left, rows), (right, columns))):
-                continue
-            blocks = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
-            few = blocks < 2 * counter.machine.sms
-            clusters = [(1, c) for c in CLUSTERS] if few and counter.machine.capability >= CLUSTERED else []
-            splits = [*((s, 1) for s in SPLITS if s == 1 or (few and not counter.double)), *clusters]
-            for stages, (split, cluster) in itertools.product(STAGES, splits):
-                ways = split * cluster
-                share, groups = k_tiles_per_split(counter.terms, terms, ways)
-                if groups != ways or (ways > 1 and share < 2) or stages > share + 1 or (stages == 2 and share > 1):
-                    continue
-                tiling = MmaTile(rows, columns, terms, warps, stages, split, cluster, fma=counter.fma)
-                if gemm_cost.block_smem(counter, tiling) <= MOST_SHARED and fits_registers(counter, tiling):
-                    yield tiling
+            if 2 <= math.prod(warps) <= (16 if deep > 1 else 8):
+                found.append((rows, columns, size // item, *warps))
+    return np.array(found, np.int64).reshape(-1, 6).T
 
 
-def _sizes(extent: int, tiles: tuple[int, ...]) -> list[int]:
-    """Tiles along an axis: none is more than twice as long as the axis."""
-    return [size for size in tiles if size == tiles[0] or size < 2 * extent]
+def tilings(counter: GemmProblem) -> MmaTiles:
+    """All schedules that fit the product and the multiprocessor."""
+    left, right = counter.sides
+    kinds = FMA_TILES if counter.fma else TILES
+    least = smem_layout_f64.LEAST if counter.double else 0
+    most = WARP * (FMA_TOTALS if counter.fma else TOTALS)
+    table = _warp_tiles(counter.step, left.item, least, most, kinds)
+    rows, columns, terms = table[:3]
+    kept = _is_near(rows, counter.rows, kinds[0]) & _is_near(columns, counter.columns, kinds[0])
+    kept &= (terms <= counter.terms) | (terms * left.item <= TERMS[0])
+    for side, across in ((left, rows), (right, columns)):
+        kept &= (side.run % terms == 0) | (side.run == counter.terms)
+        kept &= (terms if side.along_terms else across) % side.width == 0
+    table = table[:, kept]
+    rows, columns, terms = table[:3]
+    few = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns) < 2 * counter.machine.sms
+    clusters = CLUSTERS if counter.machine.capability >= CLUSTERED else ()
+    ways = [*((s, 1) for s in SPLITS if s == 1 or not counter.double), *((1, c) for c in clusters)]
+    stages, split, cluster = np.array([(s, *way) for s, way in itertools.product(STAGES, ways)], np.int64).T
+    shared = split * cluster
+    share, groups = k_tiles_per_split(counter.terms, terms[:, None], shared)
+    fits = (groups == shared) & (stages <= share + 1) & ((stages > 2) | (share <= 1))
+    fits &= (shared == 1) | (few[:, None] & (share >= 2))
+    tile, way = np.nonzero(fits)
+    rows, columns, terms, *warps = table[:, tile]
+    along, across, deep = warps
+    found = MmaTiles(rows, columns, terms, (along, across, deep), stages[way], split[way], cluster[way], counter.fma)
+    found = found.take(cost_mma.block_smem(counter, found) <= MOST_SHARED)
+    return found.take(fits_registers(counter, found))
 
 
-def _fits(side: GemmOperand, terms: int, across: int) -> bool:
-    return (terms if side.along_terms else across) % side.width == 0
+def _is_near(size: np.ndarray, extent: int, smallest: int) -> np.ndarray:
+    """Whether tiles are less than twice as long as the axis, or the smallest that there are."""
+    return (size == smallest) | (size < 2 * extent)
 
 
 def least_cycles(counter: GemmProblem) -> float:
     """A lower bound on the cycles of any schedule: what must move, what must be multiplied, the latency."""
     products = float(counter.batch * counter.rows * counter.columns * counter.terms)
-    unit = gemm_cost.rates_of(counter).products_per_cycle
+    unit = cost_mma.rates_of(counter).products_per_cycle
     memory = bound_rates(counter.machine).memory_bytes_per_cycle
     return max(counter.moved / memory, products / (counter.machine.sms * unit), LATENCY)
 
 
-def fits_registers(counter: GemmProblem, tiling: MmaTile) -> bool:
+def fits_registers(counter: GemmProblem, tiles: MmaTiles) -> np.ndarray:
     """Whether the registers of a thread should do, where its totals take most of them."""
     if not (counter.fma or counter.double):
-        return True
-    places = 0.0  # of copies whose addresses a thread keeps
+        return np.ones(len(tiles), bool)
+    places = np.zeros(len(tiles))  # of copies whose addresses a thread keeps
     for side, size, extent in zip(
-        counter.sides, (tiling.rows, tiling.columns), (counter.rows, counter.columns), strict=True
+        counter.sides, (tiles.rows, tiles.columns), (counter.rows, counter.columns), strict=True
     ):
-        apart = bool(side.guards) or side.index.stride(side.outer) is None or extent % size > 0
-        places += size * tiling.terms / side.width / tiling.threads if apart and side.along_terms else 0.0
-    if counter.double and tiling.threads > MOST_THREADS:
-        return False
-    return gemm_cost.registers_of(counter, tiling) + PLACE * places <= (FMA_MOST if counter.fma else DOUBLE_MOST)
+        if side.along_terms:
+            apart = bool(side.guards) or side.index.stride(side.outer) is None
+            places += ((extent % size > 0) | apart) * (size * tiles.terms / side.width / tiles.threads)
+    fits = cost_mma.registers_of(counter, tiles) + PLACE * places <= (FMA_MOST if counter.fma else DOUBLE_MOST)
+    return fits & (tiles.threads <= MOST_THREADS) if counter.double else fits

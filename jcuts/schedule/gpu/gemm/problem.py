@@ -1,4 +1,4 @@
-"""A matrix product as the schedules see it (`GemmProblem`), and one schedule of it for ``mma.sync`` (`MmaTile`).
+"""A matrix product as the schedules see it (`GemmProblem`), and schedules of it for ``mma.sync`` (`MmaTile`).
 
 Plain data: what a schedule takes is counted by `schedule.gpu.gemm.cost`, and which schedules fit is decided where they
 are enumerated (`schedule.gpu.gemm.mma`, `schedule.gpu.gemm.wgmma`).
@@ -57,6 +57,44 @@ class MmaTile:
         tile = (self.rows, self.columns, self.terms)
         params = (("tile", tile), ("warps", self.warps), ("stages", self.stages), *more)
         return scheduled(program, "product", self.threads, *params)
+
+
+@dataclass(frozen=True)
+class MmaTiles:
+    """Schedules of one GEMM as arrays, for vectorised pricing. Attributes are those of `MmaTile`, of all schedules."""
+
+    rows: Any
+    columns: Any
+    terms: Any
+    warps: tuple[Any, Any, Any]
+    stages: Any
+    split: Any
+    cluster: Any
+    fma: int = 0
+
+    @property
+    def threads(self) -> Any:
+        """Of a block."""
+        return WARP * math.prod(self.warps)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, places: Any) -> MmaTiles:
+        """The schedules at these places, or where a mask is set."""
+        along, across, deep = (each[places] for each in self.warps)
+        rows, columns, terms = (each[places] for each in (self.rows, self.columns, self.terms))
+        stages, split, cluster = (each[places] for each in (self.stages, self.split, self.cluster))
+        return MmaTiles(rows, columns, terms, (along, across, deep), stages, split, cluster, self.fma)
+
+    def tile(self, place: int) -> MmaTile:
+        """One of the schedules."""
+        rows, columns, terms, *warps, stages, split, cluster = (
+            int(each[place])
+            for each in (self.rows, self.columns, self.terms, *self.warps, self.stages, self.split, self.cluster)
+        )
+        along, across, deep = warps
+        return MmaTile(rows, columns, terms, (along, across, deep), stages, split, cluster, fma=self.fma)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def pitch_of(length: int) -> int:
 
 def k_step_bytes(size: int) -> int:
     """Bytes of a step's terms of so many rows; the next step's begin in the other half of the banks."""
-    return size * LINE + (LINE if size % 2 == 0 else 0)
+    return size * LINE + LINE * (1 - size % 2)
 
 
 def bytes_of(side: GemmOperand, size: int, terms: int) -> int:

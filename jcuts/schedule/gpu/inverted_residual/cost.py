@@ -10,6 +10,7 @@ convolution, *units* the tensor cores.
 
 from __future__ import annotations
 
+import functools
 import math
 
 from jcuts.estimate.time_model import TimeTerm
@@ -17,6 +18,7 @@ from jcuts.lower.patterns.inverted_residual import InvertedResidual
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.b2b_gemm.cost import (
     AROUND,
+    COUNTED,
     WAIT,
     Counted,
     epilogue_steps,
@@ -43,8 +45,7 @@ def least(found: InvertedResidual, machine: GpuMachine) -> float:
 def time(shape: InvertedResidualTile, machine: GpuMachine) -> TimeTerm:
     """Cycles of a launch by their terms."""
     found = shape.block
-    steps = 0.0 if found.expand is None else epilogue_steps(found.expand.phases[0])
-    phases = gemm_cycles(shape, machine, steps), _windows(shape, bound_rates(machine))
+    phases = gemm_cycles(shape, machine, _steps(found)[0]), _windows(shape, bound_rates(machine))
     copied = 0 if found.expand is not None else shape.pixels
     return launch_time(shape, machine, phases, wait=WAIT, copied=copied)
 
@@ -54,13 +55,20 @@ def cycles(shape: InvertedResidualTile, machine: GpuMachine) -> float:
     return time(shape, machine).value
 
 
+@functools.lru_cache(maxsize=COUNTED)
+def _steps(found: InvertedResidual) -> tuple[float, float]:
+    """Instructions per sum after the expand GEMM, and after the windows."""
+    first = 0.0 if found.expand is None else epilogue_steps(found.expand.phases[0])
+    return first, epilogue_steps(found.window.phase)
+
+
 def _windows(shape: InvertedResidualTile, rates: fit.Coefficients) -> Counted:
     """Cycles of the depthwise stage of a channel chunk."""
     found, groups = shape.block, shape.threads // shape.words
     strips = -(-shape.strips // groups) * groups
     covered, made, lanes = covered_pixels(found, shape.strip), math.prod(shape.strip), shape.lanes
     each = covered * (1 if lanes == 1 else 1 + lanes) + 2 * made
-    each += lanes * made * (len(found.window.taps) + epilogue_steps(found.window.phase))
+    each += lanes * made * (len(found.window.taps) + _steps(found)[1])
     words = shape.words * strips * (covered + made)
     issued = shape.words * (strips * each + groups * AROUND) / WARP
     return 0.0, WORD * words / rates.smem_bytes_per_cycle, issued / 4, issued
@@ -68,5 +76,5 @@ def _windows(shape: InvertedResidualTile, rates: fit.Coefficients) -> Counted:
 
 def covered_pixels(found: InvertedResidual, strip: tuple[int, int]) -> int:
     """Pixels that the windows of a strip cover."""
-    step, reach = found.window.step, found.window.receptive_field
-    return math.prod((s - 1) * t + r for s, t, r in zip(strip, step, reach, strict=True))
+    (down, across), (high, wide) = found.window.step, found.window.receptive_field
+    return ((strip[0] - 1) * down + high) * ((strip[1] - 1) * across + wide)

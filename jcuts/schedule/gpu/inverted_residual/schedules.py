@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.patterns.inverted_residual import InvertedResidual, match_inverted_residual
+from jcuts.lower.patterns.inverted_residual import InvertedResidual, Place, match_inverted_residual
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.b2b_gemm.pair_tile import COLUMN_TILE, ROW_TILE, WORD
 from jcuts.schedule.gpu.gemm.mma import AGAIN, BLOCKS, REGISTERS
@@ -145,19 +145,16 @@ def shapes(found: InvertedResidual, machine: GpuMachine) -> Iterator[InvertedRes
             plain = InvertedResidualTile(found, images, high, wide, COLUMN_TILE, (1, 1), (1, 1), (1, 1))
             if plain.pixels > MOST_PIXELS:
                 continue
+            strips = [s for s in STRIPS if high % s[0] == wide % s[1] == 0 and covered_pixels(found, s) <= MOST_STRIP]
             for chunk in CHUNKS[found.item]:
                 if chunk >= found.expanded_channels + COLUMN_TILE:
                     continue
                 for warps in WARPS:
-                    for held in (False, True):
-                        shape = _split_over_warps(plain, chunk, warps, held)
-                        if shape is not None and shape.fits and shape.shared <= room and _small(shape):
-                            yield replace(
-                                shape,
-                                beside=max(
-                                    1, min(_blocks_per_sm_by_registers(shape), _blocks_per_sm_limit(shape, machine))
-                                ),
-                            )
+                    split = _split_over_warps(plain, chunk, warps, strips)
+                    for shape in () if split is None else (split, split.divided(held=True)):
+                        if shape.fits and shape.shared <= room and _small(shape):
+                            most = min(_blocks_per_sm_by_registers(shape), _blocks_per_sm_limit(shape, machine))
+                            yield shape.divided(beside=max(1, most))
 
 
 def _one_more_block(shape: InvertedResidualTile, machine: GpuMachine) -> Iterator[InvertedResidualTile]:
@@ -185,37 +182,35 @@ def _blocks_per_sm_limit(shape: InvertedResidualTile, machine: GpuMachine) -> in
     return min(machine.threads_per_sm // shape.threads, BLOCKS, room // (shape.shared + 1024))
 
 
-def _split_over_warps(plain: InvertedResidualTile, chunk: int, warps: int, held: bool) -> InvertedResidualTile | None:
-    """The work divided among warps: fewest fragments of a warp, then fewest reads."""
-    found = plain.block
-    if warps * WARP % replace(plain, chunk=chunk).words:
+def _split_over_warps(
+    plain: InvertedResidualTile, chunk: int, warps: int, strips: Sequence[Place]
+) -> InvertedResidualTile | None:
+    """The work divided among warps: fewest fragments of a warp, then fewest reads. Args: strips: those that may be."""
+    found, words = plain.block, chunk * plain.item // WORD
+    if warps * WARP % words or not strips:
         return None
     up = [
         (-(-plain.pixels // (ROW_TILE * (warps // a))) * (chunk // (8 * a)), a)
         for a in ACROSS
         if warps % a == 0 and chunk % (COLUMN_TILE * a) == 0
     ]
+    if not up:
+        return None
     down = [
         (-(-plain.outputs // (ROW_TILE * (warps // a))) * -(-found.out_channels // (COLUMN_TILE * a)), a)
         for a in (1, 2, 3, 4, 6, 7, 8)
         if warps % a == 0
     ]
-    strips = [
-        s for s in STRIPS if plain.rows % s[0] == plain.columns % s[1] == 0 and covered_pixels(found, s) <= MOST_STRIP
-    ]
-    if not up or not strips:
-        return None
     first, second = min(up)[1], min(down)[1]
-    groups = warps * WARP // replace(plain, chunk=chunk).words
-    outputs = plain.outputs
+    groups, outputs, taps = warps * WARP // words, plain.outputs, len(found.window.taps)
 
-    def work(strip: tuple[int, int]) -> float:
-        turns = -(-(outputs // math.prod(strip)) // groups)
-        return turns * (covered_pixels(found, strip) + math.prod(strip) * (2 + len(found.window.taps) / 4) + 12)
+    def work(strip: Place) -> float:
+        made = strip[0] * strip[1]
+        turns = -(-(outputs // made) // groups)
+        return turns * (covered_pixels(found, strip) + made * (2 + taps / 4) + 12)
 
-    strip = min(strips, key=work)
-    shares = (warps // first, first), (warps // second, second)
-    return InvertedResidualTile(found, plain.images, plain.rows, plain.columns, chunk, *shares, strip, held)
+    shares = {"expand": (warps // first, first), "project": (warps // second, second)}
+    return plain.divided(chunk=chunk, strip=min(strips, key=work), **shares)
 
 
 def _small(shape: InvertedResidualTile) -> bool:

@@ -21,7 +21,7 @@ channel of float32, of two neighbours of bfloat16.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -35,6 +35,9 @@ from jcuts.schedule.gpu.machine import WARP
 
 MOST_DEALT = 16
 """Groups of threads whose strips have an order of their own: one constant of 64 bits."""
+
+_PLACED = ("patch", "span", "starts", "shifts", "pixels")
+"""What depends on a tile's images, rows and columns alone."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,12 @@ class InvertedResidualTile(GemmPairTile):
     strip: Place
     held: bool = False
     beside: int = 1
+
+    def divided(self, **changes: Any) -> InvertedResidualTile:
+        """The same tile of outputs with other work per warp or chunk: where it lies in the image is known."""
+        made = replace(self, **changes)
+        vars(made).update((name, vars(self)[name]) for name in _PLACED if name in vars(self))
+        return made
 
     @property
     def fits(self) -> bool:
@@ -134,7 +143,7 @@ class InvertedResidualTile(GemmPairTile):
         """Whether neighbouring expanded pixels are neighbours in the patch, across ends of rows too."""
         return self.span[1] == self.patch[1] and (self.images == 1 or self.span[0] == self.patch[0])
 
-    @property
+    @cached_property
     def pixels(self) -> int:
         """Input pixels of a tile."""
         return self.images * math.prod(self.span)

@@ -84,7 +84,7 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             loads = distinct_loads(phase, {**taps, **tile, lane.name: vector})
             if kept > 80 or loads > 2 * REGISTERS:
                 continue
-            wide = lane.extent // vector
+            wide, made = lane.extent // vector, tiled(program, {**taps, lane.name: vector}, tile)
             shapes = [(a, t) for a in lane_counts(wide) for t in block_threads(a, (256, 512, 1024))]
             for (across, threads), flight in itertools.product(shapes, (4, 8, 2, 1)):
                 deep = threads // across
@@ -104,7 +104,7 @@ def _columns(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
                     spent = column_time(replace(once, split=groups), results, memory, machine).value
                     params = (("across", across), ("flight", flight), *((("split", split),) if split > 1 else ()))
                     yield (
-                        scheduled(tiled(program, {**taps, lane.name: vector}, tile), "columns", threads, *params),
+                        scheduled(made, "columns", threads, *params),
                         (memory.value / spent if memory.value else 1.0),
                     )
 

@@ -74,20 +74,32 @@ class _Tile:
     values: int
     fresh: int
 
-    def over(self, phase: Phase, size: int, across: int, threads: int, ahead: int, split: int) -> ColumnSchedule:
-        """The reduction that its threads share. Args: ahead: steps that are loaded early; split: groups of blocks."""
-        taps, (down, rows) = taps_of(phase), self.walk
+    def counted(self, phase: Phase) -> tuple[int, int, int]:
+        """Tiles of a reduction; accumulators of a thread; points of a step."""
+        down, rows = self.walk
         tiles = math.prod(r.extent // self.terms.get(r.name, 1) for r in phase.reds)
+        kept = math.prod(taps_of(phase).values()) * self.vector
+        return tiles, kept, math.prod(self.terms.values()) // self.terms[down] * rows
+
+    def over(
+        self, lane: int, counts: tuple[int, int, int], size: int, across: int, threads: int, ahead: int, split: int
+    ) -> ColumnSchedule:
+        """The reduction that its threads share.
+
+        Args: lane: outputs along the last axis; counts: `counted`; size: bytes of an element; ahead: steps that are
+            loaded early; split: groups of blocks.
+        """
+        tiles, kept, inside = counts
         return ColumnSchedule(
-            phase.axes[-1].extent // self.vector,
+            lane // self.vector,
             1,
             self.vector,
             size,
             across,
             threads,
-            math.prod(taps.values()) * self.vector,
+            kept,
             self.fresh,
-            math.prod(self.terms.values()) // self.terms[down] * rows,
+            inside,
             max(1, ahead),
             groups_of(tiles, threads // across, split),
             True,
@@ -107,6 +119,7 @@ def _shapes(program: Program, machine: GpuMachine, tile: _Tile) -> Iterator[Cand
     taps, lane, size = taps_of(phase), phase.axes[-1], narrowest(program)
     results, memory = math.prod(a.extent for a in phase.axes), memory_of(program, machine)
     terms = math.prod(r.extent for r in phase.reds) // math.prod(tile.terms.values())
+    counts, made = tile.counted(phase), tiled(program, {**taps, lane.name: tile.vector}, tile.terms)
     wide = lane.extent // tile.vector
     options = lane_counts(wide)
     exact = [a for a in options if wide % a == 0] or options
@@ -116,11 +129,10 @@ def _shapes(program: Program, machine: GpuMachine, tile: _Tile) -> Iterator[Cand
             split = -(-terms // (deep * each))
             if split < 2 or deep < 2 or across * tile.vector > threads:
                 continue
-            shape = tile.over(phase, size, across, threads, ahead, split)
+            shape = tile.over(lane.extent, counts, size, across, threads, ahead, split)
             if shape.registers > MOST_REGISTERS or not machine.resident_blocks(threads, shape.registers, 0):
                 continue
             seconds = column_time(shape, results, memory, machine).value
-            made = tiled(program, {**taps, lane.name: tile.vector}, tile.terms)
             params = (("across", across), ("flight", 1), ("split", split), ("walk", tile.walk), ("ahead", ahead))
             yield scheduled(made, "columns", threads, *params), memory.value / seconds
 
@@ -135,7 +147,7 @@ def gradient_schedule(program: Program) -> ColumnSchedule:
     values, fresh = _values(phase, {**taps, **terms, down: rows, lane.name: lane.unroll}, down)
     tile = _Tile(lane.unroll, terms, (down, rows), values, fresh)
     across, threads, ahead, split = (int(params[n]) for n in ("across", "threads", "ahead", "split"))
-    return tile.over(phase, narrowest(program), across, threads, ahead, split)
+    return tile.over(lane.extent, tile.counted(phase), narrowest(program), across, threads, ahead, split)
 
 
 def inner_reduction(phase: Phase, taps: dict[str, int]) -> tuple[Red, list[Red]]:

@@ -9,7 +9,7 @@ threads that are no box, are ignored: `schedule.gpu.traffic` counts addresses, a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from jcuts.arch.sm_limits import SM_90
@@ -30,43 +30,109 @@ class Footprint:
     lines: float
 
 
-@dataclass(frozen=True)
 class _Access:
-    """One load or store. Args: counts: points of a thread's tile by axis and tap."""
+    """One load or store, with what its box of points in memory depends on; equal boxes are counted once.
 
-    buffer: str
-    index: Index
-    is_load: bool
-    counts: Mapping[str, int]
-
-
-def block_footprint(
-    program: Program, tile: Mapping[str, int], beside: Mapping[str, int], threads: int, resident: frozenset[str]
-) -> Footprint:
-    """The footprint of a block of register tiles.
-
-    Args:
-        program: one loop nest. tile: points of a thread's tile by axis, all steps of a sliding window together.
-        beside: threads by axis (`threads_by_axis`). threads: of a block. resident: operands that the L1 cache keeps
-            from block to block.
+    Attributes:
+        buffer, size: the array, bytes of its elements. strides: elements per step of every axis and reduction, None for
+            quotients and remainders.
     """
-    phase = program.phases[0]
-    sizes = {b.name: ITEM_SIZE[b.dtype] for b in program.buffers}
-    extents = phase.ranges()
-    box = {name: min(extents[name], count * tile[name]) for name, count in beside.items()}
-    taps = {r.name: r.extent for r in phase.reds}
-    loaded: dict[str, float] = {}
-    stored = lines = 0.0
-    for access in _accesses(phase, tile, taps):
-        size = sizes[access.buffer]
-        covered = {**box, **taps} if access.is_load else box
-        amount = _box_bytes(access.index, covered, size)
-        if not access.is_load:
-            stored += amount
-        elif access.buffer not in resident:
-            loaded[access.buffer] = max(loaded.get(access.buffer, 0.0), amount)
-        lines += threads / WARP * _lines(phase, access, beside, size)
-    return Footprint(stored + sum(loaded.values()), lines)
+
+    def __init__(self, buffer: str, size: int, index: Index, names: Iterable[str], *, is_load: bool) -> None:
+        self.buffer, self.size, self.is_load = buffer, size, is_load
+        self.strides = {name: index.stride(name) for name in names}
+        self._points: dict[tuple[int, ...], int] = {}
+        self._bytes: dict[tuple[int, ...], float] = {}
+
+    def points(self, counts: Mapping[str, int]) -> int:
+        """Different elements that a box of points covers in the buffer."""
+        key = tuple(counts.values())
+        if key not in self._points:
+            strides = {name: self.strides[name] for name, count in counts.items() if count > 1}
+            inner = math.prod(points for _, points in _dimensions(strides, counts))
+            self._points[key] = _irregular(strides, counts) * inner
+        return self._points[key]
+
+    def sector_bytes(self, box: Mapping[str, int]) -> float:
+        """Bytes of the sectors that a box of points covers in the buffer."""
+        key = tuple(box.values())
+        if key not in self._bytes:
+            strides = {name: self.strides[name] for name, count in box.items() if count > 1}
+            count = _irregular(strides, box)
+            for base, points in _dimensions(strides, box):
+                near = base * self.size < SECTOR
+                count *= max(1, math.ceil(points * base * self.size / SECTOR)) if near else points
+            self._bytes[key] = float(count * SECTOR)
+        return self._bytes[key]
+
+
+class BlockFootprint:
+    """Counts the footprints of a program's blocks, of one register tile after the other.
+
+    Args: program: one loop nest; resident: operands that the L1 cache keeps from block to block.
+    """
+
+    def __init__(self, program: Program, resident: frozenset[str]) -> None:
+        phase = program.phases[0]
+        sizes = {b.name: ITEM_SIZE[b.dtype] for b in program.buffers}
+        self._known: dict[tuple[int, ...], Footprint] = {}
+        self.lane, self.resident = phase.axes[-1], resident
+        self.extents, self.taps = phase.ranges(), {r.name: r.extent for r in phase.reds}
+        self.axes = [axis.name for axis in reversed(phase.axes)]
+        names = (*self.extents, *self.taps)
+        self.accesses = [
+            _Access(n.buffer, sizes[n.buffer], n.index, names, is_load=True)
+            for graph in (phase.body, phase.exit)
+            for n in graph.nodes
+            if n.op == "load" and n.index is not None
+        ]
+        self.accesses += [_Access(s.buffer, sizes[s.buffer], s.address, names, is_load=False) for s in phase.stores]
+
+    def of(self, tile: Mapping[str, int], beside: Mapping[str, int], threads: int) -> Footprint:
+        """The footprint of a block.
+
+        Args:
+            tile: points of a thread's tile by axis, all steps of a sliding window together.
+            beside: threads by axis (`threads_by_axis`). threads: of a block.
+        """
+        key = (*tile.values(), *beside.values(), threads)
+        if key not in self._known:  # schedules that differ in their prefetch distance alone have the same
+            self._known[key] = self._count(tile, beside, threads)
+        return self._known[key]
+
+    def _count(self, tile: Mapping[str, int], beside: Mapping[str, int], threads: int) -> Footprint:
+        box = {name: min(self.extents[name], count * tile[name]) for name, count in beside.items()}
+        read, loads = {**box, **self.taps}, {**tile, **self.taps}
+        loaded: dict[str, float] = {}
+        stored = lines = 0.0
+        for access in self.accesses:
+            amount = access.sector_bytes(read if access.is_load else box)
+            if not access.is_load:
+                stored += amount
+            elif access.buffer not in self.resident:
+                loaded[access.buffer] = max(loaded.get(access.buffer, 0.0), amount)
+            lines += threads / WARP * self._lines(access, loads if access.is_load else tile, beside)
+        return Footprint(stored + sum(loaded.values()), lines)
+
+    def _lines(self, access: _Access, counts: Mapping[str, int], beside: Mapping[str, int]) -> float:
+        """Lines that one warp touches with all accesses of its tiles, each access for itself."""
+        size, joined = access.size, 1
+        if access.strides[self.lane.name] == 1:
+            joined = math.gcd(self.lane.unroll, max(1, ACCESS // size))
+        span, apart, left = joined * size, 1, WARP
+        for axis in self.axes:
+            count = min(beside[axis], left)
+            stride = access.strides[axis]
+            step = LINE if stride is None else abs(stride) * counts[axis] * size
+            if count > 1 and step:
+                if apart == 1 and (step <= span or step < LINE):
+                    span += step * (count - 1)
+                else:
+                    apart *= count
+            left //= max(1, count)
+            if left <= 1:
+                break
+        return apart * max(1.0, span / LINE) * access.points(counts) / joined
 
 
 def threads_by_axis(phase: Phase, tiles: Mapping[str, int], threads: int, shape: Mapping[str, int]) -> dict[str, int]:
@@ -78,31 +144,6 @@ def threads_by_axis(phase: Phase, tiles: Mapping[str, int], threads: int, shape:
         found[axis.name] = min(tiles[axis.name], max(1, left))
         left = -(-left // found[axis.name])
     return found
-
-
-def _accesses(phase: Phase, tile: Mapping[str, int], taps: Mapping[str, int]) -> Iterator[_Access]:
-    for graph in (phase.body, phase.exit):
-        for node in graph.nodes:
-            if node.op == "load" and node.index is not None:
-                yield _Access(node.buffer, node.index, True, {**tile, **taps})
-    for store in phase.stores:
-        yield _Access(store.buffer, store.address, False, tile)
-
-
-def _box_bytes(index: Index, box: Mapping[str, int], size: int) -> float:
-    """Bytes of the sectors that a box of points covers in one buffer."""
-    strides = {name: index.stride(name) for name, count in box.items() if count > 1}
-    count = _irregular(strides, box)
-    for base, points in _dimensions(strides, box):
-        near = base * size < SECTOR
-        count *= max(1, math.ceil(points * base * size / SECTOR)) if near else points
-    return float(count * SECTOR)
-
-
-def _points(index: Index, counts: Mapping[str, int]) -> int:
-    """Different elements that a box of points covers in one buffer."""
-    strides = {name: index.stride(name) for name, count in counts.items() if count > 1}
-    return _irregular(strides, counts) * math.prod(points for _, points in _dimensions(strides, counts))
 
 
 def _irregular(strides: Mapping[str, int | None], box: Mapping[str, int]) -> int:
@@ -126,25 +167,3 @@ def _dimensions(strides: Mapping[str, int | None], box: Mapping[str, int]) -> li
         else:
             found.append((stride, box[name]))
     return found
-
-
-def _lines(phase: Phase, access: _Access, beside: Mapping[str, int], size: int) -> float:
-    """Lines that one warp touches with all accesses of its tiles, each access for itself."""
-    lane = phase.axes[-1]
-    index, joined = access.index, 1
-    if index.stride(lane.name) == 1:
-        joined = math.gcd(lane.unroll, max(1, ACCESS // size))
-    span, apart, left = joined * size, 1, WARP
-    for axis in reversed(phase.axes):
-        count = min(beside[axis.name], left)
-        stride = index.stride(axis.name)
-        step = LINE if stride is None else abs(stride) * access.counts[axis.name] * size
-        if count > 1 and step:
-            if apart == 1 and (step <= span or step < LINE):
-                span += step * (count - 1)
-            else:
-                apart *= count
-        left //= max(1, count)
-        if left <= 1:
-            break
-    return apart * max(1.0, span / LINE) * _points(index, access.counts) / joined

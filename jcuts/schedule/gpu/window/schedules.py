@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from jcuts.estimate.time_model import KernelTime
@@ -30,9 +29,8 @@ from jcuts.schedule.gpu.machine import (
     unrolled,
     window_values,
 )
-from jcuts.schedule.gpu.traffic import l1_resident
 from jcuts.schedule.gpu.window.cost import WindowCost
-from jcuts.schedule.gpu.window.footprint import block_footprint, threads_by_axis
+from jcuts.schedule.gpu.window.counter import Slide, WindowCounter
 
 MOST_STRIDE = 4  # of a window, or dilation, whose period a register tile covers
 MOST_POINTS = 64  # of a tile of a walk
@@ -61,32 +59,45 @@ def register_tiles(program: Program, machine: GpuMachine) -> Iterator[Candidate]
     if not program.phases[0].axes:
         yield scheduled(program, "point", 32), 0.5
         return
-    yield from _diverse(_tiles(program, machine))
+    yield from _diverse(program, _tiles(program, machine))
 
 
 def sliding_tiles(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """Schedules of register tiles that slide along an axis of the window, all taps unrolled."""
     program = fully_unrolled(program)
     if program.phases[0].axes:
-        yield from _diverse(sliding_windows(program, machine))
+        yield from _diverse(program, sliding_windows(program, machine))
 
 
-def _diverse(found: Iterable[Candidate]) -> Iterator[Candidate]:
+@dataclass(frozen=True)
+class _Tiling:
+    """A scored schedule whose program is not made yet.
+
+    Attributes: unroll: points of a register tile by axis; threads: of a block; more: further parameters.
+    """
+
+    score: float
+    unroll: Mapping[str, int]
+    threads: int
+    more: tuple[tuple[str, Any], ...] = ()
+
+
+def _diverse(program: Program, found: Iterable[_Tiling]) -> Iterator[Candidate]:
     """The best of every register tile; scores fall with the number of schedules of the same kind.
 
     Estimates of the best differ by less than they are off: neighbours of a thread should differ.
     """
-    seen: set[object] = set()
+    seen: set[tuple[int, ...]] = set()
     kinds: dict[int, int] = {}
-    for program, score in sorted(found, key=lambda item: (-item[1], item[0].params)):
-        phase = program.phases[0]
-        tile = tuple(a.unroll for a in phase.axes)
+    extents = {a.name: a.extent for a in program.phases[0].axes}
+    for made in sorted(found, key=lambda made: (-made.score, made.threads, made.more)):
+        tile = tuple(min(made.unroll.get(name, 1), extent) for name, extent in extents.items())
         if tile in seen:
             continue
         seen.add(tile)
-        kind = phase.axes[-1].unroll
-        yield program, score * AGAIN ** kinds.get(kind, 0)
-        kinds[kind] = kinds.get(kind, 0) + 1
+        score = made.score * AGAIN ** kinds.get(tile[-1], 0)
+        yield scheduled(unrolled(program, made.unroll), "point", made.threads, *made.more), score
+        kinds[tile[-1]] = kinds.get(tile[-1], 0) + 1
 
 
 def fully_unrolled(program: Program) -> Program:
@@ -96,8 +107,9 @@ def fully_unrolled(program: Program) -> Program:
     return replace(program, phases=(replace(phase, reds=reds),))
 
 
-def _tiles(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
-    phase = program.phases[0]
+def _tiles(program: Program, machine: GpuMachine) -> Iterator[_Tiling]:
+    phase, counter = program.phases[0], WindowCounter(program)
+    least = counter.compulsory / machine.bandwidth
     lane = phase.axes[-1]
     size = narrowest(program)
     slid = _reuse_axes(phase, lane.name)
@@ -116,8 +128,7 @@ def _tiles(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
             if tile + values > 2 * REGISTERS:
                 continue
             for threads in THREADS:
-                spent = _time(program, unroll, values, threads).seconds(machine)
-                yield scheduled(unrolled(program, unroll), "point", threads), _least(program, machine) / spent
+                yield _Tiling(least / counter.cost(unroll, values, threads).seconds(machine), unroll, threads)
 
 
 def _widths(extent: int, size: int) -> list[int]:
@@ -126,86 +137,25 @@ def _widths(extent: int, size: int) -> list[int]:
     return [v for v in (most, most // 2, most // 4) if v and extent % v == 0] or [1]
 
 
-@dataclass(frozen=True)
-class _Slide:
-    """How threads slide along an axis.
-
-    Args: fresh: values that a next tile adds; steps: tiles of a thread; pieces: threads along it; ahead: tiles that are
-        loaded early.
-    """
-
-    along: str
-    fresh: int
-    steps: int
-    pieces: int
-    ahead: int
-
-
-def _time(
-    program: Program,
-    unroll: Mapping[str, int],
-    values: int,
-    threads: int,
-    slide: _Slide | None = None,
-    shape: Mapping[str, int] = MappingProxyType({}),
-) -> WindowCost:
-    """Counts for the cost model. Args: shape: threads of a block by axis."""
-    phase = program.phases[0]
-    tile = {a.name: unroll.get(a.name, 1) for a in phase.axes}
-    tiles = {a.name: -(-a.extent // tile[a.name]) for a in phase.axes}
-    points = math.prod(tile.values())
-    if slide is not None:
-        along = slide.along
-        tiles[along], tile[along] = slide.pieces, min(phase.ranges()[along], tile[along] * slide.steps)
-    resident = frozenset(l1_resident(program))
-    footprint = block_footprint(program, tile, threads_by_axis(phase, tiles, threads, shape), threads, resident)
-    count = math.prod(tiles.values())
-    blocks = math.prod(-(-tiles[a] // shape.get(a, 1)) for a in tiles) if shape else -(-count // threads)
-    compulsory = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
-    kept = sum(b.bytes for b in program.inputs if b.name in resident)
-    return WindowCost(
-        points,
-        values,
-        slide.fresh if slide else values,
-        slide.steps if slide else 1,
-        slide.ahead if slide else -1,
-        unroll[phase.axes[-1].name],
-        math.prod(r.extent for r in phase.reds),
-        len(phase.exit.nodes),
-        narrowest(program),
-        count,
-        threads,
-        blocks,
-        compulsory,
-        max(compulsory, footprint.bytes * count / threads + kept),
-        footprint.lines * count / threads,
-    )
-
-
 def cost_of(program: Program) -> WindowCost:
     """The counts of a scheduled window, with or without a sliding window."""
     params: Any = dict(program.params)
     phase = program.phases[0]
     unroll = {a.name: a.unroll for a in phase.axes}
-    values, threads = window_values(phase, unroll), int(params["threads"])
+    values, threads, counter = window_values(phase, unroll), int(params["threads"]), WindowCounter(program)
     if "walk" not in params:
-        return _time(program, unroll, values, threads, shape=dict(params.get("block", ())))
+        return counter.cost(unroll, values, threads, shape=dict(params.get("block", ())))
     along, tiles = params["walk"]
     rows = unroll[along]
     fresh = max(1, window_values(phase, {**unroll, along: 2 * rows}) - values)
     count = next(a.extent for a in phase.axes if a.name == along) // rows
-    slide = _Slide(along, fresh, tiles, -(-count // tiles), int(params["ahead"]))
-    return _time(program, unroll, values, threads, slide)
+    slide = Slide(along, fresh, tiles, -(-count // tiles), int(params["ahead"]))
+    return counter.cost(unroll, values, threads, slide)
 
 
 def window_time(program: Program, machine: GpuMachine) -> KernelTime:
     """The model of a scheduled window: pooling, depthwise convolution, a contraction of few terms."""
     return KernelTime(cost_of(program).time(machine), unit="ffma", compulsory=memory_bound(program).bytes)
-
-
-def _least(program: Program, machine: GpuMachine) -> float:
-    """Seconds of the compulsory traffic."""
-    return sum(b.bytes for b in (*program.inputs, *program.outputs)) / machine.bandwidth
 
 
 def _reuse_axes(phase: Phase, lane: str) -> list[Axis]:
@@ -228,7 +178,7 @@ def _reuse_axes(phase: Phase, lane: str) -> list[Axis]:
     return found[-2:]
 
 
-def sliding_windows(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+def sliding_windows(program: Program, machine: GpuMachine) -> Iterator[_Tiling]:
     """Schedules whose threads slide along the first axis that the window moves along."""
     phase = program.phases[0]
     lane, size = phase.axes[-1], narrowest(program)
@@ -236,7 +186,7 @@ def sliding_windows(program: Program, machine: GpuMachine) -> Iterator[Candidate
     if not slid:
         return
     along, across = slid[0], slid[1] if len(slid) > 1 else None
-    periods = {a.name: unroll_period(phase, a.name) for a in slid}
+    periods, counter = {a.name: unroll_period(phase, a.name) for a in slid}, WindowCounter(program)
     most = ACCESS // size
     for vector in [v for v in (most, most // 2, most // 4) if v and lane.extent % v == 0]:
         for columns in (1, 2, 3, 4, 5, 7, 8) if across is not None else (1,):
@@ -245,18 +195,20 @@ def sliding_windows(program: Program, machine: GpuMachine) -> Iterator[Candidate
                 if any(a.extent % unroll[a.name] or unroll[a.name] % periods[a.name] for a in slid):
                     continue
                 if along.extent // rows > 1 and vector * columns * rows <= MOST_POINTS:
-                    yield from _walks(program, machine, along, unroll)
+                    yield from _walks(program, machine, counter, along, unroll)
 
 
-def _walks(program: Program, machine: GpuMachine, along: Axis, unroll: dict[str, int]) -> Iterator[Candidate]:
+def _walks(
+    program: Program, machine: GpuMachine, counter: WindowCounter, along: Axis, unroll: dict[str, int]
+) -> Iterator[_Tiling]:
     """Sliding windows of one register tile: segments of the axis, with or without prefetch."""
-    phase, size = program.phases[0], narrowest(program)
+    phase, size = program.phases[0], counter.size
     tile, rows = math.prod(unroll.values()), unroll[along.name]
     values = window_values(phase, unroll)
     fresh = window_values(phase, {**unroll, along.name: 2 * rows}) - values  # of a tile that follows another
     if fresh < 1:
         return
-    made = unrolled(program, unroll)
+    least = counter.compulsory / machine.bandwidth
     count = along.extent // rows
     for pieces, ahead in itertools.product((1, 2, 3, 4, 5, 8), (1, 2, 0)):
         tiles = -(-count // pieces)
@@ -269,6 +221,6 @@ def _walks(program: Program, machine: GpuMachine, along: Axis, unroll: dict[str,
         if tiles < 2 + ahead // 2 or -(-count // tiles) != pieces or registers > MOST_REGISTERS:
             continue
         for threads in WALKERS:
-            counted = _time(program, unroll, values, threads, _Slide(along.name, fresh, tiles, pieces, ahead))
+            counted = counter.cost(unroll, values, threads, Slide(along.name, fresh, tiles, pieces, ahead))
             params = (("walk", (along.name, tiles)), ("ahead", ahead))
-            yield scheduled(made, "point", threads, *params), _least(program, machine) / counted.seconds(machine)
+            yield _Tiling(least / counted.seconds(machine), unroll, threads, params)

@@ -16,7 +16,7 @@ from jcuts.codegen.cuda.gemm.mma_f64 import double_shape
 from jcuts.codegen.cuda.launch_source import emit_source
 from jcuts.lower.patterns.gemm import as_gemm, k_tiles_per_split
 from jcuts.schedule.gpu import candidates as gpu_candidates
-from jcuts.schedule.gpu.gemm import cost as gemm_cost
+from jcuts.schedule.gpu.gemm import cost_mma
 from jcuts.schedule.gpu.gemm.problem import GemmProblem, MmaTile
 from jcuts.schedule.gpu.kernel_time import unit_of
 from tests import programs
@@ -137,7 +137,7 @@ def test_memory_is_what_the_counter_says(layout):
     _, made = product_of(fn, left(normal(96, 64)), right(normal(64, 96)))
     for tiling in TILINGS[:-2]:
         shape = double_shape(tiling.of(made))
-        assert shape.shared == gemm_cost.block_smem(GemmProblem(made, MACHINE), tiling)
+        assert shape.shared == cost_mma.block_smem(GemmProblem(made, MACHINE), tiling)
         assert {p % 128 for p in (shape.left.pitch, shape.right.pitch)} <= {16, 64, 80}
 
 

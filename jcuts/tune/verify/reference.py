@@ -17,9 +17,10 @@ import numpy as np
 
 from jcuts.tune.baseline import autotune_cache
 from jcuts.tune.problem import Problem
+from jcuts.tune.verify import blocked_numpy
 from jcuts.tune.verify import sampling as verify_sampling
 from jcuts.tune.verify.expected import classes
-from jcuts.tune.verify.inputs import SPECIAL, dtype_of, flushed, is_float, make_inputs, save, seed_kinds, whole
+from jcuts.tune.verify.inputs import SPECIALS, dtype_of, flushed, is_float, make_inputs, save, seed_kinds, whole
 from jcuts.tune.verify.tolerances import FINER, NOISE_ULP, TRUST_ULP
 
 NOISE_RUNS = 6
@@ -73,35 +74,37 @@ def make(
         xla = look(results)
         del results
         start = time.perf_counter()
-        exact = wide(np.uint64(0), np.zeros(3), *operands)
+        exact = _on_host(wide(np.uint64(0), np.zeros(3), *operands))
         if parts is not None and number == 0:
             parts["float64"] = time.perf_counter() - start
         if number == 0:
             rounds = problem.rounds and (problem.unsure or any(map(is_finer_than_tf32, xla, exact)))
 
-        # Every other run takes denormals for zeros.
-        both = (operands, _operands(jax, problem, [flushed(x) for x in inputs]) if problem.perturb else operands)
-
-        def runs(*amplitudes: float, both: tuple[list[Any], ...] = both) -> list[list[np.ndarray]]:
+        def runs(*amplitudes: float, both: Sequence[list[Any]] = (operands,)) -> list[list[Any]]:
             noise = np.array([*amplitudes, 0.0])
             return [wide(np.uint64(n + 1), noise, *both[n % len(both)]) for n in range(NOISE_RUNS)]
 
-        noisy = runs(NOISE_ULP, NOISE_ULP) if problem.perturb else []
-        unsure = runs(0.0, TRUST_ULP, both=(operands,)) if problem.unsure and not problem.rounds else []
+        ranges: list[tuple[np.ndarray, np.ndarray]] = []
+        if problem.perturb:  # every other run takes denormals for zeros
+            zeroed = [flushed(x) for x in inputs]
+            same = all(a is b for a, b in zip(zeroed, inputs, strict=True))
+            other = operands if same else _operands(jax, problem, zeroed)
+            noisy = [*map(_on_host, runs(NOISE_ULP, NOISE_ULP, both=(operands, other)))]
+            ranges = [value_range(values) for values in zip(exact, *noisy, strict=True)]
+        unsure = [*map(_on_host, runs(0.0, TRUST_ULP))] if problem.unsure and not problem.rounds else []
         cut = []
-        if rounds or (problem.rounds and kind == SPECIAL):
-            cut = wide(np.uint64(0), np.array([0.0, 0.0, 1.0]), *operands)
+        if rounds or (problem.rounds and kind in SPECIALS):
+            cut = _on_host(wide(np.uint64(0), np.array([0.0, 0.0, 1.0]), *operands))
         unsure += [cut] if rounds else []
         for i, (x, r) in enumerate(zip(xla, exact, strict=True)):
             save(folder / f"{number}.xla{i}.npy", x)
             save(folder / f"{number}.ref{i}.npy", r)
-            if noisy:
-                low, high = value_range([r, *(n[i] for n in noisy)])
-                save(folder / f"{number}.low{i}.npy", low)
-                save(folder / f"{number}.high{i}.npy", high)
+            if ranges:
+                save(folder / f"{number}.low{i}.npy", ranges[i][0])
+                save(folder / f"{number}.high{i}.npy", ranges[i][1])
             if unsure:
                 save(folder / f"{number}.unsure{i}.npy", distance(r, [n[i] for n in unsure]))
-            if kind == SPECIAL and cut and is_of_other_class(x.dtype, r, cut[i]):
+            if kind in SPECIALS and cut and is_of_other_class(x.dtype, r, cut[i]):
                 save(folder / f"{number}.rounded{i}.npy", cut[i])
     return kinds
 
@@ -167,12 +170,13 @@ def _taken(jax: Any) -> Callable[[Any, list[Any]], list[Any]]:
     return jax.jit(lambda tree, seen: [taken(x, s) for x, s in zip(jax.tree.leaves(tree), seen, strict=True)])
 
 
-def _wide(jax: Any, problem: Problem, seen: Sequence[Any]) -> Callable[..., list[np.ndarray]]:
+def _wide(jax: Any, problem: Problem, seen: Sequence[Any]) -> Callable[..., list[Any]]:
     """The float64 form, of operands as they are: wide ones are made where it runs, except on a CPU.
 
     A CPU's conversions may take denormals for zeros; a GPU's do not.
 
     Args: seen: positions of every result, on the device; None: all.
+    Returns: a function whose results are on the GPU, perhaps not there yet; on a CPU arrays.
     """
     from jcuts.tune.verify.float64_eval import widened_dtype
 
@@ -189,7 +193,7 @@ def _wide(jax: Any, problem: Problem, seen: Sequence[Any]) -> Callable[..., list
             return _taken(jax)(call(seed, noise, *[x.astype(widened_dtype(x.dtype)) for x in xs]), where)
 
         jitted, where = jax.jit(program, compiler_options=options), list(seen)
-        return lambda seed, noise, *xs: [np.asarray(x) for x in jitted(seed, noise, where, *xs)]
+        return lambda seed, noise, *xs: jitted(seed, noise, where, *xs)
     inner = jax.jit(call)
     return lambda seed, noise, *xs: leaves(jax, inner(seed, noise, *[widen(np.asarray(x)) for x in xs]), seen)
 
@@ -201,18 +205,33 @@ def widen(x: np.ndarray) -> np.ndarray:
     return x.astype(widened_dtype(x.dtype), copy=False)
 
 
+def _on_host(results: Sequence[Any]) -> list[np.ndarray]:
+    return [np.asarray(x) for x in results]
+
+
 def value_range(values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Least and largest of each element; (-inf, inf) where even NaN, inf and finite alternate."""
-    if values[0].dtype.kind in "biu":
-        return np.minimum.reduce(values), np.maximum.reduce(values)
     if values[0].dtype.kind == "c":
         real, imag = (value_range([part(v) for v in values]) for part in (np.real, np.imag))
         return _complex(real[0], imag[0]), _complex(real[1], imag[1])
+    flat = [v.reshape(-1) for v in values]
+    low, high = (np.empty(flat[0].shape, flat[0].dtype) for _ in range(2))
+
+    def fill(slab: slice) -> None:
+        some = [v[slab] for v in flat]
+        least, most = functools.reduce(np.minimum, some), functools.reduce(np.maximum, some)
+        low[slab], high[slab] = least, most
+        odd = ~(np.isfinite(least) & np.isfinite(most))  # a NaN wins in both
+        if odd.any():
+            kinds = [classes(v[odd]) for v in some]
+            varied = functools.reduce(np.logical_or, [k != kinds[0] for k in kinds])
+            low[slab][odd], high[slab][odd] = (
+                np.where(varied, limit, found[odd]) for limit, found in ((-np.inf, least), (np.inf, most))
+            )
+
     with np.errstate(invalid="ignore"):
-        low, high = np.minimum.reduce(values), np.maximum.reduce(values)
-        kinds = np.stack([np.where(np.isfinite(v), 0.0, np.where(np.isnan(v), 2.0, np.sign(v))) for v in values])
-    varied = (kinds != kinds[0]).any(axis=0)
-    return np.where(varied, -np.inf, low), np.where(varied, np.inf, high)
+        blocked_numpy.parallel_blocks(low.size, fill)
+    return low.reshape(values[0].shape), high.reshape(values[0].shape)
 
 
 def _complex(real: np.ndarray, imag: np.ndarray) -> np.ndarray:

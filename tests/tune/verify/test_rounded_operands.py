@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -212,15 +214,18 @@ def test_only_products_run_untimed_algorithms_in_float64(monkeypatch, function, 
     monkeypatch.setattr(reference.autotune_cache, "without_autotuning", lambda: {"xla_gpu_autotune_level": 0})
 
     class Jax:
-        export = jax.export
+        export, ShapeDtypeStruct, tree, numpy = jax.export, jax.ShapeDtypeStruct, jax.tree, jax.numpy
 
         @staticmethod
         def jit(function, compiler_options=None):
             asked.append(compiler_options)
-            return function
+            return jax.jit(function)
 
-    reference._wide(Jax, problem, [None])
+    with jax.enable_x64(True), ThreadPoolExecutor(1) as pool:
+        wide = reference._wide(Jax, problem, [None], pool)
+        (found,) = wide(np.uint64(0), np.zeros(3), *(jnp.ones(s, jnp.float32) for s in shapes))
     assert asked[0] == options
+    assert found.dtype == np.float64 and (np.asarray(found) == (53 if function is product else 27)).all()
 
 
 def first_layer(x, w, scale, shift):

@@ -22,9 +22,9 @@ from jcuts.base.errors import AccuracyRejected
 from jcuts.pipeline import computation
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
+from jcuts.tune.input_recipes import degree
 from jcuts.tune.measure.cpu_launch import Launcher, Schedule
 from jcuts.tune.problem import Input, Output, Problem
-from jcuts.tune.session import degree
 from jcuts.tune.verify import sum_rounding
 from jcuts.tune.verify.acceptance import check_output
 from jcuts.tune.verify.expected import OutputReference

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +26,7 @@ from jcuts.tune.baseline.xla_export import with_exports
 from jcuts.tune.baseline.xla_profile import RegionProfiler
 from jcuts.tune.choice import LIBRARY, Choice
 from jcuts.tune.database import Store
+from jcuts.tune.input_recipes import FLOATS, degree, input_recipe, reduction_length
 from jcuts.tune.parent.tuner import Progress, TuningBudget, default_store, tune
 from jcuts.tune.parent.worker_session import shared_worker_session, workers_of
 from jcuts.tune.problem import Candidate, Input, Output, Problem
@@ -51,8 +51,6 @@ __all__ = [
     "warm_workers",
 ]
 
-FLOATS = ("float64", "float32", "bfloat16", "float16")
-NEEDS_POSITIVE = frozenset({"sqrt", "rsqrt", "log", "log1p", "pow", "cbrt"})
 CANDIDATE_BUDGET = 96  # kernels that one session compiles, shared out by the subsets' work
 MIN_CANDIDATES = 2
 OF_OTHERS = 0.1
@@ -368,7 +366,7 @@ def with_candidates(problem: Problem, subset: Any, candidates: int) -> Problem:
 
 def make_problem(subset: Any, settings: Settings, candidates: int, device: str = "") -> Problem:
     """The tuning problem of a subset; its best ``candidates`` candidates are known by what determines them."""
-    reduction = _reduction_length(subset.program)
+    reduction = reduction_length(subset.program)
     outputs = tuple(
         Output(tuple(v.aval.shape), v.aval.dtype.name, reduction, v.aval.dtype.name not in FLOATS)
         for v in subset.outputs
@@ -379,7 +377,7 @@ def make_problem(subset: Any, settings: Settings, candidates: int, device: str =
             Input(
                 tuple(v.aval.shape),
                 v.aval.dtype.name,
-                _input_recipe(subset, v) + (" tf32" if k in subset.rounded else ""),
+                input_recipe(subset.closed, v) + (" tf32" if k in subset.rounded else ""),
             )
             for k, v in enumerate(subset.inputs)
         ),
@@ -395,95 +393,9 @@ def make_problem(subset: Any, settings: Settings, candidates: int, device: str =
     )
 
 
-def _reduction_length(program: Any) -> int:
-    """Most terms that are summed into one value: along reductions, or along the dimension of a cumulative operation."""
-    longest = 1
-    for phase in program.phases:
-        carried = [a.extent for a in phase.axes if program.template == "scan" and a.name == "t"]
-        longest = max(longest, math.prod([*(r.extent for r in phase.reds), *carried]))
-    return longest
-
-
 def _name(subset: Any) -> str:
     names = [eqn.primitive.name for eqn in subset.closed.jaxpr.eqns]
     return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]} ({len(names)})"
-
-
-def _input_recipe(subset: Any, var: Any) -> str:
-    dtype = var.aval.dtype.name
-    if dtype == "bool":
-        return "bool"
-    if dtype not in FLOATS:
-        return "integers 0..100" if dtype.startswith("u") else "integers -100..100"
-    kind = "positive" if _feeds(subset.closed, var) else "normal"
-    kind += " finite" * _meets_padding(subset.closed, var)
-    return kind + " divisor" * _divides_factors(subset.closed, var)
-
-
-MOVES = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze"})
-
-
-def _divides_factors(closed: Any, var: Any) -> bool:
-    """Does this input divide something that is then multiplied? XLA may do that in another order."""
-    divisors, quotients = {var}, set()
-    for eqn in closed.jaxpr.eqns:
-        name, atoms = eqn.primitive.name, [a for a in eqn.invars if not hasattr(a, "val")]
-        if name in MOVES and atoms:
-            for known in (divisors, quotients):
-                known.update(eqn.outvars if atoms[0] in known else ())
-        elif name == "div" and not hasattr(eqn.invars[1], "val") and eqn.invars[1] in divisors:
-            quotients.update(eqn.outvars)
-        elif name == "mul" and any(a in quotients for a in atoms):
-            return True
-    return False
-
-
-def _meets_padding(closed: Any, var: Any) -> bool:
-    """Is a convolution's filter, whose products with padding are left out by some algorithms, made of this input?
-
-    Zero times an infinite number is NaN: such filters tell algorithms apart that XLA chooses between by time.
-    """
-    reached = {var}
-    for eqn in closed.jaxpr.eqns:
-        atoms = [not hasattr(a, "val") and a in reached for a in eqn.invars]
-        if eqn.primitive.name == "conv_general_dilated" and any(atoms[1:]):
-            holes = any(d != 1 for d in eqn.params["lhs_dilation"])
-            if holes or any(n != 0 for pair in eqn.params["padding"] for n in pair):
-                return True
-        reached.update(eqn.outvars if any(atoms) else ())
-    return False
-
-
-def _feeds(closed: Any, var: Any) -> bool:
-    """Does this input reach a function that is only defined for positive numbers?"""
-    reached = {var}
-    for eqn in closed.jaxpr.eqns:
-        if any(not hasattr(a, "val") and a in reached for a in eqn.invars):
-            if eqn.primitive.name in NEEDS_POSITIVE:
-                return True
-            reached.update(eqn.outvars)
-    return False
-
-
-MULTIPLY = frozenset({"mul", "dot_general", "conv_general_dilated", "div", "square", "pow"})
-
-
-def degree(closed: Any) -> int:
-    """Degree of the subset's results as polynomials in its inputs (1 where nothing is multiplied)."""
-    known: dict[Any, int] = dict.fromkeys(closed.jaxpr.invars, 1)
-    highest = 1
-    for eqn in closed.jaxpr.eqns:
-        inputs = [known.get(a, 1) for a in eqn.invars if not hasattr(a, "val")]
-        name = eqn.primitive.name
-        if name in MULTIPLY:
-            power = sum(inputs) if name != "square" else 2 * sum(inputs)
-        elif name == "integer_pow":
-            power = max(inputs, default=1) * abs(int(eqn.params["y"]))
-        else:
-            power = max(inputs, default=1)
-        highest = max(highest, min(power, 64))
-        known.update((v, min(power, 64)) for v in eqn.outvars)
-    return highest
 
 
 def candidate_budget(subsets: Sequence[Any], on_gpu: bool = False) -> dict[str, int]:

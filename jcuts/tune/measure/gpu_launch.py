@@ -4,15 +4,16 @@ zones.
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from jcuts.base.errors import AccuracyRejected, NativeError, WorkerFailed
 from jcuts.codegen.artifact import CompiledKernel
-from jcuts.tune.measure.statistics import Samples
+from jcuts.tune.measure.statistics import HOPELESS, Samples
 from jcuts.tune.verify.inputs import dtype_of
 from jcuts.xla import cuda_launcher
 
@@ -26,10 +27,19 @@ COLD = 3.0
 FAR = 4.0
 """A kernel that takes so many times as long as the fastest is timed once (some take a hundred times as long)."""
 LONG = 0.05
-"""A graph that runs so many seconds needs no warm run."""
+"""A graph that runs so many seconds needs no warm run, and no more executions; nor does a launch of a kernel."""
+PLAIN = 1e-3
+"""Seconds of a launch from which on what the host adds to it is next to nothing."""
 SHARE = 0.5
 """Share of the free memory that measuring may take."""
 _LOST = ("ILLEGAL", "LAUNCH_TIMEOUT", "LAUNCH_FAILED", "MISALIGNED", "HARDWARE", "UNKNOWN")
+
+
+class LaunchGraph(Protocol):
+    """Interface of `cuda_driver.Graph` that screening needs."""
+
+    def seconds(self) -> float: ...
+    def close(self) -> None: ...
 
 
 class Device(Protocol):
@@ -49,6 +59,8 @@ class Device(Protocol):
     def download(self, address: int, size: int) -> np.ndarray: ...
     def synchronize(self) -> None: ...
     def free_bytes(self) -> int: ...
+    def seconds(self, work: Callable[[], None]) -> float: ...
+    def graph(self, work: Callable[[], None]) -> LaunchGraph: ...
 
 
 class DeviceBuffer:
@@ -208,10 +220,14 @@ def screen(
     rounds: int = 7,
     announce: Callable[[str], None] = lambda _: None,
     there: Sequence[Sequence[int]] = (),
+    limit: float = math.inf,
 ) -> dict[str, Samples]:
-    """Times of kernels by CUDA events: graphs of `CHAIN` executions on rotated inputs, kernels taking turns.
+    """Times of kernels by CUDA events: graphs of at most `CHAIN` executions on rotated inputs, kernels taking turns.
 
-    Args: announce: is told which kernel runs next; there: as of `Rotation`.
+    A launch of its own comes first: whom it shows to be hopeless runs no graph.
+
+    Args: announce: is told which kernel runs next; there: as of `RotatedOperands`; limit: the time [s] beyond which a
+        kernel is of no interest.
     Returns: label -> samples [s per execution].
     """
     if not launchers:
@@ -224,32 +240,51 @@ def screen(
     device.release(device.allocate(max(1, most := scratch[greediest])))
     announce("")
     rotation = RotatedOperands(device, first.kernel, inputs, most, there)
-    graphs = {}
-    times: dict[str, list[float]] = {label: [] for label in launchers}
+    graphs: dict[str, LaunchGraph] = {}
     try:
+        alone = _launch_times(launchers, rotation, announce)
+        counts = {label: max(1, min(CHAIN, math.ceil(LONG / max(t, PLAIN)))) for label, t in alone.items()}
+        longest = max(PLAIN, min(FAR * min(alone.values()), HOPELESS * limit))
+        times = {label: [seconds] for label, seconds in alone.items()}
         for label, launcher in launchers.items():
+            if alone[label] > longest:
+                continue
             announce(label)
-            launcher.launch(rotation.sets[0], rotation.scratch)  # loads the code: not while capturing
-            device.synchronize()
 
-            def work(launcher: GpuLauncher = launcher) -> None:
-                for number in range(CHAIN):
+            def work(launcher: GpuLauncher = launcher, count: int = counts[label]) -> None:
+                for number in range(count):
                     launcher.launch(rotation.sets[number % len(rotation.sets)], rotation.scratch)
 
-            graphs[label] = device.graph(work)  # type: ignore[attr-defined]
-            first = graphs[label].seconds()
-            times[label].append((first if first > LONG else graphs[label].seconds()) / CHAIN)
+            graphs[label] = device.graph(work)
+            cold = graphs[label].seconds()
+            times[label] = [(cold if cold > LONG else graphs[label].seconds()) / counts[label]]
         best = min(seconds for (seconds,) in times.values())
         for _ in range(rounds - 1):
             for label, graph in graphs.items():
                 if times[label][0] <= FAR * best:
                     announce(label)
-                    times[label].append(graph.seconds() / CHAIN)
+                    times[label].append(graph.seconds() / counts[label])
     finally:
         for graph in graphs.values():
             graph.close()
         rotation.free()
     return {label: Samples(tuple(values)) for label, values in times.items()}
+
+
+def _launch_times(
+    launchers: Mapping[str, GpuLauncher], rotation: RotatedOperands, announce: Callable[[str], None]
+) -> dict[str, float]:
+    """Seconds of a single launch of every kernel, once its code is loaded (which must not happen while capturing)."""
+    found = {}
+    for label, launcher in launchers.items():
+        announce(label)
+
+        def once(launcher: GpuLauncher = launcher) -> None:
+            launcher.launch(rotation.sets[0], rotation.scratch)
+
+        cold = rotation.device.seconds(once)
+        found[label] = cold if cold > LONG else rotation.device.seconds(once)
+    return found
 
 
 def median(samples: Samples) -> float:

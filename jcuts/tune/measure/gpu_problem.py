@@ -297,13 +297,14 @@ def measure(
         if chosen:
             device = cuda_driver.device()
             made = {label: gpu_launch.GpuLauncher(kernel, device) for label, kernel in kernels.items()}
-            quick = gpu_launch.screen(made, inputs, announce=announce, there=bench.addresses())
+            behind = math.inf
+            if mixed:
+                behind = BEHIND * (bench.quick(LIBRARY) if expected is None else expected)
+            quick = gpu_launch.screen(made, inputs, announce=announce, there=bench.addresses(), limit=behind)
             announce("")
             best = {label: min(samples.seconds) for label, samples in quick.items()}
             ranked = sorted(best, key=lambda label: best[label])
-            limit = HOPELESS * best[ranked[0]]
-            if mixed:
-                limit = min(limit, BEHIND * (bench.quick(LIBRARY) if expected is None else expected))
+            limit = min(behind, HOPELESS * best[ranked[0]])
             chosen = [label for label in ranked[:finalists] if best[label] <= limit]
             found = {label: (SCREENED, quick[label]) for label in quick if label not in chosen}
         done("screening")

@@ -25,6 +25,11 @@ KEPT = np.uint32(0xFFFFE000)
 NORMAL = "normal"
 SPECIAL = "special"
 HUGE = "huge"
+SCALARS = "special scalars"
+"""Special values in scalars alone, where these stand beside larger operands: one such scalar makes NaN, infinities or
+zeros of all results, which then say nothing of the other operands.  Booleans select their other branch.
+"""
+SPECIALS = (SPECIAL, SCALARS)
 LEAST_SEEDS = 3
 MOST_SEEDS = 16
 WANTED_SAMPLES = 64
@@ -52,12 +57,18 @@ def is_float(dtype: np.dtype) -> bool:
 
 
 def flushed(array: np.ndarray) -> np.ndarray:
-    """The array as arithmetic sees it that takes denormal operands for zeros of their sign (XLA's does on a CPU)."""
+    """The array as arithmetic sees it that takes denormal operands for zeros of their sign (XLA's does on a CPU);
+    itself where it has none.
+    """
     if not is_float(array.dtype):
         return array
-    tiny = float(ml_dtypes.finfo(array.dtype).smallest_normal)
-    wide = array.astype(np.float64)
-    return np.where(np.abs(wide) < tiny, np.copysign(0.0, wide), wide).astype(array.dtype)
+    wide = array.astype(np.float64) if array.dtype.kind == "V" else array
+    small = (np.abs(wide) < float(ml_dtypes.finfo(array.dtype).smallest_normal)) & (wide != 0)
+    if not small.any():
+        return array
+    found = array.copy()
+    found[small] = np.copysign(0.0, wide[small]).astype(array.dtype)
+    return found
 
 
 def save(path: Path, array: np.ndarray) -> None:
@@ -100,16 +111,34 @@ def whole(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
 def seed_kinds(problem: Problem) -> list[str]:
     """Which sets of inputs a problem is checked on.
 
-    At least 3 normal ones (one where outputs are large); up to 16 for tiny outputs, until XLA's own error is known from
-    about 64 numbers (one number may be exact by luck).  Then one with
-    special values and one with huge ones; one set is enough if nothing is random.
+    At least 3 normal ones (one where an output is large, and XLA's own error known from enough numbers of every
+    output); up to 16 for tiny outputs, until it is known from about 64 numbers (one number may be exact by luck).  Then
+    one with special values and one with huge ones, and one with special scalars (`SCALARS`) where there are any beside
+    larger operands; one set is enough if nothing is random.
     """
     if not any(i.recipe != "given" for i in problem.inputs):
         return [NORMAL]
-    smallest = max(1, min(math.prod(o.shape) for o in problem.outputs))
-    least = 1 if smallest >= LARGE else LEAST_SEEDS
+    sizes = [max(1, math.prod(o.shape)) for o in problem.outputs]
+    smallest = min(sizes)
+    least = 1 if max(sizes) >= LARGE and smallest >= WANTED_SAMPLES else LEAST_SEEDS
     count = min(MOST_SEEDS, max(least, math.ceil(WANTED_SAMPLES / smallest)))
-    return [NORMAL] * count + [SPECIAL, HUGE]
+    return [NORMAL] * count + [SPECIAL, HUGE] + [SCALARS] * any(_scalars_apart(problem))
+
+
+def _scalars_apart(problem: Problem) -> list[bool]:
+    """Which operands are scalars with a set of their own: floats beside larger ones, booleans that select a branch."""
+    floats = [spec.recipe.startswith(("normal", "positive")) for spec in problem.inputs]
+    sizes = [math.prod(spec.shape) for spec in problem.inputs]
+    larger = any(f and size > 1 for f, size in zip(floats, sizes, strict=True))
+    return [
+        size == 1 and ((f and larger) or _selects(spec))
+        for spec, f, size in zip(problem.inputs, floats, sizes, strict=True)
+    ]
+
+
+def _selects(spec: Input) -> bool:
+    """Whether an operand is a boolean that is to select one of two branches (recipe ``integers 0..0`` or ``1..1``)."""
+    return spec.dtype == "bool" and spec.integer_range() is not None
 
 
 def make_inputs(problem: Problem, kind: str, seed: int, *, short: bool = False) -> list[np.ndarray]:
@@ -118,13 +147,18 @@ def make_inputs(problem: Problem, kind: str, seed: int, *, short: bool = False) 
     Args:
         problem: gives shapes, dtypes and recipes; ``given`` inputs are read from their files, unchanged.
         kind: ``normal``; ``special``: NaN, infinities, -0, denormals, integer extremes sprinkled in; ``huge``:
-            magnitudes near overflow.
+            magnitudes near overflow; ``special scalars``: special values in scalars alone, and booleans select the
+            other branch.
         seed: of the generator; equal seeds give equal values in every process.
         short: of a large input only the values that it repeats, flat (`whole` repeats them).
     """
-    rng = np.random.default_rng([seed, {NORMAL: 0, SPECIAL: 1, HUGE: 2}[kind]])
+    rng = np.random.default_rng([seed, {NORMAL: 0, SPECIAL: 1, HUGE: 2, SCALARS: 3}[kind]])
     reduction = max(o.reduction for o in problem.outputs)
-    made = [_make(i, kind, rng, reduction, problem.degree) for i in problem.inputs]
+    apart = _scalars_apart(problem)
+    made = []
+    for spec, scalar in zip(problem.inputs, apart, strict=True):
+        own = NORMAL if kind in SPECIALS and scalar != (kind == SCALARS) else kind
+        made.append(_make(spec, own, rng, reduction, problem.degree))
     return made if short else [whole(x, i.shape) for x, i in zip(made, problem.inputs, strict=True)]
 
 
@@ -152,6 +186,9 @@ def _make(spec: Input, kind: str, rng: np.random.Generator, reduction: int, degr
     if spec.recipe == "given":
         assert spec.npy is not None  # Input checked it
         return load(spec.npy, spec.shape, spec.dtype)
+    if _selects(spec):
+        low, _ = spec.integer_range() or (0, 0)
+        return np.full(spec.shape, low != (kind == SCALARS), dtype)
     if spec.recipe == "bool" or dtype.kind == "b":
         return (rng.random(spec.shape) < 0.5).astype(dtype)
     if dtype.kind in "iu":
@@ -210,7 +247,7 @@ def _floats(
     # products of both signs: with one product, what clips results (a ReLU) decides whether its scale is seen at all.
     few = max(8, out.size // 64) if kind == HUGE else 8
     count = max(1, out.size // 8 if reduction <= 16 else min(few, out.size // 16))
-    if kind == SPECIAL:
+    if kind in SPECIALS:
         # Overflowing conversions are meant: some small floats lack infinities.
         special = [0.0, -0.0, np.inf, -np.inf, np.nan, least, -least, tiny / 2, -tiny / 2, tiny, 1.0, -1.0, 0.5]
         if FINITE in spec.recipe:
@@ -232,5 +269,6 @@ def _sprinkle(out: np.ndarray, special: np.ndarray, rng: np.random.Generator, co
     if out.size == 0:
         return
     where = rng.integers(0, out.size, size=max(1, count))
-    what = rng.permutation(np.resize(np.arange(len(special)), len(where)))
+    # In an order of their own for each operand: a scalar has a single one, and it is not always the first.
+    what = rng.permutation(np.resize(rng.permutation(len(special)), len(where)))
     out.reshape(-1)[where] = special[what]

@@ -10,6 +10,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ import numpy as np
 
 from jcuts.tune.baseline import autotune_cache
 from jcuts.tune.problem import Problem
+from jcuts.tune.verify import blocked_numpy
 from jcuts.tune.verify import sampling as verify_sampling
 from jcuts.tune.verify.expected import classes
-from jcuts.tune.verify.inputs import SPECIAL, dtype_of, flushed, is_float, make_inputs, save, seed_kinds, whole
+from jcuts.tune.verify.inputs import SPECIALS, dtype_of, flushed, is_float, make_inputs, save, seed_kinds, whole
 from jcuts.tune.verify.tolerances import FINER, NOISE_ULP, TRUST_ULP
 
 NOISE_RUNS = 6
 """Runs with simulated rounding, of `NOISE_ULP`: XLA's own transcendental functions stay within a few ulp."""
+THREADS = 3
+"""Beside the one that waits for XLA."""
 CONVOLUTION = "stablehlo.convolution"
 """The operation; functions through which it was traced may have the word in their names, which are in the text, too."""
 
@@ -55,55 +59,83 @@ def make(
     seen = [verify_sampling.sample_positions(problem, o) for o in problem.outputs]
     placed = [None if s is None else jax.device_put(s) for s in seen]
     look = functools.partial(leaves, jax, seen=placed)
-    wide, rounds = _wide(jax, problem, placed), False
-    kinds = seed_kinds(problem)
-    for number, kind in enumerate(kinds):
-        inputs = make_inputs(problem, kind, seed + number, short=True)
-        for i, value in enumerate(inputs):
-            save(folder / f"{number}.in{i}.npy", value)
-        operands = _operands(jax, problem, inputs)
-        start = time.perf_counter()
-        results = library(*operands)
-        if parts is not None and number == 0:
-            parts["xla"] = time.perf_counter() - start
-        if number == 0:
-            for i, (x, s) in enumerate(zip(jax.tree.leaves(results), seen, strict=True)):
-                if s is not None:
-                    save(folder / f"{number}.whole{i}.npy", np.asarray(x))
-        xla = look(results)
-        del results
-        start = time.perf_counter()
-        exact = wide(np.uint64(0), np.zeros(3), *operands)
-        if parts is not None and number == 0:
-            parts["float64"] = time.perf_counter() - start
-        if number == 0:
-            rounds = problem.rounds and (problem.unsure or any(map(is_finer_than_tf32, xla, exact)))
+    kinds, rounds = seed_kinds(problem), False
+    with _Background(folder) as background:
+        wide = _wide(jax, problem, placed, background.pool)
+        ahead = [background.pool.submit(make_inputs, problem, kinds[0], seed, short=True)]
+        for number, kind in enumerate(kinds):
+            inputs = ahead.pop().result()
+            if number + 1 < len(kinds):
+                ahead = [background.pool.submit(make_inputs, problem, kinds[number + 1], seed + number + 1, short=True)]
+            keep = functools.partial(background.save, number)
+            keep("in", inputs)
+            operands = _operands(jax, problem, inputs)
+            start = time.perf_counter()
+            results = library(*operands)
+            if parts is not None and number == 0:
+                parts["xla"] = time.perf_counter() - start
+            if number == 0:
+                keep("whole", [None if s is None else x for x, s in zip(jax.tree.leaves(results), seen, strict=True)])
+            xla = look(results)
+            del results
+            start = time.perf_counter()
+            exact = _on_host(wide(np.uint64(0), np.zeros(3), *operands))
+            if parts is not None and number == 0:
+                parts["float64"] = time.perf_counter() - start
+            if number == 0:
+                rounds = problem.rounds and (problem.unsure or any(map(is_finer_than_tf32, xla, exact)))
+            keep("xla", xla)
+            keep("ref", exact)
 
-        # Every other run takes denormals for zeros.
-        both = (operands, _operands(jax, problem, [flushed(x) for x in inputs]) if problem.perturb else operands)
+            def runs(*amplitudes: float, both: Sequence[list[Any]] = (operands,)) -> list[list[Any]]:
+                noise = np.array([*amplitudes, 0.0])
+                return [wide(np.uint64(n + 1), noise, *both[n % len(both)]) for n in range(NOISE_RUNS)]
 
-        def runs(*amplitudes: float, both: tuple[list[Any], ...] = both) -> list[list[np.ndarray]]:
-            noise = np.array([*amplitudes, 0.0])
-            return [wide(np.uint64(n + 1), noise, *both[n % len(both)]) for n in range(NOISE_RUNS)]
-
-        noisy = runs(NOISE_ULP, NOISE_ULP) if problem.perturb else []
-        unsure = runs(0.0, TRUST_ULP, both=(operands,)) if problem.unsure and not problem.rounds else []
-        cut = []
-        if rounds or (problem.rounds and kind == SPECIAL):
-            cut = wide(np.uint64(0), np.array([0.0, 0.0, 1.0]), *operands)
-        unsure += [cut] if rounds else []
-        for i, (x, r) in enumerate(zip(xla, exact, strict=True)):
-            save(folder / f"{number}.xla{i}.npy", x)
-            save(folder / f"{number}.ref{i}.npy", r)
-            if noisy:
-                low, high = value_range([r, *(n[i] for n in noisy)])
-                save(folder / f"{number}.low{i}.npy", low)
-                save(folder / f"{number}.high{i}.npy", high)
+            if problem.perturb:  # every other run takes denormals for zeros
+                zeroed = [flushed(x) for x in inputs]
+                same = all(a is b for a, b in zip(zeroed, inputs, strict=True))
+                other = operands if same else _operands(jax, problem, zeroed)
+                noisy = map(_on_host, runs(NOISE_ULP, NOISE_ULP, both=(operands, other)))
+                for name, values in zip(("low", "high"), _value_ranges([exact, *noisy]), strict=True):
+                    keep(name, values)
+            unsure = [*map(_on_host, runs(0.0, TRUST_ULP))] if problem.unsure and not problem.rounds else []
+            special = problem.rounds and kind in SPECIALS
+            cut = _on_host(wide(np.uint64(0), np.array([0.0, 0.0, 1.0]), *operands)) if rounds or special else []
+            unsure += [cut] if rounds else []
             if unsure:
-                save(folder / f"{number}.unsure{i}.npy", distance(r, [n[i] for n in unsure]))
-            if kind == SPECIAL and cut and is_of_other_class(x.dtype, r, cut[i]):
-                save(folder / f"{number}.rounded{i}.npy", cut[i])
+                keep("unsure", [distance(r, [n[i] for n in unsure]) for i, r in enumerate(exact)])
+            if kind in SPECIALS and cut:
+                other_class = map(is_of_other_class, [x.dtype for x in xla], exact, cut)
+                keep("rounded", [c if o else None for o, c in zip(other_class, cut, strict=True)])
     return kinds
+
+
+class _Background:
+    """Threads beside the one that waits for XLA: the next set of inputs is made, results are written.
+
+    Its exit waits for them, and raises what went wrong with a file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="jcuts-reference")
+        self.writes: list[Future[None]] = []
+
+    def __enter__(self) -> _Background:
+        return self
+
+    def save(self, number: int, name: str, values: Sequence[Any]) -> None:
+        """Writes arrays of a set, each to a file of its own; None: there is none."""
+        for i, value in enumerate(values):
+            if value is not None:
+                path = self.folder / f"{number}.{name}{i}.npy"
+                self.writes.append(self.pool.submit(save, path, np.asarray(value)))
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.pool.shutdown(cancel_futures=kind is not None)
+        if kind is None:
+            for write in self.writes:
+                write.result()
 
 
 def _operands(jax: Any, problem: Problem, inputs: Sequence[np.ndarray]) -> list[Any]:
@@ -167,12 +199,13 @@ def _taken(jax: Any) -> Callable[[Any, list[Any]], list[Any]]:
     return jax.jit(lambda tree, seen: [taken(x, s) for x, s in zip(jax.tree.leaves(tree), seen, strict=True)])
 
 
-def _wide(jax: Any, problem: Problem, seen: Sequence[Any]) -> Callable[..., list[np.ndarray]]:
+def _wide(jax: Any, problem: Problem, seen: Sequence[Any], pool: ThreadPoolExecutor) -> Callable[..., list[Any]]:
     """The float64 form, of operands as they are: wide ones are made where it runs, except on a CPU.
 
     A CPU's conversions may take denormals for zeros; a GPU's do not.
 
-    Args: seen: positions of every result, on the device; None: all.
+    Args: seen: positions of every result, on the device; None: all; pool: compiles a GPU's program beside XLA's side.
+    Returns: a function whose results are on the GPU, perhaps not there yet; on a CPU arrays.
     """
     from jcuts.tune.verify.float64_eval import widened_dtype
 
@@ -188,8 +221,11 @@ def _wide(jax: Any, problem: Problem, seen: Sequence[Any]) -> Callable[..., list
         def program(seed: Any, noise: Any, where: list[Any], *xs: Any) -> list[Any]:
             return _taken(jax)(call(seed, noise, *[x.astype(widened_dtype(x.dtype)) for x in xs]), where)
 
-        jitted, where = jax.jit(program, compiler_options=options), list(seen)
-        return lambda seed, noise, *xs: [np.asarray(x) for x in jitted(seed, noise, where, *xs)]
+        where = list(seen)
+        specs = [jax.ShapeDtypeStruct(i.shape, dtype_of(i.dtype)) for i in problem.inputs]
+        lowered = jax.jit(program, compiler_options=options).lower(np.uint64(0), np.zeros(3), where, *specs)
+        compiled = pool.submit(lowered.compile)
+        return lambda seed, noise, *xs: compiled.result()(seed, noise, where, *xs)
     inner = jax.jit(call)
     return lambda seed, noise, *xs: leaves(jax, inner(seed, noise, *[widen(np.asarray(x)) for x in xs]), seen)
 
@@ -201,18 +237,39 @@ def widen(x: np.ndarray) -> np.ndarray:
     return x.astype(widened_dtype(x.dtype), copy=False)
 
 
+def _on_host(results: Sequence[Any]) -> list[np.ndarray]:
+    return [np.asarray(x) for x in results]
+
+
+def _value_ranges(runs: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
+    """The least values of every output, and the largest ones."""
+    ranges = [value_range(values) for values in zip(*runs, strict=True)]
+    return [[low for low, _ in ranges], [high for _, high in ranges]]
+
+
 def value_range(values: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Least and largest of each element; (-inf, inf) where even NaN, inf and finite alternate."""
-    if values[0].dtype.kind in "biu":
-        return np.minimum.reduce(values), np.maximum.reduce(values)
     if values[0].dtype.kind == "c":
         real, imag = (value_range([part(v) for v in values]) for part in (np.real, np.imag))
         return _complex(real[0], imag[0]), _complex(real[1], imag[1])
+    flat = [v.reshape(-1) for v in values]
+    low, high = (np.empty(flat[0].shape, flat[0].dtype) for _ in range(2))
+
+    def fill(slab: slice) -> None:
+        some = [v[slab] for v in flat]
+        least, most = functools.reduce(np.minimum, some), functools.reduce(np.maximum, some)
+        low[slab], high[slab] = least, most
+        odd = ~(np.isfinite(least) & np.isfinite(most))  # a NaN wins in both
+        if odd.any():
+            kinds = [classes(v[odd]) for v in some]
+            varied = functools.reduce(np.logical_or, [k != kinds[0] for k in kinds])
+            low[slab][odd], high[slab][odd] = (
+                np.where(varied, limit, found[odd]) for limit, found in ((-np.inf, least), (np.inf, most))
+            )
+
     with np.errstate(invalid="ignore"):
-        low, high = np.minimum.reduce(values), np.maximum.reduce(values)
-        kinds = np.stack([np.where(np.isfinite(v), 0.0, np.where(np.isnan(v), 2.0, np.sign(v))) for v in values])
-    varied = (kinds != kinds[0]).any(axis=0)
-    return np.where(varied, -np.inf, low), np.where(varied, np.inf, high)
+        blocked_numpy.parallel_blocks(low.size, fill)
+    return low.reshape(values[0].shape), high.reshape(values[0].shape)
 
 
 def _complex(real: np.ndarray, imag: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import threading
+import types
 import weakref
 from concurrent.futures import Future
 
@@ -160,6 +161,57 @@ def test_a_rotation_that_does_not_fit_leaves_nothing_behind():
     with pytest.raises(NativeError, match="OUT_OF_MEMORY"):
         gpu_launch.RotatedOperands(device, KERNEL, [X], 1024)
     assert not device.live
+
+
+class ClockedDevice(NumpyDevice):
+    """A device whose kernels take so many seconds, each by its name; it counts their launches."""
+
+    def __init__(self, kernels):
+        super().__init__()
+        self.kernels, self.clock, self.launches = kernels, 0.0, dict.fromkeys(kernels, 0)
+
+    def launchers(self):
+        made = {label: gpu_launch.GpuLauncher(KERNEL, self) for label in self.kernels}
+        for label, launcher in made.items():
+            launcher.launch = lambda *_, label=label: self._launched(label)
+        return made
+
+    def _launched(self, label):
+        self.clock += self.kernels[label]
+        self.launches[label] += 1
+
+    def seconds(self, work):
+        before = self.clock
+        work()
+        return self.clock - before
+
+    def graph(self, work):
+        before, launches = self.clock, dict(self.launches)
+        work()  # captured: nothing runs
+        self.clock, self.launches = before, launches
+        return types.SimpleNamespace(seconds=lambda: self.seconds(work), close=lambda: None)
+
+
+def test_a_hopeless_kernel_is_launched_twice():
+    """A backward batch norm whose columns keep three multiprocessors busy took 15 ms, 113 times over."""
+    device = ClockedDevice({"good": 2e-3, "slow": 15e-3, "slower": 0.2})
+    found = gpu_launch.screen(device.launchers(), [X])
+    assert device.launches["slow"] == 2 and device.launches["slower"] == 1 and device.launches["good"] > 100
+    assert {label: len(s.seconds) for label, s in found.items()} == {"good": 7, "slow": 1, "slower": 1}
+    assert {label: pytest.approx(s.median) for label, s in found.items()} == device.kernels
+    device = ClockedDevice({"one": 15e-3, "two": 16e-3})  # nobody but XLA is faster
+    gpu_launch.screen(device.launchers(), [X], limit=1e-3)
+    assert device.launches == {"one": 2, "two": 2} and device.live == set()
+
+
+def test_long_kernels_run_a_few_times_and_short_ones_as_often_as_ever():
+    device = ClockedDevice({"long": 15e-3, "longer": 18e-3})
+    found = gpu_launch.screen(device.launchers(), [X])
+    assert all(len(s.seconds) == 7 for s in found.values()) and max(device.launches.values()) <= 40
+    device = ClockedDevice({"short": 2e-6, "far": 9e-6})  # what a single launch takes says little of so short ones
+    found = gpu_launch.screen(device.launchers(), [X], limit=1e-6)
+    assert {label: len(s.seconds) for label, s in found.items()} == {"short": 7, "far": 1}
+    assert device.launches["far"] > gpu_launch.CHAIN
 
 
 def test_operands_that_are_there_are_not_copied():

@@ -88,3 +88,22 @@ def test_complex_bounds_keep_their_parts_apart():
     runs[1].imag = np.inf
     low, high = reference.value_range(runs)
     assert (low.real, high.real) == (1.0, 1.5) and (low.imag, high.imag) == (-np.inf, np.inf)
+
+
+def test_ranges_of_large_arrays_are_those_of_small_ones():
+    """Most slabs are finite; where a class varies, by NaN, sign of infinity or finiteness, nothing is bounded."""
+    rng = np.random.default_rng(0)
+    runs = [rng.standard_normal((5 * blocked_numpy.SLAB // 4 * 4 + 3,)) for _ in range(3)]
+    for run in runs:
+        run[7], run[8], run[-1] = np.nan, np.inf, -np.inf
+    runs[1][[100, 200]] = np.nan, np.inf
+    runs[0][300], runs[1][300], runs[2][300] = np.inf, -np.inf, np.inf
+    low, high = reference.value_range(runs)
+    stacked = np.stack(runs)
+    with np.errstate(invalid="ignore"):
+        least, most = stacked.min(axis=0), stacked.max(axis=0)
+    least[[100, 200, 300]], most[[100, 200, 300]] = -np.inf, np.inf
+    np.testing.assert_array_equal(low, least)
+    np.testing.assert_array_equal(high, most)
+    flags = [np.array([True, False, False]), np.array([True, True, False])]
+    assert [x.tolist() for x in reference.value_range(flags)] == [[True, False, False], [True, True, False]]

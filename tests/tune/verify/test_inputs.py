@@ -11,11 +11,23 @@ import numpy as np
 import pytest
 
 from jcuts.base.errors import UsageError
-from jcuts.tune import session
+from jcuts.tune import input_recipes
 from jcuts.tune.problem import Input, Output, Problem
 from jcuts.tune.verify import inputs as verify_inputs
 from jcuts.tune.verify import reference
-from jcuts.tune.verify.inputs import HUGE, NORMAL, SPECIAL, dtype_of, flushed, load, make_inputs, save, seed_kinds
+from jcuts.tune.verify.inputs import (
+    HUGE,
+    NORMAL,
+    SCALARS,
+    SPECIAL,
+    dtype_of,
+    flushed,
+    load,
+    make_inputs,
+    save,
+    seed_kinds,
+)
+from tests import programs
 
 
 def make(*inputs, outputs=None, degree=1):
@@ -77,7 +89,7 @@ def test_a_filter_that_also_divides_is_both():
 
     args = jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 2)), jnp.ones((3, 3, 2, 2))
     closed = jax.make_jaxpr(function)(*args)
-    made = session._input_recipe(type("Subset", (), {"closed": closed}), closed.jaxpr.invars[1])
+    made = input_recipes.input_recipe(closed, closed.jaxpr.invars[1])
     assert made == Input((3, 3, 2, 2), "float32", made).recipe == "normal finite divisor"
 
 
@@ -92,8 +104,55 @@ def test_a_filter_that_also_divides_is_both():
 def test_what_divides_before_a_product_is_known(function, found):
     args = jnp.ones((3, 4)), jnp.ones((1, 4), jnp.bfloat16), jnp.ones((4,))
     closed = jax.make_jaxpr(function)(*args)
-    subset = type("Subset", (), {"closed": closed})
-    assert [session._input_recipe(subset, v) for v in closed.jaxpr.invars] == found
+    assert [input_recipes.input_recipe(closed, v) for v in closed.jaxpr.invars] == found
+
+
+def batch_statistics(x, n, fallback, which):
+    centred = x - x.mean(0)
+    variance = jnp.where(which, (centred * centred).sum(0) / n, fallback)
+    return centred * jax.lax.rsqrt(variance + 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("function", "recipe"),
+    [
+        (batch_statistics, "integers 1..1"),
+        (lambda x, n, fallback, which: jnp.where(which, jnp.nan, x * n), "integers 0..0"),
+        (lambda x, n, fallback, which: jnp.where(which, x + n, x * fallback), "bool"),
+        (lambda x, n, fallback, which: x + jnp.where(which, n, fallback), "bool"),
+        (lambda x, n, fallback, which: (jnp.where(which, x, n), jnp.where(which, n, x)), "bool"),
+    ],
+)
+def test_boolean_scalars_select_what_is_computed(function, recipe):
+    closed = programs.trace(function, jnp.ones((40, 6)), jnp.float32(1), jnp.float32(1), np.bool_(True)).closed
+    assert input_recipes.input_recipe(closed, closed.jaxpr.invars[-1]) == recipe
+
+
+def test_one_special_scalar_does_not_hide_what_the_other_operands_do():
+    """Of a batch norm every result was NaN or one number where the count of terms was infinite, or the variance of no
+    terms was selected.
+    """
+    problem = make(
+        Input((40, 64), "float32", "positive"),
+        Input((), "float32", "positive"),
+        Input((), "float32", "positive"),
+        Input((), "bool", "integers 1..1"),
+        outputs=(Output((40, 64), "float32", 40),),
+    )
+    kinds = seed_kinds(problem)
+    assert kinds == [NORMAL] * 3 + [SPECIAL, HUGE, SCALARS]
+    seen = set()
+    for seed, kind in enumerate([*kinds, *[SCALARS] * 8]):
+        x, n, fallback, which = made = make_inputs(problem, kind, seed)
+        assert which == (kind != SCALARS) and which.dtype == bool and which.shape == ()
+        found = np.asarray(jax.jit(batch_statistics)(*made))
+        if kind != SCALARS:
+            assert np.isfinite([n, fallback]).all() and len(np.unique(found[np.isfinite(found)])) > 40
+        else:
+            assert np.isfinite(x).all()
+            seen |= {repr(float(n)), repr(float(fallback))}
+    assert len(seen) > 4 and seen & {"inf", "nan"}  # not always the first of the special values
+    assert SCALARS not in seed_kinds(make(Input((), "float32"), Input((9,), "int32", "integers 0..9")))
 
 
 def test_integers_of_the_whole_range_reach_its_ends():
@@ -118,6 +177,9 @@ def test_number_of_sets():
     assert seed_kinds(scalar).count(NORMAL) == 16
     large = make(Input((9,), "float32"), outputs=(Output((2048, 2048), "float32"),))
     assert seed_kinds(large) == [NORMAL, SPECIAL, HUGE]
+    for size, sets in ((96, 1), (32, 3)):  # of channels, beside a large result
+        both = replace(large, outputs=(*large.outputs, Output((size,), "float32")))
+        assert seed_kinds(both).count(NORMAL) == sets
 
 
 def test_given_values_and_files(tmp_path):
@@ -157,6 +219,8 @@ def test_flushed(dtype):
     )
     np.testing.assert_array_equal(np.signbit(got.astype(np.float64))[:6], [False, True, False, True, False, True])
     np.testing.assert_array_equal(flushed(np.arange(3)), np.arange(3))
+    plain = np.array([0.0, -0.0, 1.0, np.inf]).astype(dtype_of(dtype))
+    assert flushed(plain) is plain  # one set of operands serves every run with noise
 
 
 def test_a_large_input_travels_as_the_values_that_it_repeats(tmp_path, monkeypatch):

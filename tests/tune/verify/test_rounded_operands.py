@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from jax import lax
 from jcuts.base.errors import AccuracyRejected
 from jcuts.rewrite.tf32_weights import round_tf32
 from jcuts.trace import jaxapi
-from jcuts.tune import session
+from jcuts.tune import input_recipes
 from jcuts.tune.baseline.xla_export import export_subset
 from jcuts.tune.problem import Input, Output, Problem
 from jcuts.tune.verify import reference
@@ -165,9 +167,8 @@ def convolution(padding, holes=1):
 )
 def test_filters_that_meet_padding_are_finite(program, expected):
     x, w = program.jaxpr.invars
-    subset = type("Subset", (), {"closed": program})
-    assert session._input_recipe(subset, x) == "normal"
-    assert session._input_recipe(subset, w) == ("normal finite" if expected else "normal")
+    assert input_recipes.input_recipe(program, x) == "normal"
+    assert input_recipes.input_recipe(program, w) == ("normal finite" if expected else "normal")
 
 
 def test_what_a_filter_that_meets_padding_is_made_of_is_finite():
@@ -175,8 +176,7 @@ def test_what_a_filter_that_meets_padding_is_made_of_is_finite():
         return lax.conv_general_dilated(x, w.reshape(3, 1, 3, 3) * scale, (1, 1), "SAME", feature_group_count=3) + scale
 
     program = closed(function, *(np.zeros(s, np.float32) for s in ((1, 3, 8, 8), (3, 3, 3), (3, 1, 1, 1))))
-    subset = type("Subset", (), {"closed": program})
-    found = [session._input_recipe(subset, v) for v in program.jaxpr.invars]
+    found = [input_recipes.input_recipe(program, v) for v in program.jaxpr.invars]
     assert found == ["normal", "normal finite", "normal finite"]
 
 
@@ -214,15 +214,18 @@ def test_only_products_run_untimed_algorithms_in_float64(monkeypatch, function, 
     monkeypatch.setattr(reference.autotune_cache, "without_autotuning", lambda: {"xla_gpu_autotune_level": 0})
 
     class Jax:
-        export = jax.export
+        export, ShapeDtypeStruct, tree, numpy = jax.export, jax.ShapeDtypeStruct, jax.tree, jax.numpy
 
         @staticmethod
         def jit(function, compiler_options=None):
             asked.append(compiler_options)
-            return function
+            return jax.jit(function)
 
-    reference._wide(Jax, problem, [None])
+    with jax.enable_x64(True), ThreadPoolExecutor(1) as pool:
+        wide = reference._wide(Jax, problem, [None], pool)
+        (found,) = wide(np.uint64(0), np.zeros(3), *(jnp.ones(s, jnp.float32) for s in shapes))
     assert asked[0] == options
+    assert found.dtype == np.float64 and (np.asarray(found) == (53 if function is product else 27)).all()
 
 
 def first_layer(x, w, scale, shift):
@@ -256,7 +259,7 @@ def rounded_layer(x, w, scale, shift):
 @pytest.mark.parametrize("library", [first_layer, rounded_layer])
 def test_a_kernel_that_rounds_operands_may_lose_a_class_to_that_and_only_there(tmp_path, library):
     apart = 0
-    for seed in range(8):
+    for seed in range(12):
         folder = tmp_path / str(seed)
         folder.mkdir()
         problem, kinds = made(folder, library, True, first_layer, LAYER, seed)

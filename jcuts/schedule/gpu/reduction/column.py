@@ -32,8 +32,8 @@ from jcuts.schedule.gpu.machine import (
 )
 from jcuts.schedule.gpu.reduction.column_cost import ColumnSchedule, column_time, groups_of, memory_of
 from jcuts.schedule.gpu.reduction.column_time import (
+    column_norm_time,
     scan_ratios,
-    softmax_ratios,
     welford_ratios,
 )
 from jcuts.schedule.gpu.window import filter_gradient
@@ -41,7 +41,6 @@ from jcuts.schedule.gpu.window.filter_gradient import inner_reduction, innermost
 
 _POINT = fit.coefficients("gpu/reduction", "column_point")
 _COLUMN = fit.coefficients("gpu/reduction", "column")
-_SOFTMAX = fit.coefficients("gpu/reduction", "column_softmax")
 _WELFORD = fit.coefficients("gpu/reduction", "welford")
 _SCAN = fit.coefficients("gpu/reduction", "scan")
 
@@ -115,6 +114,7 @@ def column_softmax(program: Program, machine: GpuMachine) -> Iterator[Candidate]
     lane = phase.axes[-1]
     size = narrowest(program)
     length = math.prod(r.extent for r in phase.reds)
+    memory = memory_of(program, machine)
     for vector in vectors(lane.extent, size):
         wide = (8, 32) if length < 64 else ()  # short columns: threads beyond the last one rather than idle rows
         options = dict.fromkeys((*lane_counts(lane.extent // vector), *wide))
@@ -137,7 +137,7 @@ def column_softmax(program: Program, machine: GpuMachine) -> Iterator[Candidate]
                 chunks = max(1, 8 // vector)
             params = (("across", across), ("vector", vector), ("chunks", chunks))
             made = scheduled(program, "column_rows", across * deep, *params)
-            yield made, math.prod(softmax_ratios(made, machine, threads).values())
+            yield made, memory.value / column_norm_time(made, machine).value
 
 
 def welford(program: Program, machine: GpuMachine) -> Iterator[Candidate]:

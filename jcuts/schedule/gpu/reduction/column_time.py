@@ -3,6 +3,8 @@
     seconds = (compulsory bytes / bandwidth) * product of ratios + launches
 
 The ratios are fitted by hand (`fit_h200.toml`): lines that are used in part, loads in flight, idle threads, waves.
+Columns that do not fit into registers are walked down phase by phase: few blocks take far longer for that than the
+memory does (`column_walk`).
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jcuts.estimate.time_model import KernelTime, TimeTerm, by_ratios
-from jcuts.kernel_ir.program import Program
+from jcuts.estimate.time_model import KernelTime, Resource, TimeTerm, by_ratios, soft_maximum, term
+from jcuts.kernel_ir.program import Phase, Program
 from jcuts.lower.scan_axes import TIME
 from jcuts.schedule import fit
 from jcuts.schedule.cpu.loop_candidates import work
 from jcuts.schedule.gpu.bound import memory_bound
+from jcuts.schedule.gpu.coalescing import LINE
 from jcuts.schedule.gpu.machine import (
     ACCESS,
     IN_FLIGHT,
@@ -27,6 +30,7 @@ from jcuts.schedule.gpu.reduction.column_cost import ColumnSchedule, column_time
 from jcuts.schedule.gpu.window import filter_gradient
 
 _SOFTMAX = fit.coefficients("gpu/reduction", "column_softmax")
+_WALK = fit.coefficients("gpu/reduction", "column_walk")
 _WELFORD = fit.coefficients("gpu/reduction", "welford")
 _SCAN = fit.coefficients("gpu/reduction", "scan")
 SOFTMAX_THREADS = {
@@ -80,33 +84,75 @@ def column_reduction_time(program: Program, machine: GpuMachine) -> KernelTime:
 
 # -- norms, statistics, scans ------------------------------------------------------------------------------------------
 def softmax_ratios(program: Program, machine: GpuMachine, threads: int) -> dict[str, float]:
-    """Shares of the bandwidth of a norm or softmax of columns. Args: threads: of a block, rounded up."""
+    """Shares of the bandwidth of a norm or softmax of columns in registers. Args: threads: of a block, rounded up."""
     params: Any = dict(program.params)
     phase = next(p for p in program.phases if p.reds)
     lane, size = phase.axes[-1], narrowest(program)
     length, outer = math.prod(r.extent for r in phase.reds), math.prod(a.extent for a in phase.axes[:-1])
-    across, vector, chunks = int(params["across"]), int(params["vector"]), int(params["chunks"])
+    across, vector = int(params["across"]), int(params["vector"])
     deep = int(params["threads"]) // across
     pieces = -(-length // deep)
     blocks = -(-lane.extent // (vector * across)) * outer
     fill = min(1.0, blocks * across * deep / machine.threads)
-    lines = min(1.0, _SOFTMAX.line_share_base + _SOFTMAX.line_share_slope * across * vector * size / 128)
-    depth = min(1.0, _SOFTMAX.depth_base + _SOFTMAX.depth_slope * pieces * vector / 16)
     return {
-        "lines": lines,
+        "lines": _line_share(across * vector * size),
         "occupancy": _SOFTMAX.occupancy_base + _SOFTMAX.occupancy_slope * fill,
-        "depth": depth if chunks == pieces else _SOFTMAX.looped_depth,
+        "depth": min(1.0, _SOFTMAX.depth_base + _SOFTMAX.depth_slope * pieces * vector / 16),
         "idle points": length / (pieces * deep),
         "idle columns": lane.extent / (-(-lane.extent // (vector * across)) * vector * across),
         "block": SOFTMAX_THREADS.get(threads, 1.0),
     }
 
 
+def _line_share(width: int) -> float:
+    """Share of the bandwidth that accesses of so many neighbouring bytes reach."""
+    return min(1.0, _SOFTMAX.line_share_base + _SOFTMAX.line_share_slope * width / LINE)
+
+
+def _accesses(phase: Phase, columns: frozenset[str]) -> int:
+    """Values that a phase loads and stores at every point: those whose address moves along the column."""
+    inner = [r.name for r in phase.reds] or [a.name for a in phase.axes if a.name not in columns]
+    graph = phase.body if phase.reds else phase.exit
+    loads = [n.index for n in graph.nodes if n.op == "load" and n.index is not None]
+    return sum(any(i.stride(name) != 0 for name in inner) for i in (*loads, *(s.address for s in phase.stores)))
+
+
+def _walk_seconds(program: Program, machine: GpuMachine) -> float:
+    """What the blocks of an SM take to walk down their columns, every phase anew, a chunk of points after the other.
+
+    passes over the columns * chunks * (latency + values of a thread * (its own + the SM's seconds per value))
+    """
+    params: Any = dict(program.params)
+    phase = next(p for p in program.phases if p.reds)
+    columns = frozenset(a.name for a in phase.axes)
+    across, vector, chunks, threads = (int(params[n]) for n in ("across", "vector", "chunks", "threads"))
+    length, outer = math.prod(r.extent for r in phase.reds), math.prod(a.extent for a in phase.axes[:-1])
+    blocks = -(-phase.axes[-1].extent // (vector * across)) * outer
+    steps = -(-length // (threads // across * chunks))
+    together = min(-(-blocks // machine.sms), max(1, machine.threads_per_sm // threads))
+    waves = blocks / (machine.sms * together)
+    values = chunks * vector * sum(_accesses(p, columns) for p in program.phases)
+    each = _WALK.value_seconds + _WALK.sm_value_seconds * threads * together
+    share = min(1.0, across * vector * narrowest(program) / LINE) ** _WALK.line_exponent
+    return math.ceil(waves) * steps * (len(program.phases) * _WALK.latency_seconds + values * each) / share
+
+
+def column_norm_time(program: Program, machine: GpuMachine) -> TimeTerm:
+    """Seconds of a norm or softmax of columns: of such as stay in registers by the memory, of longer ones by the walk
+    down them, too.
+    """
+    params: Any = dict(program.params)
+    threads, memory = int(params["threads"]), memory_of(program, machine)
+    length = math.prod(r.extent for r in next(p for p in program.phases if p.reds).reds)
+    if int(params["chunks"]) * (threads // int(params["across"])) < length:
+        return soft_maximum(2, memory, term(Resource.LATENCY, _walk_seconds(program, machine)))
+    nominal = next((n for n in sorted(SOFTMAX_THREADS) if n >= threads), threads)
+    return by_ratios(memory, softmax_ratios(program, machine, nominal))
+
+
 def softmax_time(program: Program, machine: GpuMachine) -> KernelTime:
     """The model of a scheduled norm or softmax of columns."""
-    threads = int(str(dict(program.params)["threads"]))
-    nominal = next((n for n in sorted(SOFTMAX_THREADS) if n >= threads), threads)
-    return of_program(program, by_ratios(memory_of(program, machine), softmax_ratios(program, machine, nominal)))
+    return of_program(program, column_norm_time(program, machine))
 
 
 def welford_ratios(program: Program, machine: GpuMachine, threads: int) -> dict[str, float]:

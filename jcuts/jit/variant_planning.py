@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from jcuts.base import collector
 from jcuts.base.settings import Variant
 from jcuts.jit import background_work, end_to_end_benchmark, variant_space
 from jcuts.jit.decision import Decision
@@ -198,11 +199,12 @@ def _tune_and_plan(
     with session.shared_worker_session():
         start = time.monotonic()
         started: dict[Variant | None, Started] = {}
-        for form in worth:
-            if form is None or form.regions in ("all", "absorbing"):  # these have all problems of the others
-                started[form] = traced.start_planning(form)
-                if (problems := started[form].problems) is not None:
-                    session.warm_workers(problems)
+        with collector.paused():
+            for form in worth:
+                if form is None or form.regions in ("all", "absorbing"):  # these have all problems of the others
+                    started[form] = traced.start_planning(form)
+                    if (problems := started[form].problems) is not None:
+                        session.warm_workers(problems)
         log.info("variants planned in %.2f s", time.monotonic() - start)
         # What more is rewritten in is expected to win: its problems come first.
         richest = sorted(started, key=lambda form: -len(form.rewrites) if form is not None else 0)

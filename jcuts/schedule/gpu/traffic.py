@@ -284,7 +284,7 @@ def _distinct_by_warp(first: np.ndarray, last: np.ndarray) -> np.ndarray:
     blocks, threads = first.shape
     padded = np.full((2, blocks, -(-threads // WARP) * WARP), NOWHERE)
     padded[:, :, :threads] = first, last
-    rows = padded.reshape(2, -1, WARP)
+    rows = np.where(padded < 0, NOWHERE, padded).reshape(2, -1, WARP)  # guards keep threads off what lies before
     return _distinct_of_rows(list(rows)).reshape(blocks, -1).sum(axis=1)
 
 

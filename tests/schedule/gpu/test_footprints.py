@@ -61,6 +61,13 @@ def _sectors(program, place: int, threads: int) -> int:
     return len(touched)
 
 
+def test_lines_before_an_array_are_of_no_access():
+    first = np.array([[-3, -1, 0, 5] * 8 + [7] * 32, [traffic.NOWHERE, 2, 2, 4] * 8 + [-1] * 32])
+    assert traffic._distinct_by_warp(first, first).tolist() == [2 + 1, 2 + 0]
+    ends = np.where(first < 0, first, first + 1)
+    assert traffic._distinct_by_warp(first, ends).tolist() == [4 + 2, 4 + 0]
+
+
 @pytest.mark.parametrize("name", ["max pool", "depthwise odd"])
 def test_a_counter_that_has_counted_others(name):
     fn, arguments = cases.CASES[name]

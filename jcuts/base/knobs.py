@@ -125,7 +125,7 @@ class Knobs:
     )
     tune_seconds: float | None = _knob(
         _number(0.0, math.inf, with_low=True),
-        "wall time that tuning may take at a first call, beyond jax.jit's own; inf: no limit (default: 60; GPU: inf)",
+        "wall time that tuning may take at a first call, beyond jax.jit's own; inf: no limit (default: 60)",
         default=None,
     )
     lock_patience_s: float = _knob(

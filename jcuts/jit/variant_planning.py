@@ -126,9 +126,10 @@ def _plan_shards(traced: TracedCall, parts: shard_local.Split, measure: bool) ->
 def _plan_variants(traced: TracedCall) -> PlanningResult:
     begun = time.monotonic()
     with machine_lock.try_lock() as may:
-        worth = variant_space.candidate_variants(traced.closed, traced.platform)
-        judge = traced.exact if any(form is not None and form.rewrites for form in worth) else None
         budget = time_budget.current()
+        worth = variant_space.candidate_variants(traced.closed, traced.platform)
+        worth = variant_space.most_rewritten(worth) if budget.is_limited else worth
+        judge = traced.exact if any(form is not None and form.rewrites for form in worth) else None
         profiler = xla_profile.RegionProfiler(traced.closed, traced.leaves) if may else None
         todo = beyond_plain_jit(background_tasks(traced, judge, profiler), budget) if may else {}
         # The first times algorithms, which the next finds in memory; first runs keep the host busy.
@@ -182,8 +183,10 @@ def background_tasks(
         mine, named = traced.arguments.split(*traced.copies())[0]
         jax.block_until_ready(compiled[name](*mine, **named))
 
-    todo: dict[str, Callable[[], object]] = {f"{n} compiled": functools.partial(compile_, n) for n in names}
-    todo |= {} if profiler is None else {PROFILE: profiler.run}
+    compiles = {f"{n} compiled": functools.partial(compile_, n) for n in names}
+    first = next(iter(compiles))  # whose algorithms all others find in memory
+    todo: dict[str, Callable[[], object]] = {first: compiles[first]}
+    todo |= ({} if profiler is None else {PROFILE: profiler.run}) | compiles
     todo |= {f"{n} run": functools.partial(first_run, n) for n in names}
     return todo | ({FLOAT64: exact.compile, FLOAT64_RUN: exact.precompute} if exact is not None else {})
 

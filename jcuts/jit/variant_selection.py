@@ -63,7 +63,7 @@ class VariantSelector:
         if jaxapi.jit_disabled():
             return Decision(JCUTS, "jax.disable_jit is in force: nothing is compiled")
         traced = self._trace(call)
-        seconds = time_budget.seconds_of(self.settings, on_gpu=traced.on_gpu, explicit=force)
+        seconds = time_budget.seconds_of(self.settings, explicit=force)
         with time_budget.spending(time_budget.TimeBudget(seconds)) as budget:
             return self._select(call, traced, budget, measure=measure and seconds > 0, force=force)
 

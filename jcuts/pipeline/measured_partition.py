@@ -20,7 +20,7 @@ from jcuts.base.settings import Settings
 from jcuts.fusion.dag import NodeSet as Members
 from jcuts.fusion.partition_space import CPU_OPTIONS, Incumbent, Space, SpaceOptions, explore
 from jcuts.pipeline.computation import TO_FUSE, Computation, Region, add_candidates
-from jcuts.tune import session, time_budget
+from jcuts.tune import region_problem, session, time_budget
 from jcuts.tune.choice import LIBRARY
 from jcuts.tune.parent.worker_session import workers_of
 from jcuts.xla import devices as xla_devices
@@ -131,7 +131,7 @@ class _Search:
     tried: int = 0
     cut: bool = False
 
-    candidates = session.MIN_CANDIDATES
+    candidates = region_problem.MIN_CANDIDATES
     """Kernels tried per new subset."""
     platform = "cpu"
 

@@ -22,6 +22,7 @@ FORMAT = 1
 MORE = tuple(map("".join, itertools.product(("", " finite"), ("", " divisor"), ("", " tf32"))))
 RECIPES = (*(kind + more for kind in ("normal", "positive") for more in MORE), "bool", "integers", "given")
 CANDIDATE_KINDS = ("program", "object", "stablehlo")
+_GROUPED = re.compile(r"feature_group_count=(?!1\b)\d")
 _INTEGERS = re.compile(r"integers (-?\d+)\.\.(-?\d+)")
 
 
@@ -179,6 +180,11 @@ class Problem:
             space=self.space or [c.digest for c in self.candidates],
             tolerance=self.tolerance,
         )
+
+    @property
+    def has_grouped_convolution(self) -> bool:
+        """Whether its text has a convolution of groups, for which cuDNN compiles dozens of kernels to choose from."""
+        return _GROUPED.search(self.text) is not None
 
     @property
     def platform(self) -> str:

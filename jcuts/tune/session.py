@@ -10,27 +10,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jcuts.base import fingerprint, keys, knobs
 from jcuts.base.errors import IRError
 from jcuts.base.settings import Settings
 from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import read
-from jcuts.schedule.bound import roofline_bound
-from jcuts.trace.canonical import canonical_text
 from jcuts.tune import expected_gain, time_budget
 from jcuts.tune.baseline.xla_export import with_exports
 from jcuts.tune.baseline.xla_profile import RegionProfiler
 from jcuts.tune.choice import LIBRARY, Choice
 from jcuts.tune.database import Store
-from jcuts.tune.input_recipes import FLOATS, degree, input_recipe, reduction_length
 from jcuts.tune.parent.tuner import Progress, TuningBudget, default_store, tune
 from jcuts.tune.parent.worker_session import shared_worker_session, workers_of
-from jcuts.tune.problem import Candidate, Input, Output, Problem
+from jcuts.tune.problem import Problem
 from jcuts.tune.problem import label_of as _label
+from jcuts.tune.region_problem import candidate_budget, make_problem, with_candidates
 
 __all__ = [
     "RegionProblems",
@@ -51,16 +47,9 @@ __all__ = [
     "warm_workers",
 ]
 
-CANDIDATE_BUDGET = 96  # kernels that one session compiles, shared out by the subsets' work
-MIN_CANDIDATES = 2
 OF_OTHERS = 0.1
 """Weight of what problems of variants are expected to gain that are not expected to win."""
 STORED_PROGRAMS = 512  # programs of choices that are kept as they were read
-CORES = 8
-"""Cores for which a GPU's candidates have that budget: they compile side by side."""
-MOST_BUDGETS = 2.0
-"""The largest factor of that budget, with more cores.  More candidates are worth it: of 25 products and convolutions at
-batch 1 and 16 the best of the first four took 3 % more than the best of eight (worst 26)."""
 
 _log = logging.getLogger("jcuts.tune")
 _progress: Progress | None = None
@@ -351,84 +340,3 @@ def _stored_program(text: str) -> Program | None:
         return read(text, signed=True) if text else None  # `tune` has checked the row if it is not signed
     except IRError:  # a person may have edited the row
         return None
-
-
-def with_candidates(problem: Problem, subset: Any, candidates: int) -> Problem:
-    """The problem with the subset's best ``candidates`` candidates; its digest stays."""
-    return replace(
-        problem,
-        candidates=tuple(
-            Candidate("program", p.to_text(), _label(p), score, roofline_bound(p).seconds)
-            for p, score in subset.ranked[:candidates]
-        ),
-    )
-
-
-def make_problem(subset: Any, settings: Settings, candidates: int, device: str = "") -> Problem:
-    """The tuning problem of a subset; its best ``candidates`` candidates are known by what determines them."""
-    reduction = reduction_length(subset.program)
-    outputs = tuple(
-        Output(tuple(v.aval.shape), v.aval.dtype.name, reduction, v.aval.dtype.name not in FLOATS)
-        for v in subset.outputs
-    )
-    return Problem(
-        identity=subset.identity,
-        inputs=tuple(
-            Input(
-                tuple(v.aval.shape),
-                v.aval.dtype.name,
-                input_recipe(subset.closed, v) + (" tf32" if k in subset.rounded else ""),
-            )
-            for k, v in enumerate(subset.inputs)
-        ),
-        outputs=outputs,
-        space=f"{subset.space} {candidates}",
-        expected=candidates,
-        tolerance=settings.tolerance,
-        degree=degree(subset.closed),
-        name=_name(subset),
-        device=device,
-        text=canonical_text(subset.closed) if device else "",
-        schedules=tuple(keys.schedules("cuda" if device else "cpu", subset.program.template).items()),
-    )
-
-
-def _name(subset: Any) -> str:
-    names = [eqn.primitive.name for eqn in subset.closed.jaxpr.eqns]
-    return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]} ({len(names)})"
-
-
-def candidate_budget(subsets: Sequence[Any], on_gpu: bool = False) -> dict[str, int]:
-    """How many candidates each distinct subset may have: in proportion to its share of the whole work.
-
-    On a GPU bytes count as well: most kernels wait for memory, and products have operations for next to nothing.
-    """
-    weight: dict[str, float] = {}
-    for subset in subsets:
-        cost = float(_work(subset.program))
-        if on_gpu:
-            moved = sum(b.bytes for b in subset.program.buffers if b.role != "local")
-            cost = moved + cost / expected_gain.GPU_BALANCE
-        weight[subset.identity] = weight.get(subset.identity, 0.0) + cost
-    total = sum(weight.values()) or 1.0
-    limit, budget = knobs.current().max_candidates, float(CANDIDATE_BUDGET)
-    if on_gpu:
-        budget *= min(MOST_BUDGETS, max(1.0, (knobs.current().compile_workers or _cores()) / CORES))
-    return {k: max(MIN_CANDIDATES, min(limit, round(budget * w / total))) for k, w in weight.items()}
-
-
-@functools.cache
-def _cores() -> float:
-    """Cores that compile candidates: those that the process had when it was first asked, within its control group."""
-    cores = float(fingerprint.usable_cores())
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
-        return min(cores, int(quota) / int(period))
-    except (OSError, ValueError):  # another kind of group, or "max"
-        return cores
-
-
-def _work(program: Any) -> int:
-    from jcuts.schedule.cpu.loop_candidates import work
-
-    return sum(work(phase) for phase in program.phases)

@@ -19,6 +19,8 @@ from jcuts.base.settings import Settings
 
 CANDIDATE_SECONDS = 1.0
 """One core's time to compile and check a candidate [s]: what is assumed before anything was measured."""
+PROFILED_SECONDS = 0.25
+"""Time to measure a problem whose baseline is known from a profile [s], until one was measured."""
 PROBLEM_SECONDS = 1.0
 """Time to export a problem, to make its references and to measure it [s]; the same until one was measured."""
 
@@ -34,6 +36,7 @@ class TimeBudget:
         self.start = clock()
         self._held: float | None = None
         self._measured: list[float] = []
+        self._expected = PROBLEM_SECONDS
 
     @property
     def is_limited(self) -> bool:
@@ -71,7 +74,11 @@ class TimeBudget:
 
     def measuring_seconds(self) -> float:
         """How long measuring one problem is expected to take [s]: the mean of those that were measured."""
-        return sum(self._measured) / len(self._measured) if self._measured else PROBLEM_SECONDS
+        return sum(self._measured) / len(self._measured) if self._measured else self._expected
+
+    def expect_measuring(self, seconds: float) -> None:
+        """Says how long measuring one problem is expected to take until one was measured [s]."""
+        self._expected = seconds
 
     def covers(self, problems: int, candidates: int, workers: int) -> bool:
         """Whether all candidates of some problems will be measured in time, as far as can be foreseen.
@@ -83,9 +90,7 @@ class TimeBudget:
 
 
 DEFAULT_SECONDS = 60
-"""Of functions on a CPU.  On a GPU there is no limit by default: cut at 60 s, one of seven networks lost most of its
-gain on an H100 (MobileNetV2 at batch 64: 1.2 instead of 3.3 times as fast as XLA).
-"""
+"""Of a function's first call beyond ``jax.jit``'s own."""
 UNLIMITED = TimeBudget()
 """What `tune` has without a budget: every candidate is measured."""
 
@@ -108,8 +113,8 @@ def spending(budget: TimeBudget) -> Iterator[TimeBudget]:
         _open.budget = before
 
 
-def seconds_of(settings: Settings, *, on_gpu: bool = False, explicit: bool = False) -> float:
-    """Seconds that tuning may take: the option, else ``JCUTS_TUNE_SECONDS``, else `DEFAULT_SECONDS`, on CPUs.
+def seconds_of(settings: Settings, *, explicit: bool = False) -> float:
+    """Seconds that tuning may take: the option, else ``JCUTS_TUNE_SECONDS``, else `DEFAULT_SECONDS`.
 
     Args: explicit: the user asked for tuning (``.tune()``): there the option alone is a limit.
     """
@@ -118,4 +123,4 @@ def seconds_of(settings: Settings, *, on_gpu: bool = False, explicit: bool = Fal
     if explicit:
         return math.inf
     found = knobs.current().tune_seconds
-    return found if found is not None else math.inf if on_gpu else DEFAULT_SECONDS
+    return found if found is not None else DEFAULT_SECONDS

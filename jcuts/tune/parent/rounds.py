@@ -17,6 +17,10 @@ from jcuts.tune.time_budget import TimeBudget
 
 FIRST_ROUND = 2
 """Candidates of each problem in the first round."""
+NEGLIGIBLE = 0.02
+"""Share of what all problems of a session may gain by a profile of XLA's program, up to which the least are left."""
+NEGLIGIBLE_LATER = 0.2
+"""The same of a second round, for the rest of their candidates."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,25 @@ def by_gain(problems: Sequence[Problem], gain: Callable[[Problem], float]) -> li
             if part in known:
                 found.setdefault(part, known[part])
     return list(found.values())
+
+
+def worth_measuring(
+    problems: Sequence[Problem], gain: Callable[[Problem], float], negligible: float = NEGLIGIBLE
+) -> set[str]:
+    """Digests of the problems that are left when the least of them, with a share of the sum of all gains, are taken
+    away.
+    """
+    gains = {p.digest: gain(p) for p in problems}
+    if not any(gains.values()):
+        return set(gains)
+    rest = negligible * sum(gains.values())
+    kept = set(gains)
+    for digest in sorted(gains, key=lambda d: gains[d]):
+        rest -= gains[digest]
+        if rest < 0.0:
+            break
+        kept.discard(digest)
+    return kept
 
 
 def plan_round(

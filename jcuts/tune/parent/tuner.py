@@ -25,7 +25,7 @@ from jcuts.tune.parent import extra_kernels
 from jcuts.tune.parent.job import TuningJob, make_job
 from jcuts.tune.parent.machine_lock import default_patience, gave_up_waiting, holder, is_mine, measuring_lock
 from jcuts.tune.parent.measure_order import measure_in_order
-from jcuts.tune.parent.rounds import plan_round
+from jcuts.tune.parent.rounds import NEGLIGIBLE_LATER, plan_round, worth_measuring
 from jcuts.tune.parent.session_limits import Progress, TuningBudget
 from jcuts.tune.parent.tuning_queue import TuningQueue
 from jcuts.tune.parent.worker_session import shared_worker_session, workers_of
@@ -33,7 +33,7 @@ from jcuts.tune.problem import Problem
 from jcuts.tune.replay import Recording
 from jcuts.tune.row_signature import FOREIGN, OTHER_VERSIONS, TUNED
 from jcuts.tune.select import estimate, keep_xla, keep_xla_for_now, keep_xla_over_budget, select, select_stored
-from jcuts.tune.time_budget import UNLIMITED
+from jcuts.tune.time_budget import PROFILED_SECONDS, UNLIMITED
 
 __all__ = ["Progress", "TuningBudget", "default_store", "describe", "shared_worker_session", "tune"]
 _log = logging.getLogger("jcuts.tune")
@@ -224,9 +224,19 @@ def _measure_in_rounds(
         return
     found = {p.digest: (p, asked.partial[p.digest]) for p in problems if p.digest in asked.partial}
     workers, progressed = asked.effort.workers or workers_of(), True
+    first = later = {p.digest for p in problems}
+    if asked.gain is not None and asked.profiled is not _unknown:
+        first = worth_measuring(problems, asked.gain)
+        later = worth_measuring(problems, asked.gain, NEGLIGIBLE_LATER)
+        budget.expect_measuring(PROFILED_SECONDS)
     while progressed and not budget.is_spent():
         progressed = False
-        left = [p for p in problems if p.digest not in found or found[p.digest][1].is_cut]
+        left = [
+            p
+            for p in problems
+            if p.digest in (later if p.digest in asked.partial else first)
+            and (p.digest not in found or found[p.digest][1].is_cut)
+        ]
         chosen = plan_round(left, asked.partial, budget, workers, asked.gain)
         for problem, choice in _measure_all(chosen.problems, asked, prepare, chosen.candidates):
             if problem.digest in found and (choice.is_postponed or choice == found[problem.digest][1]):
@@ -235,7 +245,7 @@ def _measure_in_rounds(
             found[problem.digest] = problem, choice
             if choice.is_cut and choice.origin == "measured":
                 asked.partial[problem.digest] = choice
-    if budget.is_spent():
+    if budget.is_spent() or len(found) < len(problems):
         found = {p.digest: (p, keep_xla_over_budget(p)) for p in problems} | found
     yield from found.values()
 

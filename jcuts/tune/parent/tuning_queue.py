@@ -26,8 +26,7 @@ from jcuts.tune.verify.inputs import NORMAL
 _log = logging.getLogger("jcuts.tune")
 _LIVE_REFERENCES = 4
 """Problems whose reference arrays lie on disk at the same time."""
-_WAITING = 2
-"""... and most that wait for theirs where time is limited."""
+_WAITING = 2  # ... and most that wait for theirs where time is limited
 CHECK_SECONDS = 0.5
 """What is kept back for a reference and a check of one kernel on a GPU [s]: they took 0.2 to 0.3 (docs/tuning.md)."""
 _AHEAD = 16
@@ -200,6 +199,7 @@ class TuningQueue:
             "seed": self.seed,
             "autotuned": place,
             "timed": not job.expected,
+            "grouped": job.problem.has_grouped_convolution,
         }
         self._submit(REFERENCE if self.pool.sizes.get(REFERENCE) else XLA, request, done)
 

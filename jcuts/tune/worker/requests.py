@@ -140,6 +140,8 @@ def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     place, folder = str(request.get("autotuned", "")), Path(request["folder"])
     timed, narrow = bool(request.get("timed", True)), problem_files.has_narrow_floats(problem)
     options = autotune_cache.read_shared_results(place, timed=timed, narrow=narrow) if place else {}
+    if place and not timed and request.get("grouped"):  # in float32 either way
+        options = options | autotune_cache.without_autotuning()
     parts: dict[str, float] = {}
     library = problem_files.library_of(request["problem"])
     kinds = references.make(jax, problem, library, folder, int(request["seed"]), options, parts)

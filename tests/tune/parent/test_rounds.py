@@ -15,7 +15,7 @@ from jcuts.tune.choice import LIBRARY, OVER_BUDGET, Choice
 from jcuts.tune.database import Store
 from jcuts.tune.parent.compile_backlog import CompileBacklog
 from jcuts.tune.parent.job import TuningJob
-from jcuts.tune.parent.rounds import FIRST_ROUND, by_gain, plan_round
+from jcuts.tune.parent.rounds import FIRST_ROUND, by_gain, plan_round, worth_measuring
 from jcuts.tune.parent.tuner import TuningBudget, tune
 from jcuts.tune.select import keep_xla, over_budget
 from jcuts.tune.time_budget import TimeBudget
@@ -48,7 +48,7 @@ class Session:
         self.clock.now += 10.0
         return problem
 
-    def tune(self, mode="mixed", **more):
+    def tune(self, mode="mixed", gain=None, profiled=None, **more):
         limits = TuningBudget(seconds=0.02, finalists=2, timeout=20.0, workers=2, seed=1, patience=20.0)
         effort = replace(limits, time=self.budget, **more)
         problems = [objects.problem(*KINDS, name=name) for name in GAINS]
@@ -58,7 +58,8 @@ class Session:
             settings=Settings(mode=mode),
             effort=effort,
             prepare=self.prepare,
-            gain=lambda problem: GAINS[problem.name],
+            gain=gain or (lambda problem: GAINS[problem.name]),
+            profiled=profiled,
         )
         return {choice.name: choice for choice in found.values()}
 
@@ -192,6 +193,31 @@ def test_rounds_go_by_gain_unless_the_time_will_do():
     assert names(plan_round(problems, {}, short, 2, None).problems) == list(GAINS)
 
 
+def test_the_least_gains_are_left_unmeasured():
+    problems = [objects.problem(*KINDS, name=name, exports=False) for name in ("a", "b", "c", "d", "e")]
+    gains = dict(zip("abcde", (100.0, 1.5, 0.4, 0.0, 50.0), strict=True))
+
+    def kept(share):
+        found = worth_measuring(problems, lambda p: gains[p.name], share)
+        return "".join(p.name for p in problems if p.digest in found)
+
+    assert kept(0.02) == "ae" and kept(0.01) == "abe" and kept(0.0) == "abce" and kept(0.5) == "a"
+    assert worth_measuring(problems, lambda p: 0.0) == {p.digest for p in problems}
+    assert worth_measuring([], lambda p: 0.0) == set()
+
+
+def test_by_a_profile_only_what_may_gain_is_measured_and_the_rest_is_unmeasured(monkeypatch):
+    monkeypatch.setattr(TimeBudget, "covers", lambda *_: False)
+    session = Session(seconds=1e6)
+    gains = {"large": 1e-3, "middle": 1e-4, "small": 1e-6}
+    found = session.tune(profiled=lambda digest: 1e-3, gain=lambda problem: gains[problem.name])
+    assert session.prepared == ["large", "middle", "large"]  # the rest of its candidates only for the largest
+    assert labels(found["large"]) == COMPLETE and not found["large"].is_cut
+    assert labels(found["middle"]) == FIRST and found["middle"].is_cut
+    assert found["small"].origin == "library" and found["small"].unmeasured == len(KINDS)
+    assert {m.method for m in found["middle"].measurements if m.label == LIBRARY} == {"profile"}
+
+
 def test_parts_come_behind_what_they_are_parts_of():
     made = {name: objects.problem(*KINDS, name=name, exports=False) for name in ("small", "middle", "large", "tiny")}
     made["large"] = replace(made["large"], parts=(made["tiny"].digest, made["small"].digest, "unknown"))
@@ -256,13 +282,11 @@ def test_the_option_goes_before_the_variable_and_tune_has_no_limit_of_its_own():
         assert time_budget.seconds_of(Settings(tune_seconds=3)) == 3.0
         assert time_budget.seconds_of(Settings(), explicit=True) == math.inf
         assert time_budget.seconds_of(Settings(tune_seconds=0), explicit=True) == 0.0
-        assert time_budget.seconds_of(Settings(), on_gpu=True) == 7.0
     with knobs.scope(tune_seconds=None):
         assert (
             time_budget.seconds_of(Settings()) == 60.0 and time_budget.seconds_of(Settings(), explicit=True) == math.inf
         )
-        assert time_budget.seconds_of(Settings(), on_gpu=True) == math.inf
-        assert time_budget.seconds_of(Settings(tune_seconds=9), on_gpu=True) == 9.0
+        assert time_budget.seconds_of(Settings(tune_seconds=9)) == 9.0
     assert knobs.parse({}).tune_seconds is None and knobs.parse({"JCUTS_TUNE_SECONDS": "inf"}).tune_seconds == math.inf
 
 

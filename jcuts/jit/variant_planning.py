@@ -212,7 +212,8 @@ def _tune_and_plan(
         # What more is rewritten in is expected to win: its problems come first.
         richest = sorted(started, key=lambda form: -len(form.rewrites) if form is not None else 0)
         collected = [planning.problems for planning in started.values() if planning.problems is not None]
-        session.tune_together(collected, meanwhile.quiesce, profiler, started[richest[0]].problems)
+        first = started[richest[0]].problems if richest else None
+        session.tune_together(collected, meanwhile.quiesce, profiler, first)
         meanwhile.quiesce(True)
 
         def of_form(form: Variant | None) -> Outcome:

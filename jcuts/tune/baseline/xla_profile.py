@@ -177,5 +177,6 @@ class RegionProfiler:
 
     def seconds(self, eqns: Sequence[Any]) -> float | None:
         """XLA's time of a region [s], None where it is not known; waits for the profile."""
-        self._done.wait(PATIENCE)
+        if not self._done.wait(PATIENCE):
+            self._done.set()  # nobody waits again
         return None if self._times is None else self._times.seconds(eqns)

@@ -3,8 +3,8 @@
     python benchmarks/networks/region_profile.py --out results MobileNetV2:64:args GPT_training:8:args   # on a GPU
     python benchmarks/networks/region_profile.py --out dry --dry MobileNetV2:2:args                  # finds typos
 
-Writes ``region_profile_<row>.json``: the kernels' time, the share of it that name scopes attribute to equations, and the
-error of times by kind of operation against the attribution itself, over the regions of the most rewritten variant
+Writes ``region_profile_<row>.json``: the kernels' time, the share of it that name scopes attribute to equations, and
+the error of times by kind of operation against the attribution itself, over the regions of the most rewritten variant
 (sum of absolute differences over the sum of times; a region counts as often as it occurs).
 """
 

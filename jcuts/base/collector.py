@@ -8,11 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Iterator
 
 _lock = threading.Lock()
 _paused = 0
+
+
+def _resume_in_child() -> None:
+    """A forked child has none of the threads that would switch the collector on again."""
+    global _lock, _paused
+    _lock = threading.Lock()
+    if _paused:
+        _paused = 0
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_resume_in_child)
 
 
 @contextlib.contextmanager

@@ -139,6 +139,8 @@ def _plan_variants(traced: TracedCall) -> PlanningResult:
                 result = _tune_and_plan(traced, worth, busy, profiler)
         finally:
             budget.release()
+            if profiler is not None:
+                profiler.close()
     log.info("planned and tuned in %.2f s", time.monotonic() - begun)
     return result
 
@@ -209,10 +211,10 @@ def _tune_and_plan(
                     if (problems := started[form].problems) is not None:
                         session.warm_workers(problems)
         log.info("variants planned in %.2f s", time.monotonic() - start)
-        # What more is rewritten in is expected to win: its problems come first.
-        richest = sorted(started, key=lambda form: -len(form.rewrites) if form is not None else 0)
+        # What most is rewritten in is expected to win: its problems come first.
+        ordered = sorted(started, key=lambda form: -len(form.rewrites) if form is not None else 0)
         collected = [planning.problems for planning in started.values() if planning.problems is not None]
-        first = started[richest[0]].problems if richest else None
+        first = started[ordered[0]].problems if ordered else None
         session.tune_together(collected, meanwhile.quiesce, profiler, first)
         meanwhile.quiesce(True)
 

@@ -311,7 +311,8 @@ def measured_gains(found: Mapping[Variant | None, Outcome]) -> dict[Variant | No
 def most_rewritten(forms: Sequence[Variant | None]) -> list[Variant | None]:
     """Variants that are planned where tuning time is limited: the plainest, and those with the most rewrites.
 
-    Of ten networks tuned without a limit on an H100 the latter was the fastest, or as fast as it within the noise.
+    Of twelve networks at their headline batch, tuned without a limit on an H100, the latter were the fastest or as fast
+    within the noise; at batch 1 the plainest sometimes was.
     """
     most = max((len(form.rewrites) for form in forms if form is not None), default=0)
     return [

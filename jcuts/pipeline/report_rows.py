@@ -15,7 +15,7 @@ from jcuts.report.function_report import NO_TIME, NOT_CHECKED, NOT_MEASURED, Fun
 from jcuts.schedule.bound import roofline_bound as lower_bound
 from jcuts.schedule.cpu import loop_candidates
 from jcuts.trace.source import as_source
-from jcuts.tune.choice import FAMILY, LIBRARY, OVER_BUDGET, SCREENED, UNVERIFIED
+from jcuts.tune.choice import DERIVED, LIBRARY, OVER_BUDGET, SCREENED, UNVERIFIED
 
 
 def outcome_of(state: State) -> Outcome:
@@ -126,7 +126,7 @@ def subset_report(level: Computation, subset: Region) -> SubsetReport:
     if subset.choice is not None:
         times = {m.label: m for m in subset.choice.measurements}
         xla = times[LIBRARY].seconds if LIBRARY in times else None
-        derived = LIBRARY in times and times[LIBRARY].method == FAMILY
+        derived = LIBRARY in times and times[LIBRARY].method in DERIVED
         if chosen is not None and (m := times.get(subset.choice.winner)) is not None:
             seconds, score, bound = m.seconds, m.pul, m.bound_seconds
             xla = xla if m.is_contest else None  # another clock's time

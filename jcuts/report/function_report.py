@@ -38,7 +38,7 @@ class SubsetReport:
         source: where a kernel's choice comes from: 'tuned here', 'imported, checked here', or '' where none was stored.
         predicted_seconds, pul: of the chosen kernel, by the performance model (`pipeline.predictions`); None where it
             has none.
-        derived: whether XLA's time follows from those of other programs (`tune.parent.measure_order`).
+        derived: whether XLA's time follows from other programs', or from a profile (`tune.parent.measure_order`).
     """
 
     name: str

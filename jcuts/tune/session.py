@@ -47,8 +47,8 @@ __all__ = [
     "warm_workers",
 ]
 
-OF_OTHERS = 0.1
-"""Weight of what problems of variants are expected to gain that are not expected to win."""
+OF_OTHERS = 10
+"""Divisor of what problems of variants are expected to gain that are not expected to win."""
 STORED_PROGRAMS = 512  # programs of choices that are kept as they were read
 
 _log = logging.getLogger("jcuts.tune")
@@ -245,7 +245,7 @@ def tune_together(
 
     def gain(problem: Problem) -> float:  # only one of the variants will run
         expected = max(made.gain(problem.digest, profile) for made in collections)
-        return expected if first is None or problem.digest in first.region_of else OF_OTHERS * expected
+        return expected if first is None or problem.digest in first.region_of else expected / OF_OTHERS
 
     def profiled(digest: str) -> float | None:
         region = owner[digest][1].region_of[digest]
@@ -264,7 +264,7 @@ def tune_together(
         quiet=quiet,
         further=lambda digest, chosen: [p for made in collections for p in made.programs_of(digest, chosen)],
         gain=gain,
-        profiled=profiled if profile is not None else None,
+        profiled=profiled if profile is not None and profile.is_known else None,
     )
     _log.info("%d problems of all forms: %.2f s", len(owner), time.monotonic() - start)
 

@@ -19,7 +19,7 @@ from jcuts.base.settings import Settings
 
 CANDIDATE_SECONDS = 1.0
 """One core's time to compile and check a candidate [s]: what is assumed before anything was measured."""
-PROFILED_SECONDS = 0.25
+PROFILED_SECONDS = 1 / 4
 """Time to measure a problem whose baseline is known from a profile [s], until one was measured."""
 PROBLEM_SECONDS = 1.0
 """Time to export a problem, to make its references and to measure it [s]; the same until one was measured."""

@@ -32,6 +32,14 @@ HloModule jit_scoped, is_scheduled=true
   ROOT %both = (f32[8,100]{1,0}, f32[8]{0}) tuple(%sum, %rows)
 }
 
+%wide (p.2: f32[4096], p.3: s32[]) -> (f32[8], f32[8], f32[8], f32[8], f32[8], /*index=5*/f32[8]) {
+  %p.2 = f32[4096]{0:T(256)} parameter(0)
+  %p.3 = s32[] parameter(1)
+  %part = f32[8]{0} dynamic-slice(%p.2, %p.3), dynamic_slice_sizes={8}, metadata={op_name="/@5/dynamic_slice"}
+  %exp.1 = f32[8]{0} exponential(%part), metadata={op_name="/@6/exp"}
+  ROOT %six = (f32[8]{0}, f32[8]{0}, f32[8]{0}, f32[8]{0}, f32[8]{0}, /*index=5*/f32[8]{0}) tuple(%exp.1, %part)
+}
+
 ENTRY %main (x: f32[8,50], w: f32[50,100], v: f32[100]) -> f32[8] {
   %x = f32[8,50]{1,0} parameter(0), metadata={op_name="args[0]"}
   %w = f32[50,100]{1,0} parameter(1)
@@ -40,6 +48,7 @@ ENTRY %main (x: f32[8,50], w: f32[50,100], v: f32[100]) -> f32[8] {
   %gemm.3 = (f32[8,100]{1,0}, s8[4096]{0}) custom-call(%x, %copy.1), metadata={op_name="/@0/d"}
   %made = f32[8,100]{1,0} get-tuple-element(%gemm.3), index=0
   %fusion.1 = (f32[8,100]{1,0}, f32[8]{0}) fusion(%made, %v), kind=kInput, calls=%fused, metadata={op_name="/@4/r"}
+  %many = (f32[8]{0}, f32[8]{0}, f32[8]{0}, f32[8]{0}, f32[8]{0}, /*index=5*/f32[8]{0}) fusion(%v), calls=%wide
   ROOT %out = f32[8]{0} get-tuple-element(%fusion.1), index=1
 }
 """.replace("@", SCOPE)
@@ -50,6 +59,8 @@ def test_a_fusion_is_divided_by_bytes_and_a_call_belongs_to_its_equation():
     assert shares["gemm.3"] == {0: 1.0}
     # The addition reads two arrays of 800 elements in the fusion (the broadcast one is none in memory, but read here).
     assert shares["fusion.1"] == pytest.approx({1: 6400 / (6400 + 3204), 4: 3204 / (6400 + 3204)})
+    # A slice reads what it writes, of however long an array; tuples of many elements have comments.
+    assert shares["many"] == pytest.approx({5: 64 / (64 + 32), 6: 32 / (64 + 32)})
     assert "copy.1" not in shares and "x" not in shares
     seconds = equation_seconds(MODULE, {"gemm.3": 2e-6, "fusion.1": 1e-6, "copy.1": 5e-6, "gone": 1.0})
     assert seconds[0] == 2e-6 and sum(seconds.values()) == pytest.approx(3e-6)
@@ -104,6 +115,13 @@ def test_a_kind_ignores_layouts_and_tells_gradients_of_a_product_apart():
         if e.primitive.name == "conv_general_dilated"
     ]
     assert kind(conv) == kind(forward)
+    (half,) = inline(
+        jax.make_jaxpr(product)(*(jax.ShapeDtypeStruct(s, "bfloat16") for s in ((64, 30), (30, 70))))
+    ).jaxpr.eqns
+    (exact,) = eqns_of(lambda x, w: jnp.matmul(x, w, precision="highest"), (64, 30), (30, 70)).jaxpr.eqns
+    assert len({kind(forward), kind(half), kind(exact)}) == 3
+    (loop,) = eqns_of(lambda x: jax.lax.fori_loop(0, 3, lambda _, y: jnp.sin(y), x), (8,)).jaxpr.eqns
+    assert kind(loop) == ""
 
 
 def test_times_of_a_kind_are_averaged_and_unknown_operations_make_a_region_unknown():
@@ -127,8 +145,8 @@ def test_a_profile_tells_the_times_of_regions(monkeypatch):
     closed = jax.make_jaxpr(network)(*arguments())
     flat = inline(closed)
 
-    def recorded(call):
-        call()
+    def recorded(call, module):
+        assert call() and module == "jit_jcuts_profile"
         return {"first": 1.0}
 
     monkeypatch.setattr(xla_profile.autotune_cache, "known_options", lambda _: {})
@@ -143,12 +161,13 @@ def test_a_profile_tells_the_times_of_regions(monkeypatch):
 
 def test_where_nothing_can_be_recorded_nothing_is_known_and_nobody_waits(monkeypatch):
     monkeypatch.setattr(xla_profile.autotune_cache, "known_options", lambda _: {})
-    monkeypatch.setattr(xla_profile, "instruction_seconds", lambda _: {})
+    monkeypatch.setattr(xla_profile, "instruction_seconds", lambda *_: {})
     closed = jax.make_jaxpr(network)(*arguments())
     profiler = RegionProfiler(closed, arguments())
     with pytest.raises(RuntimeError, match="recorded no kernel"):
         profiler.run()
     assert profiler.seconds(closed.jaxpr.eqns) is None
+    assert not profiler.is_known
     closed_early = RegionProfiler(closed, arguments())
     closed_early.close()
     assert closed_early.seconds(closed.jaxpr.eqns) is None

@@ -18,7 +18,10 @@ FREE = frozenset(
     {"parameter", "constant", "broadcast", "iota", "bitcast", "tuple", "get-tuple-element", "reshape", "after-all"}
 )
 """Operations that neither read nor write memory, or nothing that the rest of their fusion does not."""
+PARTIAL = frozenset({"slice", "dynamic-slice", "gather"})
+"""Operations that read as much of their operand as they write."""
 
+_COMMENT = re.compile(r"/\*.*?\*/")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\([^=]*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _SHAPE = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")
@@ -79,7 +82,7 @@ def equation_seconds(text: str, seconds: Mapping[str, float]) -> dict[int, float
 def _parsed(text: str) -> _Module:
     module = _Module()
     names: list[str] = []
-    for line in text.splitlines():
+    for line in map(_without_comments, text.splitlines()):
         if head := _COMPUTATION.match(line):
             names = module.computations.setdefault(head[1], [])
         elif made := _INSTRUCTION.match(line):
@@ -97,6 +100,11 @@ def _parsed(text: str) -> _Module:
     return module
 
 
+def _without_comments(line: str) -> str:
+    """A line without ``/*index=5*/``, which stands before every fifth element of a tuple."""
+    return _COMMENT.sub("", line)
+
+
 def _weights(module: _Module, name: str) -> Shares:
     """Bytes by equation of an instruction, or of all in the computation that it calls."""
     mine = module.instructions[name]
@@ -107,10 +115,14 @@ def _weights(module: _Module, name: str) -> Shares:
                 found[equation] = found.get(equation, 0.0) + weight
         if found:
             return found
-    if mine.equation is None or (mine.operation in FREE and mine.operation != "reshape"):
+    if mine.equation is None or mine.operation in FREE:
         return {}
-    read = sum(module.instructions[o].size for o in mine.operands if o in module.instructions)
-    return {mine.equation: max(mine.size, read, 1.0)}
+    sizes = [module.instructions[o].size for o in mine.operands if o in module.instructions]
+    if mine.operation in PARTIAL:
+        return {mine.equation: max(2.0 * mine.size, 1.0)}
+    if mine.operation == "dynamic-update-slice" and len(sizes) > 1:
+        return {mine.equation: max(2.0 * sizes[1], 1.0)}
+    return {mine.equation: max(mine.size, sum(sizes), 1.0)}
 
 
 def _bytes(shape: str) -> float:

@@ -24,44 +24,68 @@ import jax
 
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
+from jcuts.trace.precision import asked
 from jcuts.tune.baseline import autotune_cache
 from jcuts.tune.baseline.hlo_attribution import SCOPE, equation_seconds
 
 _log = logging.getLogger("jcuts.tune")
+NANOSECONDS = 10**9
 STEPS = 3
 """Runs under the profiler; of each instruction the shortest counts, as something else may have used the GPU."""
 NO_GRAPHS: dict[str, Any] = {"xla_gpu_enable_command_buffer": ""}
 """Kernels inside CUDA graphs are recorded without the instruction that they belong to."""
+MODULE = "jit_jcuts_profile"
+"""Name of the HLO module that is profiled."""
+LEAST_ATTRIBUTED = 90
+"""Percentage of the kernels' time that must belong to equations."""
 PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
 """Primitives of which one variant has the one where another has the other."""
-LAYOUT = frozenset(
-    {"transpose", "reshape", "squeeze", "broadcast_in_dim", "rev", "copy", "convert_element_type", "iota", "pad"}
+DATA_MOVEMENT = frozenset(
+    {
+        "broadcast_in_dim",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "iota",
+        "pad",
+        "reshape",
+        "rev",
+        "slice",
+        "squeeze",
+        "transpose",
+    }
 )
-"""Primitives that only move data: variants differ in them, and XLA may fuse them anywhere."""
-PATIENCE = 60.0
+"""Primitives that only move data: variants differ in them (a concatenation in place reads slices), XLA fuses them."""
+PERCENT = 100
+PATIENCE = 60
 """Longest wait for a profile [s]."""
 
 
 def kind(eqn: Any) -> str:
-    """Operation and extents that XLA's time of an equation depends on, whatever its layouts.
+    """Operation, types and extents that XLA's time of an equation depends on, whatever its layouts; '' for loops.
 
     Extents of each operand, and operands, are sorted; of products their number of elements counts alone, so that a
     convolution and the same product with its operands turned have one kind.
     """
     name = jaxapi.primitive_name(eqn)
-    read, written = (_shapes(eqn.invars), _shapes(eqn.outvars))
+    if jaxapi.inner_jaxprs(eqn):
+        return ""
+    read, written = (_arrays(eqn.invars), _arrays(eqn.outvars))
     if name in PRODUCTS:
-        return f"product {sorted(map(math.prod, read))} {list(map(math.prod, written))}"
+        sizes = [sorted((math.prod(a.shape), a.dtype.name) for a in avals) for avals in (read, written)]
+        return f"product {sizes} {bool(asked(eqn.params.get('precision')))}"
     return f"{name} {sorted(map(_extents, read))} {sorted(map(_extents, written))}"
 
 
-def _shapes(atoms: Sequence[Any]) -> list[tuple[int, ...]]:
-    """Shapes of arrays; those of scalars, and of what is no array, say nothing."""
-    return [shape for atom in atoms if (shape := getattr(atom.aval, "shape", ()))]
+def _arrays(atoms: Sequence[Any]) -> list[Any]:
+    """Types of arrays; scalars, and what is no array, say nothing."""
+    return [atom.aval for atom in atoms if getattr(atom.aval, "shape", ())]
 
 
-def _extents(shape: Sequence[int]) -> list[int]:
-    return [math.prod(shape), *sorted(n for n in shape if n > 1)]
+def _extents(aval: Any) -> list[Any]:
+    return [aval.dtype.name, math.prod(aval.shape), *sorted(n for n in aval.shape if n > 1)]
 
 
 def equation_times(closed: jaxapi.Closed, leaves: Sequence[Any]) -> dict[int, float]:
@@ -72,20 +96,25 @@ def equation_times(closed: jaxapi.Closed, leaves: Sequence[Any]) -> dict[int, fl
         does not fit into the memory.
     """
 
-    def scoped(*args: Any) -> Any:
+    def jcuts_profile(*args: Any) -> Any:
         return jaxapi.eval_in_scopes(closed, SCOPE, *args)
 
     options = {**autotune_cache.known_options(NO_GRAPHS), **autotune_cache.options()}
-    compiled = jax.jit(scoped, compiler_options=options or None).lower(*leaves).compile()
-    seconds = instruction_seconds(lambda: compiled(*leaves))
+    compiled = jax.jit(jcuts_profile, compiler_options=options or None).lower(*leaves).compile()
+    seconds = instruction_seconds(lambda: compiled(*leaves), MODULE)
     if not seconds:
         raise RuntimeError("the profiler recorded no kernel")
-    return equation_seconds(compiled.as_text() or "", seconds)
+    times = equation_seconds(compiled.as_text() or "", seconds)
+    known, total = math.fsum(times.values()), math.fsum(seconds.values())
+    if PERCENT * known < LEAST_ATTRIBUTED * total:
+        raise RuntimeError(f"only {known / total:.0%} of the kernels' time belong to equations")
+    return times
 
 
-def instruction_seconds(call: Callable[[], Any], steps: int = STEPS) -> dict[str, float]:
+def instruction_seconds(call: Callable[[], Any], module: str, steps: int = STEPS) -> dict[str, float]:
     """Device time of every HLO instruction in one execution of a program, the shortest of some [s].
 
+    Args: module: name of the program's HLO module: something else may run on the device.
     Raises: RuntimeError: another profile is being taken.
     """
     jax.block_until_ready(call())
@@ -102,24 +131,24 @@ def instruction_seconds(call: Callable[[], Any], steps: int = STEPS) -> dict[str
                 jax.block_until_ready(call())
             finally:
                 jax.profiler.stop_trace()
-            for name, seconds in _recorded(place).items():
+            for name, seconds in _recorded(place, module).items():
                 found[name].append(seconds)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return {name: min(times) for name, times in found.items() if len(times) == steps}
 
 
-def _recorded(folder: Path) -> dict[str, float]:
-    """Device time by HLO instruction of what was recorded in a folder [s]."""
+def _recorded(folder: Path, module: str) -> dict[str, float]:
+    """Device time by HLO instruction of what was recorded of a module in a folder [s]."""
     found: dict[str, float] = defaultdict(float)
     for path in folder.rglob("*.xplane.pb"):
         for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
             if not plane.name.startswith("/device:GPU"):
                 continue
             for event in (event for line in plane.lines if line.name.startswith("Stream") for event in line.events):
-                name = next((value for key, value in event.stats if key == "hlo_op"), None)
-                if name is not None:
-                    found[str(name)] += event.duration_ns * 1e-9
+                stats = {key: str(value) for key, value in event.stats if key in ("hlo_op", "hlo_module")}
+                if "hlo_op" in stats and stats.get("hlo_module", module).startswith(module):
+                    found[stats["hlo_op"]] += event.duration_ns / NANOSECONDS
     return found
 
 
@@ -135,15 +164,15 @@ class OperationTimes:
         found: dict[str, list[float]] = defaultdict(list)
         for number, eqn in enumerate(closed.jaxpr.eqns):
             found[kind(eqn)].append(times.get(number, 0.0))
-        return cls({key: math.fsum(mine) / len(mine) for key, mine in found.items()})
+        return cls({key: math.fsum(mine) / len(mine) for key, mine in found.items() if key})
 
     def seconds(self, eqns: Sequence[Any]) -> float | None:
-        """Time of a region [s]; None where it has an operation that the program does not have."""
+        """Time of a region [s]; None where it has an operation that the program does not have, or a loop."""
         total = 0.0
         for eqn in eqns:
-            known = self._seconds.get(kind(eqn))
-            if known is None and jaxapi.primitive_name(eqn) not in LAYOUT:
-                return None
+            known, name = self._seconds.get(kind(eqn)), jaxapi.primitive_name(eqn)
+            if (known is None and name not in DATA_MOVEMENT) or (not known and name in PRODUCTS):
+                return None  # a product without a time is part of another's call
             total += known or 0.0
         return total or None
 
@@ -167,9 +196,16 @@ class RegionProfiler:
             times = equation_times(flat, self._leaves)
             self._times = OperationTimes.of(flat, times)
             total = math.fsum(times.values())
-            _log.info("profile of plain XLA: %.3f ms of kernels in %.2f s", total * 1e3, time.perf_counter() - start)
+            _log.info("profile of plain XLA: %.6f s of kernels in %.2f s", total, time.perf_counter() - start)
         finally:
             self._done.set()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a profile; waits for it."""
+        if not self._done.wait(PATIENCE):
+            self._done.set()  # nobody waits again
+        return self._times is not None
 
     def close(self) -> None:
         """Nobody need wait any more."""
@@ -177,6 +213,5 @@ class RegionProfiler:
 
     def seconds(self, eqns: Sequence[Any]) -> float | None:
         """XLA's time of a region [s], None where it is not known; waits for the profile."""
-        if not self._done.wait(PATIENCE):
-            self._done.set()  # nobody waits again
-        return None if self._times is None else self._times.seconds(eqns)
+        times = self._times if self.is_known else None
+        return None if times is None else times.seconds(eqns)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jcuts.tune.baseline import conv_relu_bound
 from jcuts.tune.baseline.interpolate import CLEAR, Range, decide_from_bounds
+from jcuts.tune.choice import LIBRARY, PROFILED, Choice
 from jcuts.tune.parent.job import TuningJob
 from jcuts.tune.parent.tuning_queue import TuningQueue
 
@@ -137,6 +138,17 @@ def _is_settled(job: TuningJob, faster: float, slower: float) -> bool:
     if seconds is not None:
         job.set_derived_time(seconds)
     return seconds is not None
+
+
+def is_close_by_profile(choice: Choice) -> bool:
+    """Whether a stored choice compares a kernel with a profile's time of XLA's that differs little: where time was
+    limited that was enough, without a limit XLA's own program is measured."""
+    (library, ours) = (
+        [m.seconds for m in choice.measurements if (m.label == LIBRARY) == is_library and m.is_contest]
+        for is_library in (True, False)
+    )
+    by_profile = any(m.label == LIBRARY and m.method == PROFILED for m in choice.measurements)
+    return bool(by_profile and ours) and decide_from_bounds(min(ours), library[0], library[0], CLEAR, CLEAR) is None
 
 
 @contextlib.contextmanager

@@ -15,11 +15,12 @@ from jcuts.tune.choice import Choice
 from jcuts.tune.problem import Problem
 from jcuts.tune.time_budget import TimeBudget
 
+PERCENT = 100
 FIRST_ROUND = 2
 """Candidates of each problem in the first round."""
-NEGLIGIBLE = 0.02
-"""Share of what all problems of a session may gain by a profile of XLA's program, up to which the least are left."""
-NEGLIGIBLE_LATER = 0.2
+NEGLIGIBLE = 2
+"""Percentage of what all problems may gain by a profile of XLA's program, up to which the least are left."""
+NEGLIGIBLE_LATER = 20
 """The same of a second round, for the rest of their candidates."""
 
 
@@ -47,15 +48,16 @@ def by_gain(problems: Sequence[Problem], gain: Callable[[Problem], float]) -> li
 
 
 def worth_measuring(
-    problems: Sequence[Problem], gain: Callable[[Problem], float], negligible: float = NEGLIGIBLE
+    problems: Sequence[Problem], gain: Callable[[Problem], float], negligible: int = NEGLIGIBLE
 ) -> set[str]:
-    """Digests of the problems that are left when the least of them, with a share of the sum of all gains, are taken
-    away.
+    """Digests of the problems that are left when the least of them are taken away.
+
+    Args: negligible: percentage of the sum of all gains that those have.
     """
     gains = {p.digest: gain(p) for p in problems}
     if not any(gains.values()):
         return set(gains)
-    rest = negligible * sum(gains.values())
+    rest = negligible * sum(gains.values()) / PERCENT
     kept = set(gains)
     for digest in sorted(gains, key=lambda d: gains[d]):
         rest -= gains[digest]

@@ -24,7 +24,7 @@ from jcuts.tune.database import Store, default_store
 from jcuts.tune.parent import extra_kernels
 from jcuts.tune.parent.job import TuningJob, make_job
 from jcuts.tune.parent.machine_lock import default_patience, gave_up_waiting, holder, is_mine, measuring_lock
-from jcuts.tune.parent.measure_order import measure_in_order
+from jcuts.tune.parent.measure_order import is_close_by_profile, measure_in_order
 from jcuts.tune.parent.rounds import NEGLIGIBLE_LATER, plan_round, worth_measuring
 from jcuts.tune.parent.session_limits import Progress, TuningBudget
 from jcuts.tune.parent.tuning_queue import TuningQueue
@@ -94,6 +94,8 @@ def tune(
             stored[digest], sources[digest] = choice, stored_choice_check.CHECKED_AS[origins[digest]]
     known = {digest: choice for digest, choice in stored.items() if choice.is_enough(settings.mode)}
     missing = {digest: p for digest, p in unique.items() if digest not in known or known[digest].is_cut}
+    if not effort.time.is_limited:
+        missing |= {digest: unique[digest] for digest, choice in known.items() if is_close_by_profile(choice)}
     if settings.tune == "auto" and missing:
         partial = {digest: choice for digest, choice in known.items() if choice.is_cut}
         asked = _TuneRequest(
@@ -117,6 +119,10 @@ def tune(
     return out
 
 
+def _unknown(_: str) -> None:
+    """Nothing is known of XLA's time before it is measured."""
+
+
 @dataclass(frozen=True)
 class _TuneRequest:
     """Arguments of one call of `tune`, passed to its steps.
@@ -133,7 +139,7 @@ class _TuneRequest:
     further: Callable[[str, Program], Iterable[Program]] | None = None
     gain: Callable[[Problem], float] | None = None
     partial: dict[str, Choice] = field(default_factory=dict)
-    profiled: Callable[[str], float | None] = lambda _: None
+    profiled: Callable[[str], float | None] = _unknown
 
     def stored(self, problem: Problem) -> Choice | None:
         """What another process has found out meanwhile."""
@@ -147,10 +153,6 @@ class _TuneRequest:
         if before is None or not choice.is_cut:
             return choice
         return choice if choice.unmeasured < before.unmeasured and choice.origin == "measured" else before
-
-
-def _unknown(_: str) -> None:
-    """Nothing is known of XLA's time before it is measured."""
 
 
 def _stored(problems: dict[str, Problem], store: Store, sources: dict[str, str]) -> dict[str, Choice]:
@@ -224,7 +226,7 @@ def _measure_in_rounds(
         return
     found = {p.digest: (p, asked.partial[p.digest]) for p in problems if p.digest in asked.partial}
     workers, progressed = asked.effort.workers or workers_of(), True
-    first = later = {p.digest for p in problems}
+    every = first = later = {p.digest for p in problems}
     if asked.gain is not None and asked.profiled is not _unknown:
         first = worth_measuring(problems, asked.gain)
         later = worth_measuring(problems, asked.gain, NEGLIGIBLE_LATER)
@@ -237,6 +239,10 @@ def _measure_in_rounds(
             if p.digest in (later if p.digest in asked.partial else first)
             and (p.digest not in found or found[p.digest][1].is_cut)
         ]
+        if not left and later != every:  # there is time for the others, too
+            first = later = every
+            progressed = True
+            continue
         chosen = plan_round(left, asked.partial, budget, workers, asked.gain)
         for problem, choice in _measure_all(chosen.problems, asked, prepare, chosen.candidates):
             if problem.digest in found and (choice.is_postponed or choice == found[problem.digest][1]):
@@ -245,7 +251,7 @@ def _measure_in_rounds(
             found[problem.digest] = problem, choice
             if choice.is_cut and choice.origin == "measured":
                 asked.partial[problem.digest] = choice
-    if budget.is_spent() or len(found) < len(problems):
+    if budget.is_spent():
         found = {p.digest: (p, keep_xla_over_budget(p)) for p in problems} | found
     yield from found.values()
 
@@ -299,7 +305,7 @@ def _measure_all(
                         conv_relu_bound.conv_relu_result_bytes(problem.text),
                     )
                     job.parts = problem.parts if digests.issuperset(problem.parts) else ()
-                job.profiled = asked.profiled(problem.digest) is not None
+                    job.profiled = asked.profiled(problem.digest) is not None
                 session.add(job)
             session.finish()
             quiet(True)

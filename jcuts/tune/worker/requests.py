@@ -6,7 +6,6 @@ is imported only by requests that need XLA.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import time
@@ -142,16 +141,13 @@ def reference(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     timed, narrow = bool(request.get("timed", True)), problem_files.has_narrow_floats(problem)
     options = autotune_cache.read_shared_results(place, timed=timed, narrow=narrow) if place else {}
     untimed = autotune_cache.without_autotuning() if place and not timed and request.get("grouped") else {}
-    parts: dict[str, float] = {}
-    library = problem_files.library_of(request["problem"])
-    make = functools.partial(references.make, jax, problem, library, folder, int(request["seed"]))
+    library, seed, parts = problem_files.library_of(request["problem"]), int(request["seed"]), dict[str, float]()
     try:
-        kinds = make(options | untimed, parts)
-    except jax.errors.JaxRuntimeError:
+        kinds = references.make(jax, problem, library, folder, seed, options | untimed, parts)
+    except jax.errors.JaxRuntimeError:  # the library cannot run the first of its kernels everywhere
         if not untimed:
             raise
-        parts.clear()
-        kinds = make(options, parts)  # the library cannot run the first of its kernels everywhere
+        kinds = references.make(jax, problem, library, folder, seed, options, parts)
     return {"kinds": kinds, "parts": parts}
 
 

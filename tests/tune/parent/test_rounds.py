@@ -11,10 +11,11 @@ from jcuts.base import knobs
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import Settings
 from jcuts.tune import time_budget
-from jcuts.tune.choice import LIBRARY, OVER_BUDGET, Choice
+from jcuts.tune.choice import LIBRARY, OVER_BUDGET, Choice, Measurement
 from jcuts.tune.database import Store
 from jcuts.tune.parent.compile_backlog import CompileBacklog
 from jcuts.tune.parent.job import TuningJob
+from jcuts.tune.parent.measure_order import is_close_by_profile
 from jcuts.tune.parent.rounds import FIRST_ROUND, by_gain, plan_round, worth_measuring
 from jcuts.tune.parent.tuner import TuningBudget, tune
 from jcuts.tune.select import keep_xla, over_budget
@@ -201,21 +202,31 @@ def test_the_least_gains_are_left_unmeasured():
         found = worth_measuring(problems, lambda p: gains[p.name], share)
         return "".join(p.name for p in problems if p.digest in found)
 
-    assert kept(0.02) == "ae" and kept(0.01) == "abe" and kept(0.0) == "abce" and kept(0.5) == "a"
+    assert kept(2) == "ae" and kept(1) == "abe" and kept(0) == "abce" and kept(50) == "a"
     assert worth_measuring(problems, lambda p: 0.0) == {p.digest for p in problems}
     assert worth_measuring([], lambda p: 0.0) == set()
 
 
-def test_by_a_profile_only_what_may_gain_is_measured_and_the_rest_is_unmeasured(monkeypatch):
+def test_by_a_profile_what_may_gain_most_is_complete_before_the_rest_begins(monkeypatch):
     monkeypatch.setattr(TimeBudget, "covers", lambda *_: False)
     session = Session(seconds=1e6)
     gains = {"large": 1e-3, "middle": 1e-4, "small": 1e-6}
     found = session.tune(profiled=lambda digest: 1e-3, gain=lambda problem: gains[problem.name])
-    assert session.prepared == ["large", "middle", "large"]  # the rest of its candidates only for the largest
-    assert labels(found["large"]) == COMPLETE and not found["large"].is_cut
-    assert labels(found["middle"]) == FIRST and found["middle"].is_cut
-    assert found["small"].origin == "library" and found["small"].unmeasured == len(KINDS)
-    assert {m.method for m in found["middle"].measurements if m.label == LIBRARY} == {"profile"}
+    assert session.prepared == ["large", "middle", "large", "small", "middle", "small"]
+    assert {name: labels(choice) for name, choice in found.items()} == dict.fromkeys(GAINS, COMPLETE)
+    assert not any(choice.is_cut for choice in found.values())
+
+
+def test_without_a_limit_close_cases_of_a_profile_are_measured_again():
+    def stored(ours, method="profile"):
+        times = {LIBRARY: (1.0, method), "right": (ours, "call")}
+        made = tuple(Measurement(label, t, t, t, 5, how) for label, (t, how) in times.items())
+        return Choice("p", LIBRARY, "", "measured", made)
+
+    assert is_close_by_profile(stored(0.9)) and is_close_by_profile(stored(1.1))
+    assert not is_close_by_profile(stored(0.5)) and not is_close_by_profile(stored(2.0))
+    assert not is_close_by_profile(stored(0.9, "call"))
+    assert not is_close_by_profile(Choice("p", LIBRARY, "", "library"))
 
 
 def test_parts_come_behind_what_they_are_parts_of():

@@ -251,8 +251,7 @@ def _measure_in_rounds(
             found[problem.digest] = problem, choice
             if choice.is_cut and choice.origin == "measured":
                 asked.partial[problem.digest] = choice
-    if budget.is_spent():
-        found = {p.digest: (p, keep_xla_over_budget(p)) for p in problems} | found
+    found = {p.digest: (p, keep_xla_over_budget(p)) for p in problems} | found  # the last round may have been too late
     yield from found.values()
 
 

@@ -33,9 +33,8 @@ def measure(spec: str, dry: bool) -> dict[str, Any]:
     from jcuts.base.settings import Settings
     from jcuts.jit import variant_space
     from jcuts.pipeline import passes
-    from jcuts.trace import jaxapi
-    from jcuts.tune.baseline import autotune_cache, xla_profile
-    from jcuts.tune.baseline.hlo_attribution import SCOPE, equation_seconds
+    from jcuts.tune.baseline import xla_profile
+    from jcuts.tune.baseline.hlo_attribution import equation_seconds
 
     fn, args = partition_gpu.workload(spec, dry)
     closed = roofline.traced(fn, args)
@@ -50,15 +49,9 @@ def measure(spec: str, dry: bool) -> dict[str, Any]:
     top = state.top
     planned = time.perf_counter()
 
-    def scoped(*xs: Any) -> Any:
-        return jaxapi.eval_in_scopes(top.closed, SCOPE, *xs)
-
-    options = autotune_cache.known_options(xla_profile.NO_GRAPHS) or None
-    compiled = jax.jit(scoped, compiler_options=options).lower(*leaves).compile()
-    ready = time.perf_counter()
-    seconds = xla_profile.instruction_seconds(lambda: compiled(*leaves))
+    seconds, text = xla_profile.instruction_profile(top.closed, leaves)
     done = time.perf_counter()
-    times = equation_seconds(compiled.as_text() or "", seconds)
+    times = equation_seconds(text, seconds)
     by_kind = xla_profile.OperationTimes.of(top.closed, times)
     total, error = 0.0, 0.0
     for region in top.subsets:
@@ -76,7 +69,7 @@ def measure(spec: str, dry: bool) -> dict[str, Any]:
         "regions": len(top.subsets),
         "region_seconds": total,
         "error_by_kind": error / total if total else None,
-        "spent": {"plan": planned - start, "compile": ready - planned, "profile": done - ready},
+        "spent": {"plan": planned - start, "compile and profile": done - planned},
     }
 
 

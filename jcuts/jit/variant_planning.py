@@ -37,7 +37,7 @@ FLOAT64 = "float64 compiled"
 FLOAT64_RUN = "float64"
 """... and what keeps the device busy."""
 PROFILE = "profile"
-"""The profile of plain XLA's program (`tune.baseline.xla_profile`): it runs that, with the device to itself."""
+"""The profile of plain XLA's program (`tune.baseline.xla_profile`): it runs on the device."""
 
 
 @dataclass(frozen=True)

@@ -96,19 +96,28 @@ def equation_times(closed: jaxapi.Closed, leaves: Sequence[Any]) -> dict[int, fl
         does not fit into the memory.
     """
 
+    seconds, text = instruction_profile(closed, leaves)
+    if not seconds:
+        raise RuntimeError("the profiler recorded no kernel")
+    times = equation_seconds(text, seconds)
+    known, total = math.fsum(times.values()), math.fsum(seconds.values())
+    if PERCENT * known < LEAST_ATTRIBUTED * total:
+        raise RuntimeError(f"only {known / total:.0%} of the kernels' time belong to equations")
+    return times
+
+
+def instruction_profile(closed: jaxapi.Closed, leaves: Sequence[Any]) -> tuple[dict[str, float], str]:
+    """Device time of every HLO instruction of a flat jaxpr's program [s], and its optimised module, with name scopes.
+
+    Args, Raises: as of `equation_times`; nothing recorded is no error.
+    """
+
     def jcuts_profile(*args: Any) -> Any:
         return jaxapi.eval_in_scopes(closed, SCOPE, *args)
 
     options = {**autotune_cache.known_options(NO_GRAPHS), **autotune_cache.options()}
     compiled = jax.jit(jcuts_profile, compiler_options=options or None).lower(*leaves).compile()
-    seconds = instruction_seconds(lambda: compiled(*leaves), MODULE)
-    if not seconds:
-        raise RuntimeError("the profiler recorded no kernel")
-    times = equation_seconds(compiled.as_text() or "", seconds)
-    known, total = math.fsum(times.values()), math.fsum(seconds.values())
-    if PERCENT * known < LEAST_ATTRIBUTED * total:
-        raise RuntimeError(f"only {known / total:.0%} of the kernels' time belong to equations")
-    return times
+    return instruction_seconds(lambda: compiled(*leaves), MODULE), compiled.as_text() or ""
 
 
 def instruction_seconds(call: Callable[[], Any], module: str, steps: int = STEPS) -> dict[str, float]:

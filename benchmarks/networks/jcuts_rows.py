@@ -9,11 +9,12 @@ Writes ``jcuts_<row>.json``.  The tuning database stays in the output folder: a 
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,10 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     import jcuts
+    from benchmarks.networks import partition_gpu
     from jcuts.base import fingerprint
 
+    lines = partition_gpu.Lines.listening()
     form = baseline.built(row, options.dry)
     plain = compiled(form, {}, baseline.autotune_folder(options.out))
     ours = Stepped(jcuts.optimize(form.function, donate_argnums=form.donated), form, own_arguments(form))
@@ -45,6 +48,7 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     spent = time.perf_counter() - start
     decision, report = ours.call.decision(*ours.arguments), ours.call.explain(*ours.arguments)
     calls = {"plain": plain.step, "jcuts": ours.step}
+    raced, pairs = searched(ours, form)
     return {
         **baseline.described(row, options.dry),
         "record": "jcuts",
@@ -52,10 +56,24 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
         "decision": None if decision is None else decision.to_dict(),
         "kernels": report.kernels,
         "tune_seconds": os.environ["JCUTS_TUNE_SECONDS"],
-        "programs": interleaved(calls, options.seconds, 3 if options.dry else TURNS),
+        "partition": {"log": lines.texts, "pairs": pairs},
+        "programs": interleaved(calls | raced, options.seconds, 3 if options.dry else TURNS),
         **baseline.environment(),
         "jcuts": fingerprint.versions(),
     }
+
+
+def searched(ours: Stepped, form: Any) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """Calls of programs with searched regions and of the same with greedy ones, and which belong together.
+
+    Nothing of a program with donated arguments: each would need its own.
+    """
+    from benchmarks.networks import partition_gpu
+
+    programs = {} if form.donated else ours.call.programs(*ours.arguments)
+    _, pairs = partition_gpu.searched_pairs(programs)
+    names = {name for pair in pairs.items() for name in pair}
+    return {name: functools.partial(programs[name], *ours.arguments) for name in names}, pairs
 
 
 def in_child(row: Row, options: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,7 @@ def measure(spec: str, dry: bool, seconds: float) -> dict[str, Any]:
     import jax
 
     import jcuts
-    from jcuts.base.settings import SEARCHED, Settings
-    from jcuts.jit import variant_space
+    from jcuts.base.settings import Settings
     from jcuts.pipeline import passes
     from jcuts.tune import session
 
@@ -107,12 +106,7 @@ def measure(spec: str, dry: bool, seconds: float) -> dict[str, Any]:
     decision, programs = ours.decision(*args), ours.programs(*args)
     assert decision is not None  # it has just been called
     row["decision"] = decision.to_dict()
-    forms = {name: variant_space.form_of(name) for name in programs if not variant_space.is_xla(name)}
-    searched = {name: form for name, form in forms.items() if form is not None and form.regions == SEARCHED}
-    pairs = {}
-    for name, form in searched.items():
-        greedy = variant_space.name_of(dataclasses.replace(form, regions="all"), name.partition(":")[2])
-        pairs |= {greedy: name} if greedy in programs else {}
+    forms, pairs = searched_pairs(programs)
     if dry and not pairs:  # a CPU's variants are all searched
         pairs = dict(zip(forms, reversed(forms), strict=True))
     calls = {name: functools.partial(on_gpu_call, programs[name], args) for pair in pairs.items() for name in pair}
@@ -128,6 +122,23 @@ def measure(spec: str, dry: bool, seconds: float) -> dict[str, Any]:
         name: differences(report(forms[greedy]), report(forms[name])) for greedy, name in pairs.items()
     }
     return row
+
+
+def searched_pairs(programs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Forms of jcuts' programs by name; of those with searched regions, by the name of the same one with greedy ones.
+
+    Args: programs: those that raced, by name; a searched one whose greedy form did not race is in no pair.
+    """
+    from jcuts.base.settings import SEARCHED
+    from jcuts.jit import variant_space
+
+    forms = {name: variant_space.form_of(name) for name in programs if not variant_space.is_xla(name)}
+    pairs: dict[str, str] = {}
+    for name, form in forms.items():
+        if form is not None and form.regions == SEARCHED:
+            greedy = variant_space.name_of(dataclasses.replace(form, regions="all"), name.partition(":")[2])
+            pairs |= {greedy: name} if greedy in programs else {}
+    return forms, pairs
 
 
 def on_gpu_call(program: Any, args: Sequence[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The page of baselines is a function of the recorded files: golden page and chart, joins, geometric means."""
+"""Pages of baselines and of partitions are functions of the recorded files: golden pages and charts, joins, means."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.networks import baseline_tables as tables
-from benchmarks.networks import joined_rows
+from benchmarks.networks import joined_rows, partition_tables
 from benchmarks.networks.workload_row import Row
 
 ROWS = Path(__file__).with_name("baseline_rows")
@@ -124,3 +124,35 @@ def test_agreement_of_baselines_by_sitting(rows, gpt, resnet):
 
 def test_rows_bound_by_launches_are_those_that_graphs_help(rows):
     assert [j.row for j in rows if j.is_bound_by_launches] == ["ResNet50:1:closed:float32"]
+
+
+# -- partitions -----------------------------------------------------------------------------------------------------
+def older_result(network, log):
+    """What `partition_gpu.py` writes of a network whose search ends with the greedy partition."""
+    decision = {"chosen": "jcuts/scales+rounds:graphs"}
+    return {"network": network, "device": DEVICE, "log": log, "decision": decision, "pairs": {}, "times": {}}
+
+
+def test_page_of_partitions(golden, tmp_path):
+    log = [
+        "partition: 173 subsets explored, 0 measured beyond the greedy cover; sum of subsets 273.0 -> 273.0 us",
+        "partition of jcuts/scales+rounds/searched searched in 0.52 s",
+    ]
+    for network, lines in (("ResNet50:1:closed", log), ("ResNet50:64:closed", log), ("InceptionV3:1:closed", [])):
+        file = tmp_path / f"{network.replace(':', '_')}.json"
+        file.write_text(json.dumps(older_result(network, lines)), encoding="utf-8")
+    golden("benchmarks/partitions.md", partition_tables.page(*partition_tables.read([ROWS, tmp_path])))
+
+
+def test_searched_rows_without_a_record_are_named(tmp_path):
+    row = json.loads((ROWS / "jcuts_GPT_training_8_args_float32.json").read_text(encoding="utf-8"))
+    del row["partition"]
+    (tmp_path / "jcuts_row.json").write_text(json.dumps(row), encoding="utf-8")
+    assert partition_tables.read([tmp_path]) == ([], ["GPT_training:8:args:float32"])
+
+
+def test_page_of_partitions_is_not_stale_once_written(tmp_path):
+    options = [str(ROWS), "--page", str(tmp_path / "partitions.md")]
+    assert partition_tables.main([*options, "--check"]) == 1
+    assert partition_tables.main([*options, "--write"]) == 0
+    assert partition_tables.main([*options, "--check"]) == 0

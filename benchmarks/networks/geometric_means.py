@@ -34,7 +34,8 @@ def mean(values: Sequence[float]) -> str:
 def groups_of(j: Joined) -> list[str]:
     """Names of the geometric means that a row counts in."""
     b = j.baseline
-    names = ["all", f"{b['kind']}", f"{b['group']}, {b['kind']}", f"{b['kind']}, {b['dtype']}, {b['form']}"]
+    kind, dtype = b["kind"], b["dtype"]
+    names = ["all", kind, f"{b['group']}, {kind}", f"{kind}, {dtype}", f"{kind}, {dtype}, {b['form']}"]
     if j.beside:
         names += [f"all, of {'the same sitting' if j.is_one_sitting else 'other sittings'}"]
         names += ["all, agreeing"] if j.agrees else []

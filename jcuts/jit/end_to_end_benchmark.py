@@ -11,9 +11,9 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ from jcuts.jit.decision import MOST_TRIES as MOST_TRIES
 from jcuts.jit.decision import DecisionStore as DecisionStore
 from jcuts.jit.decision import MemoryStore as MemoryStore
 from jcuts.jit.paired_timing import ms
+from jcuts.jit.result_norms import Norms, norms
 from jcuts.tune.measure import statistics as measure_statistics
 from jcuts.tune.verify.tolerances import GROSS_SQRT_EPS
 
@@ -213,9 +214,10 @@ def wrong_result(
     What differs grossly from plain XLA's result may be as right as that: gradients that are zero but for rounding, and
     sums of TF32 products through many layers, differ as much between two of XLA's own programs.
     """
-    if (why := nan_mismatch(reference, result)) is not None:
+    found = differences(reference, result)
+    if (why := nan_mismatch(found)) is not None:
         return why
-    if (gross := gross_mismatch(reference, result)) is None:
+    if (gross := gross_mismatch(found)) is None:
         return verify(name, reference, result) if verify is not None else None
     if second_opinion is None:
         return gross
@@ -301,34 +303,38 @@ def to_host(x: Any) -> Any:
     return np.asarray(x) if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, np.number) else None
 
 
-def _floating(reference: Any, result: Any) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Number, wanted and found values of every floating or complex output."""
+class Difference(NamedTuple):
+    """Norms of an output's difference from plain XLA's. Args: number: of the output; eps: of its type."""
+
+    number: int
+    eps: float
+    norms: Norms
+
+
+def differences(reference: Any, result: Any) -> list[Difference]:
+    """Of every floating or complex output. Args: reference: plain XLA's, None for outputs without numbers."""
     pairs = zip(jax.tree.leaves(reference, is_leaf=lambda x: x is None), jax.tree.leaves(result), strict=False)
-    for i, (want, got) in enumerate(pairs):
-        if want is not None and jax.numpy.issubdtype(got.dtype, np.inexact):
-            yield i, np.asarray(want), np.asarray(got)
+    return [
+        Difference(i, float(jax.numpy.finfo(got.dtype).eps), norms(want, got))
+        for i, (want, got) in enumerate(pairs)
+        if want is not None and jax.numpy.issubdtype(got.dtype, np.inexact)
+    ]
 
 
-def nan_mismatch(reference: Any, result: Any) -> str | None:
+def nan_mismatch(found: Sequence[Difference]) -> str | None:
     """Whether an output has NaN where plain ``jax.jit`` has none, or the reverse."""
-    for i, want, got in _floating(reference, result):
-        if (np.isnan(want) != np.isnan(got)).any():
-            return f"output {i} has NaN where plain jax.jit has none, or the reverse"
-    return None
+    first = next((d.number for d in found if d.norms.nan_differs), None)
+    return None if first is None else f"output {first} has NaN where plain jax.jit has none, or the reverse"
 
 
-def gross_mismatch(reference: Any, result: Any) -> str | None:
+def gross_mismatch(found: Sequence[Difference]) -> str | None:
     """A last net under the per-kernel checks: a floating output that differs by more than 64 sqrt(eps) in relative L2
     norm, where both are finite.
     """
-    for i, want, got in _floating(reference, result):
-        a, b = want.astype(np.complex128), got.astype(np.complex128)
-        finite = np.isfinite(a) & np.isfinite(b)
-        size = float(np.linalg.norm(a[finite]))
-        error = float(np.linalg.norm(a[finite] - b[finite]))
-        allowed = GROSS_SQRT_EPS * math.sqrt(float(jax.numpy.finfo(got.dtype).eps)) * size
-        if error > allowed:
-            return f"output {i} differs from plain jax.jit by {error:.3g} in norm, allowed {allowed:.3g}"
+    for number, eps, apart in found:
+        allowed = GROSS_SQRT_EPS * math.sqrt(eps) * apart.size
+        if apart.errors[0] > allowed:
+            return f"output {number} differs from plain jax.jit by {apart.errors[0]:.3g} in norm, allowed {allowed:.3g}"
     return None
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jcuts.base.errors import summary
+from jcuts.jit.result_norms import norms
 from jcuts.jit.variant_names import form_of, is_xla
 from jcuts.rewrite.matmul_patterns import CONVOLUTION, DOT
 from jcuts.trace import jaxapi
@@ -72,7 +73,7 @@ class Float64Judge:
         for i, (r, x, c) in enumerate(zip(reference, kept, jax.tree.leaves(result), strict=True)):
             if x is None or not jnp.issubdtype(c.dtype, np.floating):
                 continue
-            why = _too_far(r, np.asarray(x), np.asarray(c), self.tolerance, floor * float(jnp.finfo(c.dtype).eps))
+            why = _too_far(r, x, c, self.tolerance, floor * float(jnp.finfo(c.dtype).eps))
             if why:
                 return f"output {i} {why}"
         return None
@@ -130,25 +131,21 @@ class ErrorRow(NamedTuple):
     limit: float
 
 
-def errors(r: np.ndarray, x: np.ndarray, c: np.ndarray, tolerance: float, floor: float) -> list[ErrorRow]:
+def errors(r: Any, x: Any, c: Any, tolerance: float, floor: float) -> list[ErrorRow]:
     """Errors of a result ``c`` and of XLA's ``x`` against float64 ``r``; none if all is zero or not finite."""
-    x, c = x.astype(np.float64), c.astype(np.float64)
-    finite = np.isfinite(r) & np.isfinite(x) & np.isfinite(c)
-    r, x, c = r[finite], x[finite], c[finite]
-    size = float(np.linalg.norm(r))
-    if not r.size or not size:
+    found = norms(r, c, x)
+    if not found.size:
         return []
-    rms = size / math.sqrt(r.size)
     return [
-        ErrorRow(what, of(c), of(x), factor * tolerance * of(x) + floor)
-        for what, factor, of in (
-            ("in L2 norm", 1.0, lambda a: float(np.linalg.norm(a - r)) / size),
-            ("in one element", ELEMENT_FACTOR, lambda a: float(np.abs(a - r).max()) / rms),
+        ErrorRow(what, mine / unit, theirs / unit, factor * tolerance * theirs / unit + floor)
+        for what, factor, unit, (mine, theirs) in (
+            ("in L2 norm", 1.0, found.size, found.errors),
+            ("in one element", ELEMENT_FACTOR, found.rms, found.largest),
         )
     ]
 
 
-def _too_far(r: np.ndarray, x: np.ndarray, c: np.ndarray, tolerance: float, floor: float) -> str:
+def _too_far(r: Any, x: Any, c: Any, tolerance: float, floor: float) -> str:
     for what, mine, theirs, limit in errors(r, x, c, tolerance, floor):
         if not mine <= limit:
             return f"is off by {mine:.3g} of float64 {what}, allowed {limit:.3g} (XLA's own error is {theirs:.3g})"

@@ -32,7 +32,8 @@ from jcuts.tune.parent import machine_lock
 from jcuts.xla.chains import fuse as chains_fuse
 
 log = logging.getLogger("jcuts")
-FLOAT64 = "float64 compiled"
+COMPILED = " compiled"
+FLOAT64 = f"float64{COMPILED}"
 """What a first call does early that needs no device: nothing is timed in that program."""
 FLOAT64_RUN = "float64"
 """... and what keeps the device busy."""
@@ -134,8 +135,9 @@ def _plan_variants(traced: TracedCall) -> PlanningResult:
         todo = beyond_plain_jit(background_tasks(traced, judge, profiler), budget) if may else {}
         # The first times algorithms, which the next finds in memory; first runs keep the host busy.
         light = [name for name in list(todo)[1:] if name != FLOAT64_RUN]
+        quiet = [name for name in light if name == FLOAT64 or name.endswith(COMPILED)]
         try:
-            with background_work.BackgroundWork(todo, light=light, quiet=(FLOAT64,)) as busy:
+            with background_work.BackgroundWork(todo, light=light, quiet=quiet) as busy:
                 result = _tune_and_plan(traced, worth, busy, profiler)
         finally:
             budget.release()
@@ -185,7 +187,7 @@ def background_tasks(
         mine, named = traced.arguments.split(*traced.copies())[0]
         jax.block_until_ready(compiled[name](*mine, **named))
 
-    compiles = {f"{n} compiled": functools.partial(compile_, n) for n in names}
+    compiles = {f"{n}{COMPILED}": functools.partial(compile_, n) for n in names}
     first = next(iter(compiles))  # whose algorithms all others find in memory
     todo: dict[str, Callable[[], object]] = {first: compiles[first]}
     todo |= ({} if profiler is None else {PROFILE: profiler.run}) | compiles

@@ -64,6 +64,8 @@ LONG = 1e-3
 """Seconds of kernels that are long."""
 AHEAD_OF_NONE = 0.2  # ... the one without kernels, where XLA's time was clear without compiling its code for some
 EVERY = Variant((), "every")
+IN_LOOPS = frozenset(name for options in end_to_end_benchmark.LOOP_OPTIONS.values() for name in options)
+"""Compiler options for products in loops: whatever kernels gain, they decide how the products that are left run."""
 LEAST_SHARE = 0.05  # of the subsets' time, from which on kernels that lost by little are tried in a whole program
 
 
@@ -324,13 +326,16 @@ def beyond_race_limit(names: Sequence[str], gains: Mapping[Variant | None, float
     """Programs that do not race where tuning time is limited, with the reason.
 
     Every program costs a compilation of the whole function and a first run, for which libraries compile in turn.  The
-    one whose kernels gain most by measured sums races, with compiler options where there are any; plain XLA always.
+    one whose kernels gain most by measured sums races, with compiler options where there are any, and with those for
+    products in loops (`end_to_end_benchmark.LOOP_OPTIONS`); plain XLA always.
     """
     ours = [name for name in names if not is_xla(name)]
     with_options = {name.partition(":")[0] for name in ours if ":" in name}
     racing = [name for name in ours if name not in with_options]  # the others are the same programs without options
     best = max(racing, key=lambda name: gains.get(form_of(name), 0.0), default="")
-    return {name: "not tried: the time for tuning is limited" for name in ours if name != best}
+    form = best.partition(":")[0]
+    kept = {best, *(f"{form}:{option}" for option in IN_LOOPS)}
+    return {name: "not tried: the time for tuning is limited" for name in ours if name not in kept}
 
 
 def in_place_of_refused(

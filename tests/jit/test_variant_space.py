@@ -364,6 +364,10 @@ def test_few_programs_race_where_time_is_limited():
     left = [name for name in names if name not in out]
     assert left == ["xla", "xla:graphs", "jcuts/dots+turns:graphs"]
     assert variant_space.beyond_race_limit(["xla", "jcuts"], {plain: 0.0}) == {}
+    names = ["xla", "xla:graphs", "xla:library", *variant_space.programs([plain, turned], ["graphs"], ["library"])[3:]]
+    out = variant_space.beyond_race_limit(names, {plain: 1e-4, turned: 3e-4})
+    left = [name for name in names if name not in out and not variant_space.is_xla(name)]
+    assert left == ["jcuts/dots+turns:graphs", "jcuts/dots+turns:library"]  # products in loops are left to XLA in both
 
 
 def test_the_clock_of_a_tuning_budget_is_held_while_plain_xla_compiles():

@@ -42,7 +42,7 @@ def record(traced: TracedCall, planned: jaxapi.Closed, seeds: Sequence[int]) -> 
             if not jnp.issubdtype(c.dtype, np.floating):
                 continue
             least = floor * float(jnp.finfo(c.dtype).eps)
-            for row in errors(r, np.asarray(x), np.asarray(c), traced.settings.tolerance, least):
+            for row in errors(r, x, c, traced.settings.tolerance, least):
                 if not row.error <= row.limit:
                     raise AccuracyRejected(
                         f"it is not saved: output {output} is off by {row.error:.3g} of float64 {row.measure}, allowed "

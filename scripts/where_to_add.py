@@ -137,7 +137,7 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
     (
         "the accuracy check of whole rewritten programs",
         "against a float64 run of the function",
-        ("jcuts/jit/float64_check.py",),
+        ("jcuts/jit/accuracy/float64_check.py",),
     ),
     (
         "how a candidate is timed",

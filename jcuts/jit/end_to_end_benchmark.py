@@ -20,12 +20,12 @@ import numpy as np
 
 from jcuts.base.errors import JcutsError, summary
 from jcuts.jit import paired_timing
+from jcuts.jit.accuracy.result_norms import Norms, norms
 from jcuts.jit.decision import JCUTS, XLA, Decision
 from jcuts.jit.decision import MOST_TRIES as MOST_TRIES
 from jcuts.jit.decision import DecisionStore as DecisionStore
 from jcuts.jit.decision import MemoryStore as MemoryStore
 from jcuts.jit.paired_timing import ms
-from jcuts.jit.result_norms import Norms, norms
 from jcuts.tune.measure import statistics as measure_statistics
 from jcuts.tune.verify.tolerances import GROSS_SQRT_EPS
 

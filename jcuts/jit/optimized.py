@@ -23,6 +23,7 @@ from jcuts.base import knobs, run_statistics
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import Settings, Variant
 from jcuts.jit import end_to_end_benchmark, progress, variant_space
+from jcuts.jit.accuracy.float64_check import output_roles
 from jcuts.jit.call_signature import CallSignature, Signature, platform_of
 from jcuts.jit.export import saving
 from jcuts.jit.trace_token import NeedsDecision, isolated_trace
@@ -239,7 +240,8 @@ class Optimized:
             call = Call(signature, args, kwargs, self._arguments.placement(args, kwargs), platform_of(signature))
             plain = self._carriers.plain.trace(*args, **kwargs)
             leaves = tuple(self._arguments.leaves(args, kwargs))
-            traced = TracedCall(call, plain.jaxpr, leaves, self._carriers, self._arguments, self.settings)
+            roles = output_roles(plain.out_info)
+            traced = TracedCall(call, plain.jaxpr, leaves, self._carriers, self._arguments, self.settings, roles)
             return saving.saved_call(traced, known[1], jax.tree.structure(plain.out_info), seeds)
 
     def decision(self, *args: Any, **kwargs: Any) -> end_to_end_benchmark.Decision | None:

@@ -35,6 +35,7 @@ class TracedCall:
     Attributes:
         leaves: the concrete arguments, flat. compiler: the programs of the function.
         arguments: which arguments are static or donated. settings: the user's options.
+        roles: of its outputs (`jit.accuracy.float64_check.output_roles`).
     """
 
     call: Call
@@ -43,6 +44,7 @@ class TracedCall:
     compiler: VariantCompiler
     arguments: CallSignature
     settings: Settings
+    roles: tuple[str, ...] = ()
 
     @property
     def platform(self) -> str:
@@ -57,7 +59,8 @@ class TracedCall:
     @functools.cached_property
     def exact(self) -> variant_space.Float64Judge:
         """Checks rewritten programs against float64."""
-        return variant_space.Float64Judge(self.closed, self.leaves, self.settings.tolerance, self.platform)
+        tolerance = self.settings.tolerance
+        return variant_space.Float64Judge(self.closed, self.leaves, tolerance, self.platform, self.roles)
 
     def plan(self, form: Variant | None, *, may_measure: bool) -> Outcome:
         """The pipeline's outcome for a variant."""

@@ -13,6 +13,7 @@ import jax
 
 from jcuts.base import knobs
 from jcuts.base.settings import Settings
+from jcuts.jit.accuracy.float64_check import output_roles
 from jcuts.jit.call_signature import CallSignature
 from jcuts.jit.decision import JCUTS, XLA, Decision, DecisionStore
 from jcuts.jit.decision_cache import DecisionCache
@@ -123,4 +124,5 @@ class VariantSelector:
             out_tree = jax.tree.structure(traced.out_info)
             permission.traced = self.carriers, Capture(closed, [], out_tree, function_name(self._fn))
         leaves = tuple(self._arguments.leaves(call.args, call.kwargs))
-        return TracedCall(call, closed, leaves, self.carriers, self._arguments, self.settings)
+        roles = output_roles(traced.out_info)
+        return TracedCall(call, closed, leaves, self.carriers, self._arguments, self.settings, roles)

@@ -25,9 +25,9 @@ import numpy as np
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import SEARCHED, Settings, Variant
 from jcuts.jit import end_to_end_benchmark
-from jcuts.jit.float64_check import NO_AUTOTUNE as NO_AUTOTUNE
-from jcuts.jit.float64_check import Float64Judge as Float64Judge
-from jcuts.jit.float64_check import longest_sum as longest_sum
+from jcuts.jit.accuracy.float64_check import NO_AUTOTUNE as NO_AUTOTUNE
+from jcuts.jit.accuracy.float64_check import Float64Judge as Float64Judge
+from jcuts.jit.accuracy.float64_check import longest_sum as longest_sum
 from jcuts.jit.variant_names import form_of as form_of
 from jcuts.jit.variant_names import is_xla as is_xla
 from jcuts.jit.variant_names import name_of as name_of

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jcuts.jit import result_norms
+from jcuts.jit.accuracy import result_norms
 
 
 @pytest.fixture(params=["host", "device"])

@@ -14,7 +14,8 @@ import jcuts
 from jcuts import api
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import Variant
-from jcuts.jit import end_to_end_benchmark, float64_check, variant_planning, variant_space
+from jcuts.jit import end_to_end_benchmark, variant_planning, variant_space
+from jcuts.jit.accuracy import float64_check
 from jcuts.jit.precompile import precompile_variants
 from jcuts.pipeline import computation
 from jcuts.report.function_report import FunctionReport, RefusalReport, SubsetReport
@@ -188,6 +189,32 @@ def test_the_judge_allows_the_multiple_that_was_set(tolerance, right):
     (exact,) = judge.reference()
     off = [(exact * (1 + error)).astype(np.float32) for error in (1e-3, 3e-3)]  # XLA's, and three times that
     assert (judge("jcuts/dots", [off[0]], [jnp.asarray(off[1])]) is None) == right
+
+
+def test_outputs_of_one_role_share_the_error_that_xla_makes_in_any_of_them():
+    """Adam's first step is the sign of the gradient: which element of which layer flips in rounding is chance."""
+    x = values(4, 5)
+    layers = {"layers": [{"scale": x, "bias": x}, {"scale": x, "bias": x}], "norm": x}
+    roles = float64_check.output_roles((layers, [x, x], x))
+    assert roles[0] == roles[2] and roles[1] == roles[3]  # biases, scales
+    assert roles[5] == roles[6] and len(set(roles)) == 5
+
+    def steps(x):
+        return [jnp.sin(x), jnp.sin(x), 100.0 * jnp.sin(x)]
+
+    def judge(*roles):
+        return variant_space.Float64Judge(jax.make_jaxpr(steps)(x), [x], 2.0, "cpu", roles)
+
+    exact = judge().reference()
+    xla, ours = (
+        [(r * (1 + e)).astype(np.float32) for r, e in zip(exact, off, strict=True)]
+        for off in ((1e-7, 1e-3, 1e-7), (1e-3,) * 3)
+    )
+    name, ours = "jcuts/dots", [jnp.asarray(c) for c in ours]
+    assert judge()(name, xla, ours).startswith("output 0 is off")
+    assert judge("update", "other", "third")(name, xla, ours).startswith("output 0 is off")
+    assert judge("update", "update", "update")(name, xla, ours).startswith("output 2 is off")  # of another magnitude
+    assert judge("update", "update", "update")(name, xla, [*ours[:2], jnp.asarray(xla[2])]) is None
 
 
 def test_rewrites_that_cannot_be_checked_are_not_used(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jcuts.base.errors import AccuracyRejected
-from jcuts.jit.float64_check import FLOOR_ULP, Float64Judge, errors, longest_sum
 from jcuts.jit.traced_call import TracedCall
 from jcuts.trace import jaxapi
 
@@ -23,34 +21,25 @@ def record(traced: TracedCall, planned: jaxapi.Closed, seeds: Sequence[int]) -> 
     permuted, integers and booleans stay as they are.
 
     Returns: per seed and floating-point output: its error, XLA's, and the limit, in L2 norm and in one element
-        (`jcuts.jit.float64_check`); or why there is no float64 result.
+        (`jcuts.jit.accuracy.float64_check`); or why there is no float64 result.
     Raises: AccuracyRejected: an error exceeds its limit.
     """
     plain = jax.jit(lambda *xs: jaxapi.eval_closed(traced.closed, *xs))
     ours = jax.jit(lambda *xs: jaxapi.eval_closed(planned, *xs))
-    floor = FLOOR_ULP * math.sqrt(longest_sum(traced.closed))
-    judge = Float64Judge(traced.closed, traced.leaves, traced.settings.tolerance, traced.platform)
+    judge = traced.exact
     found = []
     for seed in seeds:
         leaves = [x if seed == 0 else _permuted(x, seed) for x in traced.leaves]
         judge = judge.at(leaves)
-        reference = judge.reference()
-        if reference is None:
+        if judge.reference() is None:
             found.append({"seed": seed, "unchecked": judge.failure})
             continue
-        for output, (r, x, c) in enumerate(zip(reference, plain(*leaves), ours(*leaves), strict=True)):
-            if not jnp.issubdtype(c.dtype, np.floating):
-                continue
-            least = floor * float(jnp.finfo(c.dtype).eps)
-            for row in errors(r, x, c, traced.settings.tolerance, least):
-                if not row.error <= row.limit:
-                    raise AccuracyRejected(
-                        f"it is not saved: output {output} is off by {row.error:.3g} of float64 {row.measure}, allowed "
-                        f"{row.limit:.3g} (XLA's own error is {row.xla:.3g}; seed {seed})",
-                        seed=seed,
-                        output=output,
-                    )
-                found.append({"seed": seed, "output": output, **row._asdict()})
+        for row in judge.errors(plain(*leaves), ours(*leaves)):
+            if not row.error <= row.limit:
+                raise AccuracyRejected(
+                    f"it is not saved: output {row.output} {row} (seed {seed})", seed=seed, output=row.output
+                )
+            found.append({"seed": seed, **row._asdict()})
     return found
 
 

@@ -1,7 +1,7 @@
 """Numeric tolerances of all acceptance rules: single kernels, rewritten programs, vendor convolutions, end-to-end
 check.
 
-The rules are stated in `tune.verify.acceptance`, `jit.float64_check`, `tune.cudnn.worker` and
+The rules are stated in `tune.verify.acceptance`, `jit.accuracy.float64_check`, `tune.cudnn.worker` and
 `jit.end_to_end_benchmark`; the multiple of XLA's own error that is allowed is a setting (`Settings.tolerance`, 2).
 One ulp is the spacing of the output's dtype at 1.
 """

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jcuts.base.errors import summary
-from jcuts.jit.result_norms import norms
+from jcuts.jit.accuracy.result_norms import norms
 from jcuts.jit.variant_names import form_of, is_xla
 from jcuts.rewrite.matmul_patterns import CONVOLUTION, DOT
 from jcuts.trace import jaxapi
@@ -33,13 +33,25 @@ class Float64Judge:
 
     With e(a) = |a - r| / |r| in L2 norm over an output and m(a) = max |a - r| / rms(r), a result c is right where
         e(c) <= tolerance * e(xla) + floor   and   m(c) <= 4 tolerance * m(xla) + floor,
-    with floor = 4 eps sqrt(longest sum of products).
+    with floor = 4 eps sqrt(longest sum of products), and e(xla), m(xla) the largest of all outputs of the same role and
+    magnitude (`output_roles`): an optimiser divides a gradient near zero by its own size, and in which of the layers
+    that rounds to the other sign is chance.
 
-    Args: closed: the user's program; leaves: its arguments; tolerance: as a multiple of XLA's own error.
+    Args:
+        closed: the user's program; leaves: its arguments; tolerance: as a multiple of XLA's own error.
+        roles: of every output, those of one role are alike; by default each is its own.
     """
 
-    def __init__(self, closed: jaxapi.Closed, leaves: Sequence[Any], tolerance: float, platform: str) -> None:
+    def __init__(
+        self,
+        closed: jaxapi.Closed,
+        leaves: Sequence[Any],
+        tolerance: float,
+        platform: str,
+        roles: Sequence[str] = (),
+    ) -> None:
         self.closed, self.leaves, self.tolerance, self.platform = closed, leaves, tolerance, platform
+        self.roles = tuple(roles) or tuple(map(str, range(len(closed.jaxpr.outvars))))
         self._reference: list[np.ndarray] | None = None
         self._program: Any = None
         self._failure = ""
@@ -51,7 +63,7 @@ class Float64Judge:
 
     def at(self, leaves: Sequence[Any]) -> Float64Judge:
         """The judge of other arguments of the same types, with the same compiled program."""
-        other = Float64Judge(self.closed, leaves, self.tolerance, self.platform)
+        other = Float64Judge(self.closed, leaves, self.tolerance, self.platform, self.roles)
         if self._program is None:
             with jax.enable_x64(True):
                 self._program = self._wide()[0]
@@ -68,15 +80,35 @@ class Float64Judge:
         reference = self.reference()
         if reference is None:
             return f"it cannot be checked against float64: {self._failure}"
-        kept = jax.tree.leaves(xla, is_leaf=lambda x: x is None)
+        for row in self.errors(jax.tree.leaves(xla, is_leaf=lambda x: x is None), jax.tree.leaves(result)):
+            if not row.error <= row.limit:
+                return f"output {row.output} {row}"
+        return None
+
+    def errors(self, xla: Sequence[Any], result: Sequence[Any]) -> list[ErrorRow]:
+        """Errors of every floating output by both measures, with their limits; the float64 results are there.
+
+        Args: xla: plain XLA's results, None for outputs without numbers. Outputs that are zero everywhere are left out.
+        """
         floor = FLOOR_ULP * math.sqrt(longest_sum(self.closed))
-        for i, (r, x, c) in enumerate(zip(reference, kept, jax.tree.leaves(result), strict=True)):
+        found: list[tuple[tuple[str, int, str], ErrorRow, float]] = []
+        for output, (r, x, c) in enumerate(zip(self.reference() or (), xla, result, strict=True)):
             if x is None or not jnp.issubdtype(c.dtype, np.floating):
                 continue
-            why = _too_far(r, x, c, self.tolerance, floor * float(jnp.finfo(c.dtype).eps))
-            if why:
-                return f"output {i} {why}"
-        return None
+            apart = norms(r, c, x)
+            if not apart.size:
+                continue
+            least, decade = floor * float(jnp.finfo(c.dtype).eps), math.floor(math.log10(apart.rms))
+            for measure, factor, unit, (mine, theirs) in (
+                ("in L2 norm", 1.0, apart.size, apart.errors),
+                ("in one element", ELEMENT_FACTOR, apart.rms, apart.largest),
+            ):
+                key = self.roles[output], decade, measure
+                found.append((key, ErrorRow(output, measure, mine / unit, theirs / unit, least), factor))
+        worst: dict[tuple[str, int, str], float] = {}
+        for key, row, _ in found:
+            worst[key] = max(worst.get(key, 0.0), row.xla)
+        return [row._replace(limit=factor * self.tolerance * worst[key] + row.limit) for key, row, factor in found]
 
     def reference(self) -> list[np.ndarray] | None:
         """The float64 results, None where they cannot be had."""
@@ -125,31 +157,31 @@ class Float64Judge:
 class ErrorRow(NamedTuple):
     """Error of one output against float64: the program's, XLA's, and the program's limit."""
 
+    output: int
     measure: str
     error: float
     xla: float
     limit: float
 
-
-def errors(r: Any, x: Any, c: Any, tolerance: float, floor: float) -> list[ErrorRow]:
-    """Errors of a result ``c`` and of XLA's ``x`` against float64 ``r``; none if all is zero or not finite."""
-    found = norms(r, c, x)
-    if not found.size:
-        return []
-    return [
-        ErrorRow(what, mine / unit, theirs / unit, factor * tolerance * theirs / unit + floor)
-        for what, factor, unit, (mine, theirs) in (
-            ("in L2 norm", 1.0, found.size, found.errors),
-            ("in one element", ELEMENT_FACTOR, found.rms, found.largest),
+    def __str__(self) -> str:
+        return (
+            f"is off by {self.error:.3g} of float64 {self.measure}, allowed {self.limit:.3g} (XLA's own error is "
+            f"{self.xla:.3g})"
         )
-    ]
 
 
-def _too_far(r: Any, x: Any, c: Any, tolerance: float, floor: float) -> str:
-    for what, mine, theirs, limit in errors(r, x, c, tolerance, floor):
-        if not mine <= limit:
-            return f"is off by {mine:.3g} of float64 {what}, allowed {limit:.3g} (XLA's own error is {theirs:.3g})"
-    return ""
+def output_roles(outputs: Any) -> tuple[str, ...]:
+    """What the outputs of a function stand for, in order: equal ones differ by their place in a list only.
+
+    The first step into the tree counts, list or not: parameters and the optimiser's states are not alike.
+
+    Args: outputs: a tree of arrays or of their types.
+    """
+    places = (jax.tree_util.SequenceKey, jax.tree_util.FlattenedIndexKey)
+    return tuple(
+        " ".join([*map(str, path[:1]), *(str(k) for k in path[1:] if not isinstance(k, places)), f"{x.dtype}{x.shape}"])
+        for path, x in jax.tree_util.tree_flatten_with_path(outputs)[0]
+    )
 
 
 def longest_sum(closed: jaxapi.Closed) -> int:

@@ -37,6 +37,8 @@ FLOAT64 = f"float64{COMPILED}"
 """What a first call does early that needs no device: nothing is timed in that program."""
 FLOAT64_RUN = "float64"
 """... and what keeps the device busy."""
+COMPILATIONS_AFTER = 2
+"""Compilations' time that follows tuning: a program with kernels is lowered, compiled, and compared with float64."""
 PROFILE = "profile"
 """The profile of plain XLA's program (`tune.baseline.xla_profile`): it runs on the device."""
 
@@ -132,7 +134,7 @@ def _plan_variants(traced: TracedCall) -> PlanningResult:
         worth = variant_space.most_rewritten(worth) if budget.is_limited else worth
         judge = traced.exact if any(form is not None and form.rewrites for form in worth) else None
         profiler = xla_profile.RegionProfiler(traced.closed, traced.leaves) if may else None
-        todo = beyond_plain_jit(background_tasks(traced, judge, profiler), budget) if may else {}
+        todo = beyond_plain_jit(background_tasks(traced, judge, profiler, budget), budget) if may else {}
         # The first times algorithms, which the next finds in memory; first runs keep the host busy.
         light = [name for name in list(todo)[1:] if name != FLOAT64_RUN]
         quiet = [name for name in light if name == FLOAT64 or name.endswith(COMPILED)]
@@ -170,8 +172,12 @@ def background_tasks(
     traced: TracedCall,
     exact: variant_space.Float64Judge | None,
     profiler: xla_profile.RegionProfiler | None = None,
+    budget: time_budget.TimeBudget = time_budget.UNLIMITED,
 ) -> dict[str, Callable[[], object]]:
-    """What the GPU can do for the last guard while this thread plans: all that has to do with plain XLA alone."""
+    """What the GPU can do for the last guard while this thread plans: all that has to do with plain XLA alone.
+
+    Args: budget: what a compilation takes whose algorithms are known is kept of it for the program with kernels.
+    """
     call = traced.call
     options = variant_space.options(traced.platform)
     names = [*(f"{end_to_end_benchmark.XLA}:{option}" for option in options), end_to_end_benchmark.XLA]
@@ -181,7 +187,10 @@ def background_tasks(
     compiled: dict[str, Any] = {}
 
     def compile_(name: str) -> None:
+        start = time.monotonic()
         compiled[name] = lowered[name].compile()
+        if name != names[0]:
+            budget.reserve(COMPILATIONS_AFTER * (time.monotonic() - start))
 
     def first_run(name: str) -> None:  # not the jitted function: it would be traced again where contexts differ
         mine, named = traced.arguments.split(*traced.copies())[0]
@@ -213,6 +222,7 @@ def _tune_and_plan(
                     if (problems := started[form].problems) is not None:
                         session.warm_workers(problems)
         log.info("variants planned in %.2f s", time.monotonic() - start)
+        time_budget.current().reserve(time.monotonic() - start)  # they are planned again with measured choices
         # What most is rewritten in is expected to win: its problems come first.
         ordered = sorted(started, key=lambda form: -len(form.rewrites) if form is not None else 0)
         collected = [planning.problems for planning in started.values() if planning.problems is not None]

@@ -37,6 +37,7 @@ class TimeBudget:
         self._held: float | None = None
         self._measured: list[float] = []
         self._expected = PROBLEM_SECONDS
+        self._reserved = 0.0
 
     @property
     def is_limited(self) -> bool:
@@ -59,9 +60,22 @@ class TimeBudget:
             self.start += self.clock() - self._held
             self._held = None
 
+    def reserve(self, seconds: float) -> None:
+        """Keeps time from tuning for what follows it: planning, compiling and comparing whole programs [s].
+
+        At most half of the budget is kept, whatever is asked for.
+        """
+        if self.is_limited:
+            self._reserved = min(self._reserved + seconds, self.seconds / 2)
+
+    @property
+    def until(self) -> float:
+        """When tuning has to end [s], in seconds spent; infinite without a deadline."""
+        return self.seconds - self._reserved
+
     def left(self) -> float:
-        """Seconds until the deadline, < 0 after it; infinite without one."""
-        return self.seconds - self.spent() if self.is_limited else math.inf
+        """Seconds until tuning has to end, < 0 after that; infinite without a deadline."""
+        return self.until - self.spent() if self.is_limited else math.inf
 
     def is_spent(self) -> bool:
         """Whether the deadline has passed."""

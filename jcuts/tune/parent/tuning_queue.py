@@ -60,7 +60,7 @@ class TuningQueue:
         self.seed = effort.seed if effort.seed is not None else current.seed
         self.checks_last = pool.platform != "cpu" if effort.checks_last is None else effort.checks_last
         self.time = effort.time
-        self.until = effort.time.seconds  # of the budget's time, when measuring ends
+        self._extended = 0.0  # of the budget's time, how long measuring goes on at least
         self.backlog = CompileBacklog(pool, COMPILE, self.time.is_limited, self.is_late)
         self.waiting: list[TuningJob] = []
         self.settled: Callable[[TuningJob], object] = lambda job: None
@@ -104,7 +104,7 @@ class TuningQueue:
     def _allow_measuring(self) -> None:
         """What is ready is measured: one program that took long to compile must not cost the times of all others."""
         if not any(job.answer for job in self.jobs):
-            self.until = max(self.time.seconds, self.time.spent() + self._reserve())
+            self._extended = self.time.spent() + self._reserve()
 
     def _check_seconds(self) -> float:
         """What is kept back per measured problem for the checks behind it [s]."""
@@ -339,7 +339,7 @@ class TuningQueue:
         Args: expected: XLA's time [s], which then is not measured.
         """
         measured = sum(job.answer is not None for job in self.jobs)
-        if job.skipped or self.time.spent() + measured * self._check_seconds() >= self.until:
+        if job.skipped or self.time.spent() + measured * self._check_seconds() >= max(self.time.until, self._extended):
             job.skipped = True
             return
         begun = self.time.clock()

@@ -287,6 +287,21 @@ def test_a_budget_is_open_inside_its_block():
     assert time_budget.current() is time_budget.UNLIMITED
 
 
+def test_time_is_kept_for_whole_programs():
+    clock = Clock()
+    budget = TimeBudget(60.0, clock)
+    budget.reserve(12.0)
+    budget.reserve(5.0)
+    assert budget.until == budget.left() == 43.0 and not budget.covers(30, 60, 4)
+    clock.now += 44.0
+    assert budget.is_spent() and budget.spent() == 44.0
+    budget.reserve(100.0)
+    assert budget.until == 30.0  # at most half of it
+    unlimited = TimeBudget()
+    unlimited.reserve(5.0)
+    assert unlimited.left() == unlimited.until == float("inf")
+
+
 def test_the_option_goes_before_the_variable_and_tune_has_no_limit_of_its_own():
     with knobs.scope(tune_seconds=7.0):
         assert time_budget.seconds_of(Settings()) == 7.0

@@ -31,7 +31,7 @@ def measure(spec: str, dry: bool) -> dict[str, Any]:
 
     from jcuts.base import fingerprint
     from jcuts.base.settings import Settings
-    from jcuts.jit import variant_space
+    from jcuts.jit import race_limits, variant_space
     from jcuts.pipeline import passes
     from jcuts.tune.baseline import xla_profile
     from jcuts.tune.baseline.hlo_attribution import equation_seconds
@@ -40,7 +40,7 @@ def measure(spec: str, dry: bool) -> dict[str, Any]:
     closed = roofline.traced(fn, args)
     leaves = [leaf for leaf in jax.tree.leaves(args) if hasattr(leaf, "shape")]
     platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
-    form = variant_space.most_rewritten(variant_space.candidate_variants(closed, platform))[-1]
+    form = race_limits.most_rewritten(variant_space.candidate_variants(closed, platform))[-1]
     settings = dataclasses.replace(Settings(), form=form)
     start = time.perf_counter()
     planning = passes.start_planning(closed, settings, platform=platform, may_measure=True, examples=leaves)

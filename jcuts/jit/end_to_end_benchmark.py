@@ -71,8 +71,8 @@ _NOISY = 0.10
 _CLEAR = 1.5
 
 
-# A whole program that gains less than this is not worth leaving plain jax.jit for.
-_LEAST_GAIN = 0.02
+LEAST_GAIN = 0.02
+"""Share that a whole program has to gain to be worth leaving plain jax.jit for."""
 
 
 def benchmark_variants(
@@ -250,17 +250,17 @@ def _choose(
 
     def is_equal(name: str) -> bool:
         against = paired_timing.paired_ratio(samples[best], samples[name])  # how many times as fast the best is
-        margins[name] = min(measure_statistics.MOST_MARGIN, max(_LEAST_GAIN, paired_timing.error(against)))
+        margins[name] = min(measure_statistics.MOST_MARGIN, max(LEAST_GAIN, paired_timing.error(against)))
         # Leaving plain jax.jit asks for more: its undisturbed runs must have been beaten too.
         return against.median <= 1 + margins[name] or (
-            name == XLA and plain.quartiles[0] <= samples[best].quartiles[0] * (1 + _LEAST_GAIN)
+            name == XLA and plain.quartiles[0] <= samples[best].quartiles[0] * (1 + LEAST_GAIN)
         )
 
     chosen = next(name for name in allowed if name == best or is_equal(name))
     if chosen != XLA:  # with options it is as plain as without: noise says nothing against those that look better
         alike = [name for name in allowed if name.split(":")[0] == chosen.split(":")[0]]
         likely = max(alike, key=lambda name: speed[name][0])
-        chosen = likely if speed[likely][0] > speed[chosen][0] * (1 + _LEAST_GAIN) else chosen
+        chosen = likely if speed[likely][0] > speed[chosen][0] * (1 + LEAST_GAIN) else chosen
     scattered = max((paired_timing.error(ratios[name]) for name in {best, chosen}), default=0.0) > _NOISY
     noisy = scattered and speed[chosen][1] < _CLEAR
     seconds = {name: plain.median / s[0] for name, s in speed.items()}
@@ -269,7 +269,7 @@ def _choose(
         chosen,
         reason,
         seconds,
-        max(margins.values(), default=_LEAST_GAIN),
+        max(margins.values(), default=LEAST_GAIN),
         rejected,
         measured=True,
         speed=speed,

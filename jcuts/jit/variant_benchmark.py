@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jcuts.jit import chain_ablation, end_to_end_benchmark, variant_space
+from jcuts.jit import chain_ablation, end_to_end_benchmark, race_limits, variant_space
 from jcuts.jit.decision import XLA, Decision
 from jcuts.jit.paired_timing import SampleSize
 from jcuts.jit.precompile import precompile_variants
@@ -40,7 +40,9 @@ def benchmark(traced: TracedCall, planned: PlanningResult, again: Decision | Non
     out = variant_space.dominated_names(names, planned.behind)
     late: dict[str, str] = {}
     if traced.on_gpu and time_budget.current().is_limited:
-        late = variant_space.beyond_race_limit([name for name in names if name not in out], planned.gains)
+        left = [name for name in names if name not in out]
+        late = race_limits.too_little_gain(left, planned.gains, planned.plain_seconds)
+        late |= race_limits.beyond_race_limit([name for name in left if name not in late], planned.gains)
     names = [name for name in names if name not in out and name not in late]
     every = None if traced.on_gpu else _near_ties(traced, planned.outcomes)
     if every is not None:
@@ -48,7 +50,7 @@ def benchmark(traced: TracedCall, planned: PlanningResult, again: Decision | Non
     barred = variant_space.over_workspace_limit(names, planned.rows if planned.racing else {}, traced.settings)
     contending = again.still_contending(names) if again else names
     decision = time_programs(traced, [n for n in contending if n == XLA or n not in barred], barred)
-    if more := variant_space.in_place_of_refused(decision.rejected, names, late, planned.gains):
+    if more := race_limits.in_place_of_refused(decision.rejected, names, late, planned.gains):
         log.info("none of %d programs is right, %d others are tried", len(names), len(more))
         refused, late = decision.rejected, {name: why for name, why in late.items() if name not in more}
         plain = [name for name in names if variant_space.is_xla(name) and name not in refused]

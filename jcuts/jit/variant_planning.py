@@ -10,14 +10,14 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
 from jcuts.base import collector
 from jcuts.base.settings import Variant
-from jcuts.jit import background_work, end_to_end_benchmark, variant_space
+from jcuts.jit import background_work, end_to_end_benchmark, race_limits, variant_space
 from jcuts.jit.decision import Decision
 from jcuts.jit.traced_call import TracedCall
 from jcuts.microbatch.report import DivisionReport
@@ -54,6 +54,7 @@ class PlanningResult:
         behind: those of them that are left out, with the reason.
         gains: what the kernels of each gain on XLA's code by measured sums [s].
         joined: kernels in chains of two or more, as often as they run, of the forms that have any.
+        plain_seconds: kernels of plain XLA's program by its profile [s], None without one, and where loops run them.
     """
 
     outcomes: Sequence[Outcome]
@@ -62,6 +63,7 @@ class PlanningResult:
     behind: Mapping[Variant | None, str] = field(default_factory=dict)
     gains: Mapping[Variant | None, float] = field(default_factory=dict)
     joined: Mapping[Variant | None, float] = field(default_factory=dict)
+    plain_seconds: float | None = None
 
     @classmethod
     def plain(cls, outcomes: Sequence[Outcome], uses_jcuts: bool) -> PlanningResult:
@@ -131,7 +133,7 @@ def _plan_variants(traced: TracedCall) -> PlanningResult:
     with machine_lock.try_lock() as may:
         budget = time_budget.current()
         worth = variant_space.candidate_variants(traced.closed, traced.platform)
-        worth = variant_space.most_rewritten(worth) if budget.is_limited else worth
+        worth = race_limits.most_rewritten(worth) if budget.is_limited else worth
         judge = traced.exact if any(form is not None and form.rewrites for form in worth) else None
         profiler = xla_profile.RegionProfiler(traced.closed, traced.leaves) if may else None
         todo = beyond_plain_jit(background_tasks(traced, judge, profiler, budget), budget) if may else {}
@@ -238,7 +240,10 @@ def _tune_and_plan(
         found = variant_space.plan_variants(traced.closed, traced.platform, of_form, worth)
         log.info("variants planned with measured choices in %.2f s", time.monotonic() - start)
         _add_searched(found, traced.closed, of_form)
-    return PlanningResult.of_forms(found, outcomes)
+    planned = PlanningResult.of_forms(found, outcomes)
+    # How often the kernels of a loop's body run is not known.
+    seconds = None if profiler is None or variant_space.has_loops(traced.closed) else profiler.total
+    return replace(planned, plain_seconds=seconds)
 
 
 def _add_searched(

@@ -64,8 +64,6 @@ LONG = 1e-3
 """Seconds of kernels that are long."""
 AHEAD_OF_NONE = 0.2  # ... the one without kernels, where XLA's time was clear without compiling its code for some
 EVERY = Variant((), "every")
-IN_LOOPS = frozenset(name for options in end_to_end_benchmark.LOOP_OPTIONS.values() for name in options)
-"""Compiler options for products in loops: whatever kernels gain, they decide how the products that are left run."""
 LEAST_SHARE = 0.05  # of the subsets' time, from which on kernels that lost by little are tried in a whole program
 
 
@@ -115,6 +113,14 @@ def loop_options(closed: jaxapi.Closed, platform: str) -> tuple[str, ...]:
     if platform not in GPUS or not has_products_in_loops(closed):
         return ()
     return tuple(name for name in end_to_end_benchmark.LOOP_OPTIONS[_family(platform)] if _accepts(name, platform))
+
+
+def has_loops(closed: jaxapi.Closed) -> bool:
+    """Whether a program has a `scan` or `while`."""
+    return any(
+        jaxapi.primitive_name(eqn) in LOOPS or any(has_loops(body) for _, _, body in jaxapi.inner_jaxprs(eqn))
+        for eqn in closed.jaxpr.eqns
+    )
 
 
 def has_products_in_loops(closed: jaxapi.Closed, in_loop: bool = False) -> bool:
@@ -308,48 +314,6 @@ def dominated_variants(found: Mapping[Variant | None, Outcome]) -> dict[Variant 
 def measured_gains(found: Mapping[Variant | None, Outcome]) -> dict[Variant | None, float]:
     """What the kernels of every form gain on XLA's code by measured sums [s]."""
     return {form: _sums(outcome)[1] for form, outcome in found.items()}
-
-
-def most_rewritten(forms: Sequence[Variant | None]) -> list[Variant | None]:
-    """Variants that are planned where tuning time is limited: the plainest, and those with the most rewrites.
-
-    Of twelve networks at their headline batch, tuned without a limit on an H100, the latter were the fastest or as fast
-    within the noise; at batch 1 the plainest sometimes was.
-    """
-    most = max((len(form.rewrites) for form in forms if form is not None), default=0)
-    return [
-        form for number, form in enumerate(forms) if not number or (form is not None and len(form.rewrites) == most)
-    ]
-
-
-def beyond_race_limit(names: Sequence[str], gains: Mapping[Variant | None, float]) -> dict[str, str]:
-    """Programs that do not race where tuning time is limited, with the reason.
-
-    Every program costs a compilation of the whole function and a first run, for which libraries compile in turn.  The
-    one whose kernels gain most by measured sums races, with compiler options where there are any, and with those for
-    products in loops (`end_to_end_benchmark.LOOP_OPTIONS`); plain XLA always.
-    """
-    ours = [name for name in names if not is_xla(name)]
-    with_options = {name.partition(":")[0] for name in ours if ":" in name}
-    racing = [name for name in ours if name not in with_options]  # the others are the same programs without options
-    best = max(racing, key=lambda name: gains.get(form_of(name), 0.0), default="")
-    form = best.partition(":")[0]
-    kept = {best, *(f"{form}:{option}" for option in IN_LOOPS)}
-    return {name: "not tried: the time for tuning is limited" for name in ours if name not in kept}
-
-
-def in_place_of_refused(
-    refused: Mapping[str, str], raced: Sequence[str], late: Mapping[str, str], gains: Mapping[Variant | None, float]
-) -> list[str]:
-    """Programs to race where none of those with kernels was right: the next best of what the limit left out.
-
-    Args: refused: programs that are out; raced: all that took part; late: those that the limit left out.
-    """
-    ours = [name for name in raced if not is_xla(name)]
-    if not ours or not late or any(name not in refused for name in ours):
-        return []
-    after = beyond_race_limit(list(late), gains)
-    return [name for name in late if name not in after]
 
 
 def dominated_names(names: Sequence[str], behind: Mapping[Variant | None, str]) -> dict[str, str]:

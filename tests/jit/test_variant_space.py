@@ -14,7 +14,7 @@ import jcuts
 from jcuts import api
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import Variant
-from jcuts.jit import end_to_end_benchmark, variant_planning, variant_space
+from jcuts.jit import end_to_end_benchmark, race_limits, variant_planning, variant_space
 from jcuts.jit.accuracy import float64_check
 from jcuts.jit.precompile import precompile_variants
 from jcuts.pipeline import computation
@@ -387,14 +387,24 @@ def test_few_programs_race_where_time_is_limited():
     plain, dots, turned = None, Variant(("dots",), "none"), Variant(("dots", "turns"), "all")
     anchored = Variant((), "anchored")
     names = ["xla", "xla:graphs", *variant_space.programs([plain, anchored, dots, turned], ["graphs"])[2:]]
-    out = variant_space.beyond_race_limit(names, {plain: 1e-4, anchored: 2e-4, dots: 0.0, turned: 3e-4})
+    out = race_limits.beyond_race_limit(names, {plain: 1e-4, anchored: 2e-4, dots: 0.0, turned: 3e-4})
     left = [name for name in names if name not in out]
     assert left == ["xla", "xla:graphs", "jcuts/dots+turns:graphs"]
-    assert variant_space.beyond_race_limit(["xla", "jcuts"], {plain: 0.0}) == {}
+    assert race_limits.beyond_race_limit(["xla", "jcuts"], {plain: 0.0}) == {}
     names = ["xla", "xla:graphs", "xla:library", *variant_space.programs([plain, turned], ["graphs"], ["library"])[3:]]
-    out = variant_space.beyond_race_limit(names, {plain: 1e-4, turned: 3e-4})
+    out = race_limits.beyond_race_limit(names, {plain: 1e-4, turned: 3e-4})
     left = [name for name in names if name not in out and not variant_space.is_xla(name)]
     assert left == ["jcuts/dots+turns:graphs", "jcuts/dots+turns:library"]  # products in loops are left to XLA in both
+
+
+def test_programs_that_cannot_gain_enough_do_not_race():
+    plain, turned = None, Variant(("turns",), "all")
+    names = variant_space.programs([plain, turned], ["graphs"])
+    gains = {plain: 1.9e-4, turned: 2.1e-4}  # of 10 ms, of which 2 % have to be gained
+    out = race_limits.too_little_gain(names, gains, 1e-2)
+    assert set(out) == {"jcuts", "jcuts:graphs"} and "gain 0.19 ms of 10 ms" in out["jcuts"]
+    assert race_limits.too_little_gain(names, gains, None) == {}
+    assert race_limits.too_little_gain(names, {plain: 0.0, turned: 0.0}, 5e-4) == {}  # launches decide
 
 
 def test_the_clock_of_a_tuning_budget_is_held_while_plain_xla_compiles():
@@ -424,6 +434,9 @@ def test_products_in_loops_are_tried_with_the_library(monkeypatch):
 
     w, x = values(8, 8), values(2, 8)
     looped, plain = (jaxapi.closed_jaxpr_of(jax.jit(f), w, x) for f in (recurrence, product))
+    assert variant_space.has_loops(looped) and not variant_space.has_loops(
+        jaxapi.closed_jaxpr_of(block, values(3, 5, 5, 8))
+    )
     assert variant_space.has_products_in_loops(looped) and not variant_space.has_products_in_loops(plain)
     monkeypatch.setattr(variant_space, "_accepts", lambda name, platform: True)
     assert variant_space.loop_options(looped, "cuda") == ("library",)
@@ -441,10 +454,10 @@ def test_others_race_where_all_that_were_chosen_are_refused():
     anchored = Variant((), "anchored")
     names = ["xla", "xla:graphs", *variant_space.programs([plain, anchored, turned], ["graphs"])[2:]]
     gains = {plain: 1e-4, anchored: 2e-4, turned: 3e-4}
-    late = variant_space.beyond_race_limit(names, gains)
+    late = race_limits.beyond_race_limit(names, gains)
     raced = [name for name in names if name not in late]
     assert raced == ["xla", "xla:graphs", "jcuts/turns:graphs"]
-    more = variant_space.in_place_of_refused({"jcuts/turns:graphs": "is off"}, raced, late, gains)
+    more = race_limits.in_place_of_refused({"jcuts/turns:graphs": "is off"}, raced, late, gains)
     assert more == ["jcuts/plain/anchored:graphs"]
-    assert variant_space.in_place_of_refused({}, raced, late, gains) == []
-    assert variant_space.in_place_of_refused({"jcuts/turns:graphs": "is off"}, raced, {}, gains) == []
+    assert race_limits.in_place_of_refused({}, raced, late, gains) == []
+    assert race_limits.in_place_of_refused({"jcuts/turns:graphs": "is off"}, raced, {}, gains) == []

@@ -196,6 +196,8 @@ class RegionProfiler:
         self._closed, self._leaves = closed, leaves
         self._times: OperationTimes | None = None
         self._done = threading.Event()
+        self.total: float | None = None
+        """Seconds of all kernels in one execution; None as long as nothing is known."""
 
     def run(self) -> None:
         """Takes the profile. Raises: as `equation_times`; then nothing is known."""
@@ -204,8 +206,8 @@ class RegionProfiler:
             flat = inline(self._closed)
             times = equation_times(flat, self._leaves)
             self._times = OperationTimes.of(flat, times)
-            total = math.fsum(times.values())
-            _log.info("profile of plain XLA: %.6f s of kernels in %.2f s", total, time.perf_counter() - start)
+            self.total = math.fsum(times.values())
+            _log.info("profile of plain XLA: %.6f s of kernels in %.2f s", self.total, time.perf_counter() - start)
         finally:
             self._done.set()
 

@@ -1,0 +1,76 @@
+"""Which program variants are planned and race where tuning time is limited: each costs one whole compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from jcuts.base.settings import Variant
+from jcuts.jit import end_to_end_benchmark
+from jcuts.jit.paired_timing import ms
+from jcuts.jit.variant_names import form_of, is_xla
+from jcuts.jit.variant_space import LONG
+
+IN_LOOPS = frozenset(name for options in end_to_end_benchmark.LOOP_OPTIONS.values() for name in options)
+"""Compiler options for products in loops: whatever kernels gain, they decide how the products that are left run."""
+
+
+def most_rewritten(forms: Sequence[Variant | None]) -> list[Variant | None]:
+    """Variants that are planned where tuning time is limited: the plainest, and those with the most rewrites.
+
+    Of twelve networks at their headline batch, tuned without a limit on an H100, the latter were the fastest or as fast
+    within the noise; at batch 1 the plainest sometimes was.
+    """
+    most = max((len(form.rewrites) for form in forms if form is not None), default=0)
+    return [
+        form for number, form in enumerate(forms) if not number or (form is not None and len(form.rewrites) == most)
+    ]
+
+
+def beyond_race_limit(names: Sequence[str], gains: Mapping[Variant | None, float]) -> dict[str, str]:
+    """Programs that do not race where tuning time is limited, with the reason.
+
+    Every program costs a compilation of the whole function and a first run, for which libraries compile in turn.  The
+    one whose kernels gain most by measured sums races, with compiler options where there are any, and with those for
+    products in loops (`end_to_end_benchmark.LOOP_OPTIONS`); plain XLA always.
+    """
+    ours = [name for name in names if not is_xla(name)]
+    with_options = {name.partition(":")[0] for name in ours if ":" in name}
+    racing = [name for name in ours if name not in with_options]  # the others are the same programs without options
+    best = max(racing, key=lambda name: gains.get(form_of(name), 0.0), default="")
+    form = best.partition(":")[0]
+    kept = {best, *(f"{form}:{option}" for option in IN_LOOPS)}
+    return {name: "not tried: the time for tuning is limited" for name in ours if name not in kept}
+
+
+def too_little_gain(
+    names: Sequence[str], gains: Mapping[Variant | None, float], plain_seconds: float | None
+) -> dict[str, str]:
+    """Programs whose kernels gain less by measured sums than it takes to win, with the reason.
+
+    In a whole program they gain less than that: XLA fuses less of what surrounds them.  Where kernels are short,
+    launches decide, which no profile of kernels shows.
+
+    Args: plain_seconds: kernels of plain XLA's program by its profile [s], None without one; loops have no such sums.
+    """
+    if plain_seconds is None or plain_seconds < LONG:
+        return {}
+    least = end_to_end_benchmark.LEAST_GAIN * plain_seconds
+    return {
+        name: f"not tried: by measured sums its kernels gain {ms(gain)} of {ms(plain_seconds)}"
+        for name in names
+        if not is_xla(name) and (gain := gains.get(form_of(name), 0.0)) < least
+    }
+
+
+def in_place_of_refused(
+    refused: Mapping[str, str], raced: Sequence[str], late: Mapping[str, str], gains: Mapping[Variant | None, float]
+) -> list[str]:
+    """Programs to race where none of those with kernels was right: the next best of what the limit left out.
+
+    Args: refused: programs that are out; raced: all that took part; late: those that the limit left out.
+    """
+    ours = [name for name in raced if not is_xla(name)]
+    if not ours or not late or any(name not in refused for name in ours):
+        return []
+    after = beyond_race_limit(list(late), gains)
+    return [name for name in late if name not in after]

@@ -64,7 +64,7 @@ def optimize(
         tune: ``auto`` measures at the first concrete top-level call of each signature, ``cached`` uses earlier
             choices only, ``off`` the estimator alone.
         tune_seconds: wall time that tuning may take at a first call, beyond ``jax.jit``'s own first call [s]; None:
-            what ``JCUTS_TUNE_SECONDS`` says (60; GPU: no limit).  It goes where the most is expected; a later process,
+            what ``JCUTS_TUNE_SECONDS`` says (60).  It goes where the most is expected; a later process,
             or ``.tune()``, goes on where it ended.  ``math.inf``: no limit; 0: nothing is measured.
         tolerance: allowed error as a multiple of XLA's own error against float64.
         strict: raise ``UnsupportedError`` instead of leaving an equation to XLA that no kernel covers (one with too

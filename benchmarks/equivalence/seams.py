@@ -65,7 +65,7 @@ def acting_as(target: str) -> Iterator[None]:
     """Plans are made for a target; for a GPU that is absent, and nothing is measured."""
     found = capability_of(target)
     here = [
-        mock.patch.object(passes, "_unusable", lambda platform: ""),
+        mock.patch.object(passes, "unusable", lambda platform: ""),
         mock.patch.object(session, "tune_problems", lambda *_, **__: session.TunedChoices({}, {})),
         mock.patch.object(session, "resolve", _resolve),
         mock.patch.object(kernel_selection, "_store_partition", lambda *_: None),

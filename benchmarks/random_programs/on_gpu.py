@@ -195,7 +195,7 @@ def _pretended() -> Iterator[None]:
 
     with (
         mock.patch.object(xla_devices, "this", lambda: PRETENDED),
-        mock.patch.object(pipeline_passes, "_unusable", lambda platform: ""),
+        mock.patch.object(pipeline_passes, "unusable", lambda platform: ""),
         mock.patch.object(pipeline_passes, "optimize_jaxpr", for_cuda),
         mock.patch.object(cuda_launcher, "call_kernel", interpret),
         mock.patch.object(pipeline_passes.inplace_update, "find_inplace_update", lambda level, subset: None),

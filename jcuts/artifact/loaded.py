@@ -207,7 +207,8 @@ class Loaded:
             asked = ", ".join(map(str, types[:_SHOWN])) + (", ..." if len(types) > _SHOWN else "")
             raise UnknownSignature(
                 f"{self.__name__} was not saved for a call with {asked or 'no arrays'} in the structure "
-                f"{str(tree)[:_LONGEST_TREE]}; it has {'; '.join(self.signatures)}",
+                f"{str(tree)[:_LONGEST_TREE]}; it has {'; '.join(self.signatures)} (arguments are "
+                "positional, or keywords, as they were when it was saved)",
                 signatures=self.signatures,
             )
         return entry, leaves, weights

@@ -72,7 +72,7 @@ class CallSignature:
         except TypeError as error:
             raise NotJaxError(
                 f"argument {self._name_of(x, args, kwargs)} of {function_name(self._fn)} has the type "
-                f"{type(x).__name__}, which is not an array: pass "
+                f"{type(x).__name__}{_of_numbers(x)}, which JAX takes for no array: pass "
                 "arrays and numbers, or name the argument in static_argnums or static_argnames",
                 type=type(x).__name__,
                 function=function_name(self._fn),
@@ -152,3 +152,8 @@ def place_text(place: Any) -> str:
     if place is None or (len(place.device_set) == 1 and place.memory_kind in _DEFAULT_MEMORY):
         return ""
     return str(place)
+
+
+def _of_numbers(x: Any) -> str:
+    """`` of dtype ...`` of an array whose elements JAX does not know."""
+    return f" of dtype {x.dtype}" if hasattr(x, "dtype") else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -57,7 +58,9 @@ class DecisionCache:
         singly = ("single calls",) if platform in variant_space.GPUS and not knobs.current().chains else ()
         numbers = numbers_of(closed)  # constants that are others in other weights, where a program is another one
         known = (f"numbers {numbers}",) if numbers else ()
-        more = (*limits, *singly, *known, repr(self._settings), ",".join(kinds), places, repr(self._options))
+        # Whoever may not measure follows what was measured.
+        settings = replace(self._settings, tune="auto") if self._settings.tune == "cached" else self._settings
+        more = (*limits, *singly, *known, repr(settings), ",".join(kinds), places, repr(self._options))
         return keys.decision(platform, jaxapi.canonical_text(closed), more)
 
     def lookup(self, key: str, platform: str, uses_jcuts: bool = True) -> Decision | None:

@@ -55,12 +55,13 @@ class Watch:
         elif waited >= LINE_AFTER and not self.told and stage != "wait":
             self.told = True
             log.warning(
-                "tuning %d kernels for %s, first call only%s; cached in %s.  JCUTS_MAX_CANDIDATES=2, "
-                'JCUTS_TOP_PERCENT=2 or tune="cached" make it shorter (JCUTS_PROGRESS=0: no such line)',
+                "tuning %d kernels for %s, first call only%s; cached in %s.  %s make it shorter "
+                "(JCUTS_PROGRESS=0: no such line)",
                 self.kernels,
                 self.name,
                 _limit(),
                 knobs.current().cache_dir,
+                _shorter(),
             )
 
     def close(self) -> None:
@@ -108,3 +109,10 @@ def _is_terminal() -> bool:
         return sys.stderr.isatty()
     except (AttributeError, ValueError):  # no standard error, or a closed one
         return False
+
+
+def _shorter() -> str:
+    """What makes tuning shorter and is not set."""
+    mine, usual = knobs.current(), knobs.parse({})
+    ways = [f"JCUTS_{n.upper()}=2" for n in ("max_candidates", "top_percent") if getattr(mine, n) == getattr(usual, n)]
+    return " or ".join(filter(None, (", ".join(ways), 'tune="cached"')))

@@ -22,6 +22,7 @@ from jcuts.jit.traced_call import Call, TracedCall
 from jcuts.jit.variant_benchmark import benchmark
 from jcuts.jit.variant_compiler import VariantCompiler
 from jcuts.jit.variant_planning import has_kernels_of, has_variants, plan_call
+from jcuts.pipeline import passes
 from jcuts.primitive import shard_local
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import Capture, function_name
@@ -84,7 +85,7 @@ class VariantSelector:
         planned = plan_call(traced, parts, measure=measure)
         spent = {"tuning": budget.spent()} if measure else {}
         unmeasured = max((o.report.unmeasured for o in planned.outcomes), default=0) if measure else 0
-        if unmeasured and knobs.current().progress:
+        if unmeasured and not budget.failed and knobs.current().progress:
             log.warning(
                 "%d kernels of %s were not measured within %g s: a later process, or .tune(), goes on where this "
                 "ended; tune_seconds (JCUTS_TUNE_SECONDS) allows more time",
@@ -112,7 +113,10 @@ class VariantSelector:
         decision = benchmark(traced, planned, again)
         spent["whole programs"] = budget.spent() - spent["tuning"]
         decision = dataclasses.replace(decision, partial=decision.partial or bool(unmeasured), spent=spent)
-        if not any(o.failed for o in planned.outcomes):  # else another process may do better
+        why_none = passes.unusable(call.platform)
+        if why_none and not planned.uses_jcuts:
+            decision = dataclasses.replace(decision, reason=f"{decision.reason}; no kernels: {why_none}")
+        if not why_none and not any(o.failed for o in planned.outcomes):  # else another process may do better
             self.decisions.keep(key, decision)
         return decision
 

@@ -313,7 +313,7 @@ def start_planning(
     Args: as of `optimize_jaxpr`.
     """
     name = getattr(closed.jaxpr.debug_info, "func_name", "") or "function"
-    reason = _unusable(platform)
+    reason = unusable(platform)
     if reason and not (microbatch_convs.is_asked(settings) and platform in ("cpu", *xla_devices.NAMES)):
         report = FunctionReport(name, settings.mode, platform, notes=(f"left to XLA: {reason}",))
         return Planning(None, "", Outcome(closed, report))
@@ -346,7 +346,7 @@ def _once(key: str, form: Variant | None, make: Callable[[], Any]) -> Any:
     return made
 
 
-def _unusable(platform: str) -> str:
+def unusable(platform: str) -> str:
     """Why no kernels can be used on a platform, or ''."""
     if platform == "cpu":
         usable, why = native_library.native_available()

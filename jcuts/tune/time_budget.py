@@ -38,6 +38,8 @@ class TimeBudget:
         self._measured: list[float] = []
         self._expected = PROBLEM_SECONDS
         self._reserved = 0.0
+        self.failed = False
+        """Whether tuning ended for another reason than time."""
 
     @property
     def is_limited(self) -> bool:
@@ -76,6 +78,10 @@ class TimeBudget:
     def left(self) -> float:
         """Seconds until tuning has to end, < 0 after that; infinite without a deadline."""
         return self.until - self.spent() if self.is_limited else math.inf
+
+    def fail(self) -> None:
+        """Says that tuning ended for another reason than time."""
+        self.failed = self.is_limited  # the one without a limit belongs to all
 
     def is_spent(self) -> bool:
         """Whether the deadline has passed."""

@@ -51,11 +51,13 @@ def library_path(name: str = LIBRARY) -> Path:
     for path in tried:
         if Path(path).is_file():
             return Path(path)
-    raise NativeError(
+    why = (
         f"the native library {name} is missing (looked at {', '.join(tried)}): run `make native` in a source tree, "
-        "or reinstall jcuts with a C++17 compiler at hand",
-        tried=tried,
+        "leave it if jcuts is installed, or reinstall jcuts with a C++17 compiler at hand"
     )
+    if name == LIBRARY:
+        warn_once(log, why, "%s; until then functions are left to XLA", why)
+    raise NativeError(why, tried=tried)
 
 
 def parse_ffi_version(header: str) -> tuple[int, int] | None:

@@ -647,3 +647,44 @@ def test_a_first_call_traces_the_function_once(toy):  # noqa: F811
     f.tune(X, 3)
     g = Optimized(lambda x, n: x - n, settings, {"static_argnums": 1}, end_to_end_benchmark.MemoryStore())
     np.testing.assert_array_equal(g(X, 3), X - 3)
+
+
+def test_without_a_native_library_nothing_is_decided_for_good(tmp_path, caplog):
+    """An installation that is mended tunes: nobody has compared its kernels."""
+    store = end_to_end_benchmark.MemoryStore()
+    decision_cache.set_default_store(store)
+    try:
+        with knobs.scope(native=tmp_path / "nothing.so"):
+            broken = jcuts.optimize(scaled)
+            np.testing.assert_array_equal(broken(X), 2 * X)
+        decision = broken.decision(X)
+        assert decision.chosen.startswith("xla") and "no kernels: JCUTS_NATIVE" in decision.reason
+        assert not store._kept
+    finally:
+        decision_cache.set_default_store(None)
+
+
+def test_who_may_not_measure_follows_what_was_decided():
+    store = end_to_end_benchmark.MemoryStore()
+    decision_cache.set_default_store(store)
+    try:
+        decided = jcuts.optimize(scaled)
+        decided(X)
+        (key,) = store._kept
+        store._kept[key] = {**store._kept[key], "chosen": "xla", "reason": "it is faster"}
+        cached, estimated = (jcuts.optimize(scaled, tune=how) for how in ("cached", "off"))
+        for f in (cached, estimated):
+            np.testing.assert_array_equal(f(X), 2 * X)
+        assert cached.decision(X).reason == "it is faster"
+        assert estimated.decision(X).chosen == "jcuts"  # the estimate alone
+    finally:
+        decision_cache.set_default_store(None)
+
+
+def test_an_array_of_no_numbers_is_named():
+    with pytest.raises(NotJaxError, match="has the type ndarray of dtype <U1, which JAX takes for no array"):
+        jcuts.optimize(scaled)(np.array(["a"]))
+
+
+def test_the_package_lists_what_it_has():
+    assert {"optimize", "load", "stats", "__version__"} <= set(dir(jcuts))

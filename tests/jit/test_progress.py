@@ -60,6 +60,17 @@ def test_a_log_gets_one_line_after_ten_seconds(caplog):
     assert infos == ["tuning predict", "tuned predict in 20.0 s"]
 
 
+def test_the_line_names_only_what_is_not_set(caplog):
+    clock = Clock()
+    with knobs.scope(max_candidates=2), caplog.at_level(logging.WARNING, logger="jcuts"):
+        watch = progress.Watch("predict", terminal=False, clock=clock)
+        clock.now = 11.0
+        watch.update("compile", 1, 12, "dot")
+    (record,) = caplog.records
+    assert 'JCUTS_TOP_PERCENT=2 or tune="cached" make' in record.getMessage()
+    assert "JCUTS_MAX_CANDIDATES" not in record.getMessage()
+
+
 def test_a_terminal_gets_bars_after_three_seconds_and_no_line(caplog, monkeypatch):
     made = []
     monkeypatch.setattr(rich_tables, "progress_bars", lambda title: made.append(Bars(title)) or made[-1])

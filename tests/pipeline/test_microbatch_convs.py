@@ -410,7 +410,7 @@ def test_too_many_crashes_are_remembered(host_cudnn, cache_dir, monkeypatch):
 def test_a_plan_without_kernels_still_divides(host_cudnn, cache_dir, monkeypatch):
     args = arguments()
     fill(net, *args)
-    monkeypatch.setattr(pipeline_passes, "_unusable", lambda _: "no compiler")
+    monkeypatch.setattr(pipeline_passes, "unusable", lambda _: "no compiler")
     closed = jax.make_jaxpr(net)(*args)
     settings = Settings(mode="fusion", tune="cached", workspace_limit=1 << 20)
     outcome = pipeline_passes.optimize_jaxpr(closed, settings, platform="cpu", may_measure=False)
@@ -560,7 +560,7 @@ def test_what_another_process_kept_from_being_timed_is_timed_later(host_cudnn, c
     def planned():
         return pipeline_passes.optimize_jaxpr(closed, settings, platform="cpu", may_measure=True).report
 
-    monkeypatch.setattr(pipeline_passes, "_unusable", lambda _: "no compiler")
+    monkeypatch.setattr(pipeline_passes, "unusable", lambda _: "no compiler")
     with monkeypatch.context() as patch:
         patch.setattr(cudnn_tables, "measuring_lock", lambda **_: contextlib.nullcontext(False))
         assert planned().postponed

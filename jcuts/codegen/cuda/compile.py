@@ -39,16 +39,16 @@ PACKAGES = ("numba-cuda", "cuda-bindings", "nvidia-nvvm", "nvidia-cuda-nvcc")
 def available() -> str:
     """'' if kernels can be compiled here, else the reason."""
     if fingerprint.package_version("numba-cuda") == "none":  # numba's own CUDA target is older and knows less
-        return "numba-cuda is not installed: install jcuts[cuda13]"
+        return f"numba-cuda is not installed: {ptxas.INSTALL}"
     try:
         _numba()
     except Exception as error:  # import errors of several packages; numba-cuda itself raises AttributeError
-        return f"numba-cuda cannot be imported ({type(error).__name__}: {str(error)[:200]}): install jcuts[cuda13]"
+        return f"numba-cuda cannot be imported ({type(error).__name__}: {str(error)[:200]}): {ptxas.INSTALL}"
     if not ptxas.assembler():
         try:
             from cuda.bindings import nvjitlink  # type: ignore[import-not-found]  # noqa: F401
         except ImportError:
-            return "there is neither ptxas nor nvJitLink: install jcuts[cuda13]"
+            return f"there is neither ptxas nor nvJitLink: {ptxas.INSTALL}"
     return ""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -311,7 +312,9 @@ def _measure_all(
             yield from _measure_in_turn(session, asked)
     except OSError as error:
         # No space or no permission for the session's files: the user's program runs on XLA.
-        _log.warning("tuning stopped, what is left stays with XLA: %s", error)
+        asked.effort.time.fail()
+        where = tempfile.gettempdir()
+        _log.warning("tuning stopped, what is left stays with XLA: %s (its files are in %s: TMPDIR)", error, where)
 
 
 def _measure_in_turn(session: TuningQueue, asked: _TuneRequest) -> Iterator[tuple[Problem, Choice]]:

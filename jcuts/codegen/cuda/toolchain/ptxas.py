@@ -38,6 +38,9 @@ _REGCOUNT = 0x2F
 _FRAME_SIZE = 0x11
 _SIZED = 0x04
 
+INSTALL = "install jcuts[cuda13], without a GPU jcuts[cuda-compilers]"
+"""What is to be done where a compiler is missing."""
+
 
 _EXTREME = re.compile(r"\b(?:min|max)\.[su](?:16|32)\b")
 _NEGATED = re.compile(r"^(\s*)(?:neg|sub)\.s(16|32)(\s+)(%\w+), (?:0, )?(%\w+);", re.MULTILINE)
@@ -215,7 +218,7 @@ def _link(ptx: str, arch: str) -> bytes:
     try:
         from cuda.bindings import nvjitlink  # type: ignore[import-not-found]
     except ImportError as error:
-        raise CompileRejected("there is neither ptxas nor nvJitLink: install jcuts[cuda13]", log=str(error)) from error
+        raise CompileRejected(f"there is neither ptxas nor nvJitLink: {INSTALL}", log=str(error)) from error
     data = ptx.encode()
     options = [f"-arch={arch}", "-O3"]
     handle = None

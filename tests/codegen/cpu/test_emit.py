@@ -63,6 +63,8 @@ def test_tasks_cover_the_grid():
 
 
 # -- assembly ---------------------------------------------------------------------------------------------------------
+SPILLED = {("emeraldrapids", "depthwise"): 3}
+"""Operands that LLVM's scheduling model of a CPU spills in a loop of 216 products."""
 VECTOR_FMA = r"vfn?m(add|sub)\d+ps.*%[yz]mm"
 
 
@@ -109,14 +111,12 @@ def test_products_are_fused_multiply_adds_on_vectors(name):
     ],
 )
 def test_inner_loops_do_not_spill(name):
-    """Accumulators are stack slots in the IR: LLVM must have promoted every one of them.
-
-    Its scheduling model of some CPUs (Emerald Rapids) spills three operands in a loop of 216 products.
-    """
+    """Accumulators are stack slots in the IR: LLVM must have promoted every one of them."""
+    allowed = SPILLED.get((host_target().name, name), 0)
     for loop in inner_loops(assembly_of(host_program(name))):
-        products = sum(bool(re.search(VECTOR_FMA, x)) for x in loop)
-        spills = [x for x in loop if re.search(r"vmov[au]p[sd]\s+%[yz]mm\d+,\s*-?\d*\(%r[sb]p", x)]
-        assert not products or len(spills) <= products // 50, spills
+        if any(re.search(VECTOR_FMA, x) for x in loop):
+            spills = [x for x in loop if re.search(r"vmov[au]p[sd]\s+%[yz]mm\d+,\s*-?\d*\(%r[sb]p", x)]
+            assert len(spills) <= allowed, spills
 
 
 @wide

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.networks.bar_chart import bar_chart  # noqa: E402
 from benchmarks.networks.geometric_means import MEANS_NOTE, geomeans, of_results  # noqa: E402
 from benchmarks.networks.joined_rows import AGREEMENT, LAUNCH_GAIN, Joined, joined, median, records  # noqa: E402
-from benchmarks.networks.markdown_table import ms, table  # noqa: E402
+from benchmarks.networks.markdown_table import ms, table, update  # noqa: E402
 from benchmarks.networks.workload_row import Row, all_rows  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "networks"
@@ -276,17 +276,10 @@ def page(rows: Sequence[Joined], folder: Path, registry: Sequence[Row] = ()) -> 
     return "\n\n".join(p for p in parts if p) + "\n"
 
 
-def written(folder: Path, results: Path | None, docs: Path, check: bool) -> list[Path]:
-    """Writes page and charts; gives those that differed. Args: check: writes nothing."""
-    rows = joined(folder, results)
-    files = {docs / PAGE: page(rows, folder, all_rows())} | {
-        docs / "figures" / n: text for n, text in charts(rows).items()
-    }
-    stale = [p for p, text in files.items() if not p.exists() or p.read_text(encoding="utf-8") != text]
-    for path in stale if not check else ():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(files[path], encoding="utf-8")
-    return stale
+def files(rows: Sequence[Joined], folder: Path, docs: Path) -> dict[Path, str]:
+    """Page and charts by path."""
+    found = {docs / "figures" / name: text for name, text in charts(rows).items()}
+    return {docs / PAGE: page(rows, folder, all_rows())} | found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -307,8 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"no rows in {options.folder}", file=sys.stderr)
         return 1
     if options.write or options.check:
-        stale = written(options.folder, options.results, options.docs, options.check)
-        print("\n".join(f"{'stale' if options.check else 'written'}: {p}" for p in stale))
+        stale = update(files(rows, options.folder, options.docs), options.check)
         return int(options.check and bool(stale))
     print(page(rows, options.folder, all_rows()))
     return 0

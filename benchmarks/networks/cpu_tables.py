@@ -14,6 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.networks.markdown_table import ms, table  # noqa: E402
+
 NAMES = {
     "plain": "jax.jit",
     "best": "XLA, best options",
@@ -22,7 +27,6 @@ NAMES = {
     "onnxruntime": "ONNX Runtime",
     "jcuts": "jcuts",
 }
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "networks" / "cpu_baselines"
 PAGE = ROOT / "docs" / "cpu_baselines.md"
 HEAD = """\
@@ -39,21 +43,6 @@ Row = dict[str, Any]
 def load(folder: Path) -> list[Row]:
     """All rows of a folder."""
     return [json.loads(p.read_text(encoding="utf-8")) for p in sorted(folder.glob("*.json"))]
-
-
-def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body))
-
-
-def ms(seconds: float) -> str:
-    """Milliseconds, three digits or more.
-
-    >>> ms(0.00234567), ms(0.1234), ms(1.2345)
-    ('2.35', '123', '1234')
-    """
-    value = seconds * 1e3
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def measured(row: Row) -> dict[str, dict[str, Any]]:

@@ -1,8 +1,9 @@
-"""Tables in Markdown, and times in their cells."""
+"""Tables in Markdown, times in their cells, and generated files that are brought up to date."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 
 def line(cells: Sequence[object]) -> str:
@@ -22,11 +23,23 @@ def table(head: Sequence[str], body: Sequence[Sequence[object]]) -> str:
 
 
 def ms(seconds: float | None) -> str:
-    """Milliseconds, three digits; '' of None.
+    """Milliseconds, three digits or more; '' of None.
 
-    >>> ms(0.00234567), ms(1.2345), ms(None)
-    ('2.35', '1234', '')
+    >>> ms(0.00234567), ms(0.1234), ms(1.2345), ms(None)
+    ('2.35', '123', '1234', '')
     """
     if seconds is None:
         return ""
-    return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
+    value = seconds * 1e3
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def update(files: Mapping[Path, str], check: bool) -> list[Path]:
+    """Writes generated files; gives those that differed, each printed. Args: check: writes nothing."""
+    stale = [p for p, text in files.items() if not p.exists() or p.read_text(encoding="utf-8") != text]
+    for path in stale:
+        print(f"{'stale' if check else 'written'}: {path}")
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(files[path], encoding="utf-8")
+    return stale

@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.networks.markdown_table import ms, table  # noqa: E402
+from benchmarks.networks.markdown_table import ms, table, update  # noqa: E402
 from benchmarks.networks.workload_row import Row  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "networks"
@@ -195,13 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.write and not options.check:
         print(text)
         return 0
-    if options.page.exists() and options.page.read_text(encoding="utf-8") == text:
-        return 0
-    print(f"{'stale' if options.check else 'written'}: {options.page}")
-    if options.check:
-        return 1
-    options.page.write_text(text, encoding="utf-8")
-    return 0
+    return int(bool(update({options.page: text}, options.check)) and options.check)
 
 
 if __name__ == "__main__":

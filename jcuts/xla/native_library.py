@@ -40,8 +40,7 @@ def library_path(name: str = LIBRARY) -> Path:
         chosen = override if name == LIBRARY else override.with_name(name)
         if not chosen.is_file():
             why = f"JCUTS_NATIVE={override}: {chosen} is not a file: point it at {LIBRARY} or unset it"
-            warn_once(log, why, "%s; until then functions are left to XLA", why)  # who asked for it wants to know
-            raise NativeError(why, tried=[str(chosen)])
+            raise _missing(why, [str(chosen)])
         return chosen.resolve()
     # An editable install keeps built files elsewhere than sources: ask the import system as well.
     folders = [Path(__file__).resolve().parent.parent / "_native"]
@@ -55,9 +54,13 @@ def library_path(name: str = LIBRARY) -> Path:
         f"the native library {name} is missing (looked at {', '.join(tried)}): run `make native` in a source tree, "
         "leave it if jcuts is installed, or reinstall jcuts with a C++17 compiler at hand"
     )
-    if name == LIBRARY:
-        warn_once(log, why, "%s; until then functions are left to XLA", why)
-    raise NativeError(why, tried=tried)
+    raise _missing(why, tried) if name == LIBRARY else NativeError(why, tried=tried)
+
+
+def _missing(why: str, tried: list[str]) -> NativeError:
+    """The error of a library without which there are no kernels, of which the user is told."""
+    warn_once(log, why, "%s; until then functions are left to XLA", why)
+    return NativeError(why, tried=tried)
 
 
 def parse_ffi_version(header: str) -> tuple[int, int] | None:

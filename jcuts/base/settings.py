@@ -13,7 +13,8 @@ MODES = ("no_fusion", "fusion", "mixed")
 TUNE = ("auto", "cached", "off")
 ACCURACIES = ("exact", "vendor")
 SEARCHED = "searched"
-REGIONS = ("all", "anchored", "absorbing", "none", "every", SEARCHED)
+CLEAR = "clear"
+REGIONS = ("all", "anchored", "absorbing", "none", "every", SEARCHED, CLEAR)
 PLAIN = "plain"
 SINGLE = "single"
 
@@ -27,8 +28,9 @@ class Variant:
         regions: which subsets may become kernels: ``all``; ``anchored``, those with a reduction, window or convolution
             (element-wise operations stay with XLA, which fuses them into what surrounds them); ``absorbing``, the same
             without dense products, whose tails the kernels that read them take over (`fusion.move_epilogue`); ``none``;
-            ``every`` (CPUs), those too whose kernels lost to XLA by little, or have little work; or ``searched``
-            (GPUs; CPUs always search), what the partition search makes of ``all`` by measured times.
+            ``every`` (CPUs), those too whose kernels lost to XLA by little, or have little work; ``searched``
+            (GPUs; CPUs always search), what the partition search makes of ``all`` by measured times; or ``clear``
+            (GPUs), those of ``all`` whose kernels gain clearly by measured times.
         chained: whether kernels that can follow each other are one call (`xla.chains`); changes nothing else.
     """
 

@@ -239,22 +239,31 @@ def _tune_and_plan(
         start = time.monotonic()
         found = variant_space.plan_variants(traced.closed, traced.platform, of_form, worth)
         log.info("variants planned with measured choices in %.2f s", time.monotonic() - start)
-        _add_searched(found, traced.closed, of_form)
+        # How often the kernels of a loop's body run is not known.
+        seconds = None if profiler is None or variant_space.has_loops(traced.closed) else profiler.total
+        _add_derived(found, traced.closed, of_form, seconds)
     planned = PlanningResult.of_forms(found, outcomes)
-    # How often the kernels of a loop's body run is not known.
-    seconds = None if profiler is None or variant_space.has_loops(traced.closed) else profiler.total
     return replace(planned, plain_seconds=seconds)
 
 
-def _add_searched(
-    found: dict[Variant | None, Outcome], closed: jaxapi.Closed, plan: Callable[[Variant | None], Outcome]
+def _add_derived(
+    found: dict[Variant | None, Outcome],
+    closed: jaxapi.Closed,
+    plan: Callable[[Variant | None], Outcome],
+    plain_seconds: float | None,
 ) -> None:
-    """Adds the variant of the partition search where it is a program of its own."""
-    form = variant_space.variant_to_search(found)
-    if form is None or time_budget.current().is_spent():
-        return
-    start = time.monotonic()
-    outcome = plan(form)
-    if outcome.closed is not closed and all(outcome.report.source != o.report.source for o in found.values()):
-        found[form] = outcome
-    log.info("partition of %s searched in %.2f s", variant_space.name_of(form), time.monotonic() - start)
+    """Adds the variants that follow from measured times where they are programs of their own: of the partition search,
+    and of clear gains.  Args: plain_seconds: kernels of plain XLA's program by its profile [s].
+    """
+    searched = None if time_budget.current().is_spent() else variant_space.variant_to_search(found)
+    for form, what in (
+        (searched, "partition of %s searched in %.2f s"),
+        (variant_space.variant_of_clear(found, plain_seconds), "clear gains of %s planned in %.2f s"),
+    ):
+        if form is None:
+            continue
+        start = time.monotonic()
+        outcome = plan(form)
+        if outcome.closed is not closed and all(outcome.report.source != o.report.source for o in found.values()):
+            found[form] = outcome
+        log.info(what, variant_space.name_of(form), time.monotonic() - start)

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from jcuts.base.errors import UsageError
-from jcuts.base.settings import SEARCHED, Settings, Variant
+from jcuts.base.settings import CLEAR, SEARCHED, Settings, Variant
 from jcuts.jit import end_to_end_benchmark
 from jcuts.jit.accuracy.float64_check import NO_AUTOTUNE as NO_AUTOTUNE
 from jcuts.jit.accuracy.float64_check import Float64Judge as Float64Judge
@@ -34,7 +34,7 @@ from jcuts.jit.variant_names import name_of as name_of
 from jcuts.microbatch.report import DivisionReport
 from jcuts.pipeline import microbatch_convs
 from jcuts.pipeline.computation import TOO_LITTLE
-from jcuts.pipeline.kernel_selection import NEAR_TIE_RATIO
+from jcuts.pipeline.gain_limits import gains_clearly, is_near_tie
 from jcuts.pipeline.outcome import Outcome
 from jcuts.report.function_report import FunctionReport
 from jcuts.rewrite import registry as rewrite_registry
@@ -64,6 +64,8 @@ LONG = 1e-3
 """Seconds of kernels that are long."""
 AHEAD_OF_NONE = 0.2  # ... the one without kernels, where XLA's time was clear without compiling its code for some
 EVERY = Variant((), "every")
+XLA_TIMES = 2
+"""Times what XLA takes for the regions of kernels, from which on these lie among fusions of its own."""
 LEAST_SHARE = 0.05  # of the subsets' time, from which on kernels that lost by little are tried in a whole program
 
 
@@ -227,6 +229,32 @@ def variant_to_search(found: Mapping[Variant | None, Outcome]) -> Variant | None
     return Variant(best.rewrites, SEARCHED)
 
 
+def variant_of_clear(found: Mapping[Variant | None, Outcome], plain_seconds: float | None) -> Variant | None:
+    """The variant of clear gains, where the regions of kernels lie among fusions of XLA's; None elsewhere.
+
+    By profiles and whole programs of training steps, a region's border costs there about what a kernel gains that is
+    not much faster: XLA fuses what is left over less.  It has the rewrites of the variant with most measured gain.
+
+    Args: found: the outcomes of all that could race; plain_seconds: kernels of plain XLA's program by its profile [s].
+    """
+    whole = [form for form in found if form is None or form.regions == "all"]
+    if plain_seconds is None or not whole:
+        return None
+    sums = {form: _sums(found[form]) for form in whole}
+    best = max(sums, key=lambda form: sums[form][1])
+    ours, gain = sums[best]
+    won = [s for s in found[best].report.subsets if s.chosen != end_to_end_benchmark.XLA]
+    clear = sum(
+        s.count * (s.xla_seconds - s.seconds)
+        for s in won
+        if s.seconds and s.xla_seconds and gains_clearly(s.seconds, s.xla_seconds)
+    )
+    is_among = XLA_TIMES * (ours + gain) < plain_seconds
+    if not is_among or not end_to_end_benchmark.LEAST_GAIN * plain_seconds <= clear < gain:
+        return None
+    return Variant((best or Variant()).rewrites, CLEAR)
+
+
 def _form(rewrites: Sequence[str], regions: str) -> Variant:
     """A form, without the rewrites that its regions have no use for."""
     return Variant(tuple(r for r in rewrites if regions != "none" or r not in KERNEL_ONLY), regions)
@@ -241,10 +269,7 @@ def near_ties(report: FunctionReport) -> bool:
     lost = [
         time
         for s, time in zip(report.subsets, every, strict=True)
-        if s.chosen == end_to_end_benchmark.XLA
-        and s.seconds
-        and s.xla_seconds
-        and s.seconds <= NEAR_TIE_RATIO * s.xla_seconds
+        if s.chosen == end_to_end_benchmark.XLA and is_near_tie(s.seconds, s.xla_seconds)
     ]
     small = sum(r.count for r in report.refusals if r.reason == TOO_LITTLE)
     return bool(report.subsets) and (sum(lost) > LEAST_SHARE * sum(every) or small > LEAST_SHARE * report.equations)
@@ -303,7 +328,8 @@ def dominated_variants(found: Mapping[Variant | None, Outcome]) -> dict[Variant 
         ahead = AHEAD_LONG if ours >= LONG else PRUNE_GAIN
         if form is not None and form.regions == "none" and _is_derived(found[best]):
             ahead = min(ahead, AHEAD_OF_NONE)
-        if ours > 0.0 and gain - sums[form][1] >= ahead * ours:
+        is_clear = form is not None and form.regions == CLEAR  # which counts on what these sums do not show
+        if ours > 0.0 and gain - sums[form][1] >= ahead * ours and not is_clear:
             out[form] = (
                 f"not tried: kernels gain {sums[form][1] * 1e6:,.0f} us on XLA's code here by measured sums, "
                 f"those of {name_of(best)} {gain * 1e6:,.0f} us (and take {ours * 1e6:,.0f} us)"

@@ -18,7 +18,7 @@ from typing import Any
 
 from jcuts.base import keys, knobs
 from jcuts.base.errors import IRError
-from jcuts.base.settings import SEARCHED, Settings, Variant
+from jcuts.base.settings import CLEAR, SEARCHED, Settings, Variant
 from jcuts.fusion.dag import NodeSet as Members
 from jcuts.fusion.join_regions import region_groups
 from jcuts.fusion.move_epilogue import fuse_prologues, is_library_contraction, move_epilogues, split_prologues
@@ -34,10 +34,10 @@ from jcuts.pipeline.computation import (
     add_candidates,
     has_gpu_kernel,
 )
-from jcuts.pipeline.measured_partition import LEAST_MOVED, Summary, measured_seconds, postponed
+from jcuts.pipeline.gain_limits import gains_clearly, is_near_tie
+from jcuts.pipeline.measured_partition import LEAST_MOVED, Summary, library_seconds, measured_seconds, postponed
 from jcuts.trace.canonical import canonical_digest
 from jcuts.tune import session
-from jcuts.tune.choice import LIBRARY
 from jcuts.tune.row_signature import FOREIGN
 from jcuts.tune.session import RegionProblems, TunedChoices
 from jcuts.xla import devices as xla_devices
@@ -46,8 +46,6 @@ log = logging.getLogger("jcuts.pipeline.kernel_selection")
 
 BLOCK_CANDIDATES = 8
 """Kernels tried for a block of several reductions."""
-NEAR_TIE_RATIO = 1.25
-"""Times XLA's, up to which a kernel is chosen by the form that has ``every`` one."""
 MOST_SMALL = 4
 """Distinct subsets with little work that this form tries."""
 MOST_ELEMENTWISE = 12
@@ -167,7 +165,7 @@ def _choose_on_gpu(chosen: Partition) -> Partition:
     levels, settings = chosen.levels, chosen.settings
     add_candidates(_subsets(levels), chosen.platform)
     regions = _regions_of(settings)
-    if regions == SEARCHED:  # what it begins with
+    if regions in (SEARCHED, CLEAR):  # what they begin with
         regions = "all"
     if settings.mode != "no_fusion":
         for level in levels:
@@ -215,12 +213,15 @@ def resolve(partition: Partition, problems: RegionProblems, tuned: TunedChoices)
     session.resolve(problems, tuned)
     if partition.takes_near_ties:
         for subset in partition.regions:
-            mine, xla = measured_seconds(subset), None if subset.choice is None else subset.choice.seconds(LIBRARY)
-            if subset.origin != "measured" or mine is None or xla is None or mine > NEAR_TIE_RATIO * xla:
+            if subset.origin != "measured" or not is_near_tie(measured_seconds(subset), library_seconds(subset)):
                 subset.chosen = None
     for level, subset, parts in partition.blocks:
         if _is_better(subset, parts):
             level.merge_into(subset)
+    if _regions_of(partition.settings) == CLEAR:
+        for subset in partition.regions:
+            if not gains_clearly(measured_seconds(subset), library_seconds(subset)):
+                subset.chosen = None
 
 
 def search(partition: Partition, problems: RegionProblems, *, may_measure: bool) -> Summary:

@@ -110,6 +110,11 @@ def measured_seconds(subset: Region) -> float | None:
     return None if subset.choice is None else subset.choice.seconds(subset.choice.winner)
 
 
+def library_seconds(subset: Region) -> float | None:
+    """Time of XLA's code for the subset [s]; None if it was not measured."""
+    return None if subset.choice is None else subset.choice.seconds(LIBRARY)
+
+
 def postponed(subsets: Sequence[Region]) -> bool:
     """Whether a later call is to measure more: another process was measuring, or the time was up."""
     return any(s.choice is not None and (s.choice.is_postponed or s.choice.is_cut) for s in subsets)
@@ -290,7 +295,7 @@ class _GpuSearch(_Search):
         """Also None for what was not measured to the end; XLA's time for element-wise pieces that stay with XLA."""
         if subset.choice is None or postponed([subset]):
             return None
-        return subset.choice.seconds(LIBRARY) if self._is_left(level, subset) else measured_seconds(subset)
+        return library_seconds(subset) if self._is_left(level, subset) else measured_seconds(subset)
 
     @staticmethod
     def _is_left(level: Computation, subset: Region) -> bool:

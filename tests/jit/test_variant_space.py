@@ -338,6 +338,31 @@ def test_programs_without_kernels_that_are_far_behind_by_measurement_do_not_race
     assert set(variant_space.dominated_names(names, behind)) == {"jcuts", "jcuts:graphs"}
 
 
+def test_kernels_of_clear_gains_are_a_variant_where_most_time_stays_with_xla():
+    def outcome(*subsets):
+        names = ("chosen", "origin", "count", "seconds", "xla_seconds")
+        rows = [types.SimpleNamespace(derived=False, **dict(zip(names, subset, strict=True))) for subset in subsets]
+        return types.SimpleNamespace(report=types.SimpleNamespace(subsets=rows))
+
+    fast = Variant(("turns",))
+    clear, close = ("rows", "measured", 10, 1e-4, 2e-4), ("rows", "measured", 20, 1e-4, 1.2e-4)
+    left = ("xla", "measured", 5, 1e-3, 1e-4)
+    found = {None: outcome(close), fast: outcome(clear, close, left), Variant(("turns",), "anchored"): outcome(clear)}
+    made = variant_space.variant_of_clear(found, 20e-3)
+    assert made == Variant(("turns",), "clear") == Variant.parse(str(made))
+    assert variant_space.variant_of_clear(found, 6e-3) is None  # kernels keep most of it
+    assert variant_space.variant_of_clear(found, 60e-3) is None  # 1 ms is less than a program has to gain
+    assert variant_space.variant_of_clear({fast: outcome(clear)}, 20e-3) is None  # it is the same program
+    assert variant_space.variant_of_clear({fast: outcome(close)}, 20e-3) is None
+    assert variant_space.variant_of_clear(found, None) is None  # nothing is known of the whole
+    # Its sums are smaller, and it races all the same, with limited time, too.
+    both = {fast: outcome(*[clear] * 9, close), made: outcome(clear)}
+    assert not variant_space.dominated_variants(both)
+    names = ["xla", "jcuts/turns", "jcuts/turns:graphs", "jcuts/turns/clear:graphs", "jcuts/turns/anchored:graphs"]
+    gains = {fast: 2e-3, made: 1e-3, Variant(("turns",), "anchored"): 15e-4}
+    assert set(race_limits.beyond_race_limit(names, gains)) == {"jcuts/turns", "jcuts/turns/anchored:graphs"}
+
+
 def test_float64_results_that_cannot_be_had_early_are_asked_for_again(monkeypatch):
     x = values(4, 4)
     judge = variant_space.Float64Judge(jax.make_jaxpr(jnp.sin)(x), [x], 1.0, "cpu")

@@ -17,7 +17,7 @@ from jcuts.rewrite.simplify import simplify
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.trace.inline import inline
 from jcuts.tune import session
-from jcuts.tune.choice import Choice, Measurement
+from jcuts.tune.choice import LIBRARY, Choice, Measurement
 from jcuts.tune.database import Store
 
 AUTO = Settings()
@@ -91,6 +91,30 @@ def test_slow_fused_kernels_are_taken_apart_and_the_cover_is_stored(store, clock
     third = level_of()
     assert kernel_selection.select(third, AUTO, may_measure=False).origin == "stored"
     assert cover(third) == found
+
+
+def test_kernels_that_gain_little_are_left_in_the_form_of_clear_gains(monkeypatch):
+    def sums(x, w):
+        return x.sum(0), (w * x).max(1), jnp.exp(x).sum()
+
+    top = level_of(sums)
+    first, *others = top.subsets
+    assert len(others) == 2
+
+    def resolve(problems, tuned):
+        for subset in problems.regions:
+            label = session._label(subset.ranked[0][0])
+            library = 1.6e-6 if subset is first else 1.4e-6
+            times = [Measurement(name, s, s, s, 5, "loop") for name, s in ((label, 1e-6), (LIBRARY, library))]
+            subset.choice = Choice("p", label, "d", "measured", tuple(times))
+            subset.chosen, subset.origin = subset.ranked[0][0], "measured"
+
+    monkeypatch.setattr(session, "resolve", resolve)
+    for regions, kept in (("all", top.subsets), ("clear", [first])):
+        partition = kernel_selection.choose_partition(top, Settings(form=Variant((), regions), tune="off"))
+        problems = kernel_selection.collect_problems(partition)
+        kernel_selection.resolve(partition, problems, {})
+        assert [s for s in top.subsets if s.chosen is not None] == list(kept)
 
 
 def test_loop_bodies_have_covers_of_their_own(store, clock):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jcuts.base.settings import SEARCHED, Settings, Variant
+from jcuts.base.settings import CLEAR, SEARCHED, Settings, Variant
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.jit import variant_planning, variant_space
@@ -389,11 +389,26 @@ def test_a_searched_partition_races_where_it_is_another_program(source, added):
         asked.append(form)
         return Outcome(source, ("map/1", 1, 1.0, 2.0))
 
-    variant_planning._add_searched(found, "original", plan)
+    variant_planning._add_derived(found, "original", plan, None)
     assert asked == [Variant((), SEARCHED)] and (asked[0] in found) is added
     with time_budget.spending(time_budget.TimeBudget(0.0)):
-        variant_planning._add_searched(found, "original", plan)
+        variant_planning._add_derived(found, "original", plan, None)
     assert len(asked) == 1
+
+
+def test_a_variant_of_clear_gains_races_where_most_time_stays_with_xla():
+    found = {None: Outcome("a", ("map/1", 1, 1.0, 2.0), ("map/2", 1, 1.0, 1.1))}
+    for row in found[None].report.subsets:
+        row.origin = "measured"
+    asked = []
+
+    def plan(form):
+        asked.append(form)
+        return Outcome(str(form), ("map/1", 1, 1.0, 2.0))
+
+    with time_budget.spending(time_budget.TimeBudget(0.0)):  # it measures nothing
+        variant_planning._add_derived(found, "original", plan, 10.0)
+    assert asked == [Variant((), CLEAR)] == list(found)[1:]
 
 
 LAYERS = [np.zeros(s, np.float32) for s in [(8, 112, 112, 16), (1, 1, 16, 96), (3, 3, 1, 96)]]

@@ -22,16 +22,17 @@ class BackgroundWork:
         pieces: name -> what to do; one that fails fails again where it is needed, and is dealt with there.
         light: names of those that keep the host busy, and the device for milliseconds: they begin and go on while
             somebody else compiles for it, and times algorithms, but not while anything is measured.
-        quiet: names of those that leave the device alone: they also go on beside measurements.
+        quiet: names of those that leave the device alone: they also begin and go on beside measurements.
     """
 
     def __init__(
         self, pieces: Mapping[str, Callable[[], object]], light: Collection[str] = (), quiet: Collection[str] = ()
     ) -> None:
-        self._stopped = self._given = False  # no piece begins any more; only light and quiet ones do
+        self._stopped = False  # no piece begins any more
+        self._given = self._measuring = False  # only light and quiet ones begin; only quiet ones do
         self._light, self._quiet = {*light, *quiet}, {*quiet}
         self._running = ""
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._thread = threading.Thread(target=self._work, args=(dict(pieces),), name="jcuts-early", daemon=True)
         self._thread.start()
 
@@ -48,7 +49,7 @@ class BackgroundWork:
             with self._lock:
                 if self._stopped:
                     return
-                if self._given and name not in self._light:
+                if name not in self._quiet and (self._measuring or (self._given and name not in self._light)):
                     continue
                 self._running = name
             start = time.perf_counter()
@@ -58,18 +59,24 @@ class BackgroundWork:
             except Exception as error:
                 why = next(iter(str(error).splitlines()), "")
                 log.info("early: %s failed: %s: %s", name, type(error).__name__, why)
+            with self._lock:
+                self._running = ""
+                self._lock.notify_all()
 
     def quiesce(self, wait: bool) -> bool:
         """Whether the device is left alone from now on, but for light pieces.
 
-        Args: wait: by those as well: nothing begins any more, and what goes on ends before this does.
+        Args: wait: by those as well, for measurements: only quiet ones begin, and what else goes on ends before this
+            does.
         """
         with self._lock:
-            alone = self._running in (self._quiet if wait else self._light)
-            self._given = self._given or alone
-            self._stopped = self._stopped or wait
-        if wait and not alone:
-            start = time.perf_counter()
-            self._thread.join()
-            log.info("early: waited for it %.2f s", time.perf_counter() - start)
-        return alone or not self._thread.is_alive()
+            if not wait:
+                alone = self._running in self._light
+                self._given = self._given or alone
+                return alone or not self._thread.is_alive()
+            self._measuring = True
+            if self._running not in {"", *self._quiet}:
+                start = time.perf_counter()
+                self._lock.wait_for(lambda: self._running in {"", *self._quiet})
+                log.info("early: waited for it %.2f s", time.perf_counter() - start)
+            return True

@@ -7,7 +7,7 @@ they were where it was tuned, when it is traced into the caller's own ``jax.jit`
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jcuts.artifact import device, kernels, trees
 from jcuts.artifact.container import Container
 from jcuts.artifact.manifest import ARGUMENTS, ArrayType, Manifest, Program, Signature, seal, static_value
 from jcuts.base import run_statistics
-from jcuts.base.errors import ArtifactError, ArtifactMismatch, UnknownSignature
+from jcuts.base.errors import ArtifactError, ArtifactMismatch, UnknownSignature, UnsupportedError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.trace import jaxapi
 
@@ -217,10 +217,28 @@ class Loaded:
         entry, leaves, given = self._find(args, kwargs)
         xs = [jax.numpy.asarray(x, t.dtype) for x, t in zip(leaves, entry.signature.inputs, strict=True)]
         if given is None:
-            results = self._bound(entry).call(*xs)
+            results = self._opaque(self._bound(entry).call)(*xs)
         else:
-            results = self._exported(entry).call(tuple(self._given(given, self._program(entry))), *xs)
+            weights = self._given(given, self._program(entry))
+            results = self._opaque(self._exported(entry).call)(tuple(weights), *xs)
         return jax.tree.unflatten(entry.out_tree, results)
+
+    def _opaque(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """An exported call whose derivative and batching (`jax.custom_jvp`, `custom_vmap`) are errors that say what to
+        save.
+        """
+
+        def refuse(what: str, instead: str) -> Callable[..., Any]:
+            def rule(*_: Any) -> Any:
+                raise UnsupportedError(f"{self.__name__} was loaded from an artefact, which has no {what}: {instead}")
+
+            return rule
+
+        batched = jax.custom_batching.custom_vmap(call)
+        batched.def_vmap(refuse("batching rule", f"save jax.vmap({self.__name__})"))
+        opaque = jax.custom_jvp(batched)
+        opaque.defjvp(refuse("derivative", f"save jax.value_and_grad({self.__name__}), or whatever derivative runs"))
+        return opaque
 
     def _bound(self, entry: _Entry) -> Any:
         """The program with its weights as constants, as it had them where it was tuned; made anew for every trace."""

@@ -5,6 +5,7 @@ A variant is one version of a function: which rewrites it has, which regions bec
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from jcuts.base.errors import UsageError
@@ -112,8 +113,8 @@ class Settings:
                 f"tune_seconds={self.tune_seconds!r} must be a number of seconds >= 0, or None (JCUTS_TUNE_SECONDS)",
                 tune_seconds=self.tune_seconds,
             )
-        if isinstance(self.tolerance, bool) or not (isinstance(self.tolerance, (int, float)) and self.tolerance > 0):
-            raise UsageError(f"tolerance={self.tolerance!r} must be a positive number", tolerance=self.tolerance)
+        if not (_is_duration(self.tolerance) and 0 < self.tolerance < math.inf):
+            raise UsageError(f"tolerance={self.tolerance!r} must be a positive finite number", tolerance=self.tolerance)
         if self.convolution_accuracy not in ACCURACIES:
             raise UsageError(
                 f"convolution_accuracy={self.convolution_accuracy!r} is unknown: choose one of {ACCURACIES}",

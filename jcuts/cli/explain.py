@@ -61,12 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
     console().print(report_tables(report))
     if arguments.tune == "cached" and any(s.why in (NOT_MEASURED, NOT_CHECKED) for s in report.subsets):
         console().print("What is not measured yet is measured by --tune auto, or when the function is first called.")
-    for path, write in ((arguments.html, report.to_html), (arguments.json, lambda p: _write_json(p, report.to_dict()))):
-        if path is not None:
-            try:
-                write(path)
-            except OSError as error:
-                raise UsageError(f"cannot write {path}: {error}", path=str(path)) from error
+    if arguments.html is not None:
+        report.to_html(arguments.html)
+    if arguments.json is not None:
+        try:
+            _write_json(arguments.json, report.to_dict())
+        except OSError as error:
+            raise UsageError(f"cannot write {arguments.json}: {error}", path=str(arguments.json)) from error
     return 0
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from jcuts.base.errors import UsageError
 from jcuts.microbatch.report import (
     DIVISION_HEADINGS,
     FRONT_HEADINGS,
@@ -136,9 +137,12 @@ class FunctionReport:
         return Text(str(self))
 
     def to_html(self, path: str | Path) -> Path:
-        """Writes a self-contained page."""
+        """Writes a self-contained page. Raises: UsageError: that file cannot be written."""
         target = Path(path)
-        target.write_text(_html(self), encoding="utf-8")
+        try:
+            target.write_text(_html(self), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {target}: {error.strerror or error}", path=str(target)) from error
         return target
 
 

@@ -104,8 +104,11 @@ def read_export(path: Path) -> list[Row]:
     """The rows in a file that `Store.export` wrote. Raises CacheError: no such file, no export, of another version."""
     try:
         data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CacheError(f"cannot import {path}: {error}", path=str(path)) from None
+    except OSError as error:
+        raise CacheError(f"cannot import {path}: {error.strerror or error}", path=str(path)) from None
+    except ValueError as error:  # UnicodeDecodeError as well
+        why = f"it is no JSON, as `jcuts cache export` writes it ({error})"
+        raise CacheError(f"cannot import {path}: {why}", path=str(path)) from None
     found = data.get("jcuts_tuning") if isinstance(data, dict) else None
     if found != SCHEMA:
         raise CacheError(

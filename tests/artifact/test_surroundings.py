@@ -18,7 +18,7 @@ import pytest
 import jcuts
 from jcuts.artifact import contents, device, load
 from jcuts.base import fingerprint
-from jcuts.base.errors import ArtifactMismatch, NativeError, UsageError
+from jcuts.base.errors import ArtifactMismatch, NativeError, UnsupportedError, UsageError
 from jcuts.cli.main import main
 from jcuts.xla import native_library
 from tests.artifact.functions import convolutions, same
@@ -42,6 +42,23 @@ def another_cpu(monkeypatch, **changes):
 def another_version(monkeypatch, **changes):
     here = fingerprint.package_version
     monkeypatch.setattr(fingerprint, "package_version", lambda name: changes.get(name) or here(name))
+
+
+# -- what an exported program does not have --------------------------------------------------------------------------
+def test_no_derivative_and_no_batching_rule(saved):
+    fn, args, path = saved
+    found = jcuts.load(path)
+
+    def total(*xs):
+        return jax.tree.reduce(lambda a, b: a + b.sum(), found(*xs), 0.0)
+
+    for wrong in (jax.grad(total), lambda *xs: jax.jvp(total, xs, xs), jax.jit(jax.value_and_grad(total))):
+        with pytest.raises(UnsupportedError, match=r"has no derivative: save jax.value_and_grad\("):
+            wrong(*args)
+    many = [np.stack([x, x]) for x in args]
+    with pytest.raises(UnsupportedError, match=r"has no batching rule: save jax.vmap\("):
+        jax.vmap(found)(*many)
+    assert same(jax.jit(lambda *xs: found(*xs))(*args), fn(*args))
 
 
 # -- other CPUs -------------------------------------------------------------------------------------------------------

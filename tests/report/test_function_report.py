@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
+from jcuts.base.errors import UsageError
 from jcuts.pipeline import report_rows
 from jcuts.report import function_report, rich_tables
 from jcuts.report.function_report import FunctionReport, RefusalReport, SubsetReport
@@ -100,6 +102,8 @@ def test_all_forms_show_reasons_and_an_honest_headline(tmp_path):
         }
     )
     page = found.to_html(tmp_path / "r.html").read_text()
+    with pytest.raises(UsageError, match=r"cannot write .*no_folder.r.html: No such file"):
+        found.to_html(tmp_path / "no_folder" / "r.html")
     for text in (str(found), shown(found), page):
         assert "0% of the FLOP" in text and "1 kernel calls, with 50% of the FLOP" in text
         assert "XLA is 2.00 times as fast as the best of 2 kernels" in text

@@ -12,6 +12,7 @@ import numpy as np
 from jcuts.base.errors import Refusal
 from jcuts.fusion import greedy
 from jcuts.fusion.match_attention import fuse_attention
+from jcuts.fusion.match_attention_backward import fuse_attention_backward
 from jcuts.fusion.move_epilogue import CHEAP
 from jcuts.kernel_ir import loop_transforms
 from jcuts.kernel_ir.program import Program
@@ -67,10 +68,11 @@ class Traced:
         assert isinstance(built, Program), str(built)
         return built
 
-    def attention(self) -> tuple[frozenset[int], Program]:
-        """The one subset that is an attention, and its program."""
+    def attention(self, template: str = "attention") -> tuple[frozenset[int], Program]:
+        """The one subset that is an attention (or, of that template, its backward pass), and its program."""
         cover = fuse_attention(self.graph, greedy.group(self.graph).subsets)
-        ((members, program),) = [found for found in cover if found[1].template == "attention"]
+        cover = fuse_attention_backward(self.graph, cover)
+        ((members, program),) = [found for found in cover if found[1].template == template]
         return members, program
 
     def operands(self, members: frozenset[int] | None = None) -> list[np.ndarray]:

@@ -38,6 +38,7 @@ def program_of(case: Any) -> Any:
 
     from jcuts.fusion import greedy
     from jcuts.fusion.match_attention import fuse_attention
+    from jcuts.fusion.match_attention_backward import fuse_attention_backward
     from jcuts.lower.tensor_graph import MOST_SWITCHED, build_graph
     from jcuts.rewrite.simplify import simplify
     from jcuts.trace.inline import inline
@@ -45,7 +46,7 @@ def program_of(case: Any) -> Any:
     closed = simplify(inline(jax.make_jaxpr(case.function)(*small_arguments(case))))
     graph = build_graph(closed.jaxpr, joined=MOST_SWITCHED)
     grouping = greedy.group(graph)
-    subsets = fuse_attention(graph, grouping.subsets)
+    subsets = fuse_attention_backward(graph, fuse_attention(graph, grouping.subsets))
     if len(subsets) != 1 or grouping.left_out:
         return None, f"{len(subsets)} kernels, left out: {list(map(str, grouping.left_out.values()))}"
     return subsets[0][1], ""

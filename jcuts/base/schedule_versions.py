@@ -48,6 +48,7 @@ GPU_DISPATCH = ("jcuts.schedule.gpu.candidates", "jcuts.codegen.cuda.compile")
 _CONTRACTION = ("gemm", "gemv", "skinny_gemm", "conv", "warp_specialized", "reduction", "window")
 ASKED: Mapping[str, tuple[str, ...]] = {
     "attention": ("attention",),
+    "attention_backward": ("attention",),
     "block": ("inverted_residual",),
     "contraction": _CONTRACTION,
     "convolution": _CONTRACTION,

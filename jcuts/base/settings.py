@@ -15,7 +15,8 @@ TUNE = ("auto", "cached", "off")
 ACCURACIES = ("exact", "vendor")
 SEARCHED = "searched"
 CLEAR = "clear"
-REGIONS = ("all", "anchored", "absorbing", "none", "every", SEARCHED, CLEAR)
+ATTENTION = "attention"
+REGIONS = ("all", "anchored", "absorbing", ATTENTION, "none", "every", SEARCHED, CLEAR)
 PLAIN = "plain"
 SINGLE = "single"
 
@@ -28,10 +29,11 @@ class Variant:
         rewrites: rules of `rewrite.registry` that are applied first.
         regions: which subsets may become kernels: ``all``; ``anchored``, those with a reduction, window or convolution
             (element-wise operations stay with XLA, which fuses them into what surrounds them); ``absorbing``, the same
-            without dense products, whose tails the kernels that read them take over (`fusion.move_epilogue`); ``none``;
-            ``every`` (CPUs), those too whose kernels lost to XLA by little, or have little work; ``searched``
-            (GPUs; CPUs always search), what the partition search makes of ``all`` by measured times; or ``clear``
-            (GPUs), those of ``all`` whose kernels gain clearly by measured times.
+            without dense products, whose tails the kernels that read them take over (`fusion.move_epilogue`);
+            ``attention``, attentions and their backward passes alone; ``none``; ``every`` (CPUs), those too whose
+            kernels lost to XLA by little, or have little work; ``searched`` (GPUs; CPUs always search), what the
+            partition search makes of ``all`` by measured times; or ``clear`` (GPUs), those of ``all`` whose kernels
+            gain clearly by measured times.
         chained: whether kernels that can follow each other are one call (`xla.chains`); changes nothing else.
     """
 

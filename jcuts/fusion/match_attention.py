@@ -24,6 +24,8 @@ Cover = list[tuple[NodeSet, Program]]
 BETWEEN = ("elementwise", "layout", "reduction", "constant")
 """Families of operations that may lie between the two products."""
 MOST_BETWEEN = 48
+VIEWS = ("reshape", "convert_element_type")
+"""What XLA fuses into the operation that reads it."""
 
 
 def fuse_attention(
@@ -42,7 +44,14 @@ def fuse_attention(
         if not isinstance(pair, AttentionMatch):
             continue
         dag = dag or Dag.of((n.number for n in graph.nodes), graph.edges())
-        made = _replace_in_partition(graph, found, pair, dag)
+
+        def build(members: NodeSet, pair: AttentionMatch = pair) -> Program | Refusal:
+            made = build_attention(graph, members, pair)
+            known = match(made) if isinstance(made, Program) else made
+            return known if isinstance(known, Refusal) else made
+
+        core = pair.between | {pair.first, pair.second}
+        made = replace_in_partition(graph, found, core, (pair.second,), build, dag)
         if isinstance(made, Refusal):
             log.info("no attention: %s", made)
         elif fuel():
@@ -64,13 +73,16 @@ def find(graph: TensorGraph, second: OpNode) -> AttentionMatch | Refusal | None:
         first = next(iter(firsts))
         inner = between | {first}
         behind = {n for n in between if first in graph.ancestors(inner, n)}
-        kept = behind | _exclusive_producers(graph, between - behind, behind)
+        kept = frozenset(behind | exclusive_producers(graph, between - behind, behind))
+        row = graph.tensors[tensor].type.size // graph.tensors[tensor].type.shape[-1]
         for number in (first, *sorted(behind)):
+            if number != first and graph.tensors[graph.nodes[number].outputs[0]].type.size == row:
+                continue  # statistics of the rows may be results (`_row_statistics`)
             users = {u for t in graph.nodes[number].outputs for u in graph.tensors[t].users}
             escapes = any(graph.tensors[t].escapes for t in graph.nodes[number].outputs)
             if escapes or not users <= kept | {second.number}:
                 return Refusal(graph.nodes[number].prim, "scores or weights of an attention are needed elsewhere")
-        return AttentionMatch(first, second.number, tensor, frozenset(kept))
+        return AttentionMatch(first, second.number, tensor, frozenset(kept | _row_statistics(graph, kept, row)))
     return None
 
 
@@ -93,7 +105,24 @@ def _walk(graph: TensorGraph, tensor: int) -> tuple[NodeSet, set[int]]:
     return frozenset(found), firsts
 
 
-def _exclusive_producers(graph: TensorGraph, others: NodeSet, behind: set[int]) -> set[int]:
+def _row_statistics(graph: TensorGraph, kept: NodeSet, row: int) -> set[int]:
+    """Element-wise operations on the maximum and the sum of a row: the logsumexp that a backward pass reads."""
+    found: set[int] = set()
+    inside = [graph.nodes[n] for n in kept if graph.tensors[graph.nodes[n].outputs[0]].type.size == row]
+    stack = [u for node in inside for t in node.outputs for u in graph.tensors[t].users]
+    while stack:
+        node = graph.nodes[stack.pop()]
+        if node.number in kept | found or node.op is None or node.op.family not in ("elementwise", "layout"):
+            continue
+        made = [graph.tensors[t].producer for t in node.inputs if graph.tensors[t].scalar is None]
+        sizes = {graph.tensors[t].type.size for t in (*node.inputs, *node.outputs) if graph.tensors[t].scalar is None}
+        if sizes == {row} and all(number in kept | found for number in made):
+            found.add(node.number)
+            stack += [u for t in node.outputs for u in graph.tensors[t].users]
+    return found
+
+
+def exclusive_producers(graph: TensorGraph, others: NodeSet, behind: set[int]) -> set[int]:
     """Operations independent of the scores that nothing else uses: masks, broadcasts."""
     found: set[int] = set()
     for number in sorted(others, reverse=True):
@@ -104,21 +133,30 @@ def _exclusive_producers(graph: TensorGraph, others: NodeSet, behind: set[int]) 
     return found
 
 
-def _replace_in_partition(
-    graph: TensorGraph, cover: dict[NodeSet, Program], pair: AttentionMatch, dag: Dag
+def replace_in_partition(
+    graph: TensorGraph,
+    cover: dict[NodeSet, Program],
+    core: NodeSet,
+    ends: Sequence[int],
+    build: Callable[[NodeSet], Program | Refusal],
+    dag: Dag,
 ) -> dict[NodeSet, Program] | Refusal:
-    """The partition with the attention region in place of the regions that held its operations."""
-    last = next((s for s in cover if pair.second in s), frozenset())
-    tail = descendants(graph, last, pair.second)
-    core = pair.between | {pair.first, pair.second}
+    """The partition with a fused region in place of the regions that held its operations.
+
+    Args: core: its operations; ends: those whose results leave it, with what follows them in their regions, or at
+        least with changes of layout; build: makes the program of a region that a kernel supports, or refuses.
+    """
+    tail = frozenset[int]().union(
+        *(descendants(graph, next((s for s in cover if n in s), frozenset()), n) for n in ends)
+    )
+    moved = _moved_results(graph, ends)
+    tries = (_with_layout(graph, core | tail, cover), core | tail, _with_layout(graph, core | moved, cover), core)
     made: Program | Refusal = Refusal("subset", "no program")
-    for members in dict.fromkeys((_with_layout(graph, core | tail, cover), core | tail, core)):
-        made = build_attention(graph, members, pair)
+    members = core
+    for members in dict.fromkeys(_without_views(graph, tried) for tried in tries):
+        made = build(members)
         if isinstance(made, Program):
-            known = match(made)
-            if not isinstance(known, Refusal):
-                break
-            made = known
+            break
     if isinstance(made, Refusal):
         return made
     found = {s: p for s, p in cover.items() if not s & members}
@@ -127,12 +165,46 @@ def _replace_in_partition(
         if owner & members and rest:
             left = lower_region(graph, rest)
             parts = [rest] if isinstance(left, Program) else [frozenset({n}) for n in rest]
+            parts = [part for part in parts if {graph.nodes[n].prim for n in part} - {*VIEWS}]
             found.update((s, p) for s in parts if isinstance(p := lower_region(graph, s), Program))
     found[members] = made
     alone = [frozenset({n}) for n in dag.nodes - {n for s in found for n in s}]
     if not is_convex(dag, members) or not is_acyclic_cover(dag, [*found, *alone]):
         return Refusal("subset", "an attention and what else its operations feed need each other")
     return found
+
+
+def _without_views(graph: TensorGraph, members: NodeSet) -> NodeSet:
+    """The operations without views of a result that leaves the region anyway, which would be written, too."""
+    kept = members
+    for number in sorted(members, reverse=True):
+        node = graph.nodes[number]
+        if node.prim not in VIEWS or any(u in kept for t in node.outputs for u in graph.tensors[t].users):
+            continue
+        made: OpNode | None = node
+        while made is not None and made.number in members and made.prim in VIEWS:
+            base = graph.tensors[made.inputs[0]]
+            made = graph.producer(base.number)
+            if base.producer in members and (base.escapes or not {*base.users} <= members):
+                kept = kept - {number}
+                break
+    return kept
+
+
+def _moved_results(graph: TensorGraph, ends: Sequence[int]) -> NodeSet:
+    """Changes of layout and type that alone use the results of some equations."""
+    found: set[int] = set()
+    for number in ends:
+        node = graph.nodes[number]
+        while len(node.outputs) == 1 and not graph.tensors[node.outputs[0]].escapes:
+            users = set(graph.tensors[node.outputs[0]].users)
+            node = graph.nodes[min(users)] if len(users) == 1 else node
+            if node.number in {number, *found} or node.op is None or len(node.inputs) != 1:
+                break
+            if node.op.family != "layout" and node.prim != "convert_element_type":
+                break
+            found.add(node.number)
+    return frozenset(found)
 
 
 def _with_layout(graph: TensorGraph, members: NodeSet, cover: dict[NodeSet, Program]) -> NodeSet:

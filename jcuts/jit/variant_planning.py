@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jcuts.base import collector
-from jcuts.base.settings import Variant
+from jcuts.base.settings import ATTENTION, Variant
 from jcuts.jit import background_work, end_to_end_benchmark, race_limits, variant_space
 from jcuts.jit.decision import Decision
 from jcuts.jit.traced_call import TracedCall
@@ -219,7 +219,11 @@ def _tune_and_plan(
         started: dict[Variant | None, Started] = {}
         with collector.paused():
             for form in worth:
-                if form is None or form.regions in ("all", "absorbing"):  # these have all problems of the others
+                if form is None or form.regions in (
+                    "all",
+                    "absorbing",
+                    ATTENTION,
+                ):  # these have all problems of the others
                     started[form] = traced.start_planning(form)
                     if (problems := started[form].problems) is not None:
                         session.warm_workers(problems)

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from jcuts.base.errors import UsageError
-from jcuts.base.settings import CLEAR, SEARCHED, Settings, Variant
+from jcuts.base.settings import ATTENTION, CLEAR, SEARCHED, Settings, Variant
 from jcuts.jit import end_to_end_benchmark
 from jcuts.jit.accuracy.float64_check import NO_AUTOTUNE as NO_AUTOTUNE
 from jcuts.jit.accuracy.float64_check import Float64Judge as Float64Judge
@@ -57,6 +57,8 @@ TURNED = "turns"
 VECTORS = "vectors"
 """Like `JOINED` and `TURNED` a rewrite that costs passes over arguments in every call, for kernels that then have less
 to do: the three race apart."""
+RECOMPUTED = "recomputes"
+"""The rewrite of backward passes of attention, for kernels that compute weights again: it races with these alone."""
 PRUNE_GAIN = 0.6  # a form that gains so much less than another, in shares of what the other's kernels take, is left out
 AHEAD_LONG = 0.15
 """The share that leaves a form out where the other's kernels take `LONG`: launches and borders matter less there."""
@@ -168,6 +170,7 @@ def plan_variants(
     The rules of `WITH_ALL` race only beside all others that apply, in three programs (each costs seconds of
     compilation): left to XLA, with kernels for everything, and with kernels for all but dense products, since larger
     products are what these rules are for.
+    `recomputes` has a form of its own, with kernels for attention alone.
     Where `turns` takes weights that are arguments, kernels come with it, `vectors` and `joins`, or in the form without
     other rewrites.
     """
@@ -187,8 +190,9 @@ def candidate_variants(closed: jaxapi.Closed, platform: str) -> list[Variant | N
     rules = rewrite_registry.applicable(simplify(inline(closed))) if platform in GPUS else ()
     if set(rules) & {"rounds", TURNED} and xla_devices.machine().capability != GROUPED:
         rules = tuple(name for name in rules if name not in ("rounds", JOINED, TURNED))
+    recomputed = RECOMPUTED in rules
     ahead = tuple(name for name in rules if name in (JOINED, TURNED, VECTORS))
-    rules = tuple(name for name in rules if name not in ahead)
+    rules = tuple(name for name in rules if name not in (*ahead, RECOMPUTED))
     folded = tuple(name for name in rules if name in ALWAYS_ON)
     found: list[Variant | None] = [Variant(folded) if folded else None]
     if platform in GPUS:
@@ -205,6 +209,7 @@ def candidate_variants(closed: jaxapi.Closed, platform: str) -> list[Variant | N
                 found += [_form(rewrites, r) for r in ("all", "anchored", "none") if rewrites or r == "anchored"]
             found.append(Variant(every[-1], "absorbing"))
             found += [_form(rules, regions) for regions in ("none", "all", "absorbing")] if with_all else []
+    found += [Variant((*folded, RECOMPUTED), ATTENTION)] if recomputed else []
     return [form for form in dict.fromkeys(found) if form != Variant((), "none")]
 
 

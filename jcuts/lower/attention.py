@@ -30,6 +30,8 @@ from jcuts.lower.tensor_graph import OpNode, TensorGraph
 from jcuts.ops.registry import IndexTuple
 
 TEMPLATE = "attention"
+STATISTICS = "statistics"
+"""Name of the phase whose results are statistics of a row (logsumexp), where there are any."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class AttentionMatch:
 
 
 @dataclass
-class _IndexProbe:
+class IndexProbe:
     """A context that only records the index at which a contraction reads its operands."""
 
     found: dict[int, IndexTuple] = field(default_factory=dict)
@@ -79,20 +81,23 @@ def _build(graph: TensorGraph, subset: frozenset[int], pair: AttentionMatch, nam
     outputs = graph.subset_outputs(subset)
     ins, outs, buffers = make_buffers(graph, subset, outputs)
     axes, index, ranges = axes_of(graph.tensors[first.outputs[0]].type.shape, "o")
-    made = _AttentionBuilder(Builder(graph, subset, ins), axes, ranges, buffers)
-    places = _places(graph, subset, first, index, ranges)
-    keys = {places[r.inputs[0]][d] if r.inputs[0] in places else Index() for r in roots for d in _reduced(r)}
+    made = AttentionBuilder(Builder(graph, subset, ins), axes, ranges, buffers)
+    places = index_places(graph, subset, first, index, ranges)
+    keys = {places[r.inputs[0]][d] if r.inputs[0] in places else Index() for r in roots for d in reduced_dims(r)}
     key = next((a for a in axes if keys == {Index.axis(a.name)}), None)
-    if key is None or pair.weights not in places or any(len(_reduced(r)) != 1 for r in roots):
+    if key is None or pair.weights not in places or any(len(reduced_dims(r)) != 1 for r in roots):
         return Refusal("subset", "a softmax over several dimensions, or over none of the keys")
     made.key = key
-    _scores(made, first, index, roots[0].inputs[0], places)
+    add_scores(made, first, index, roots[0].inputs[0], places)
     for root in roots:
         _reduce(made, root, places)
     made.begin(key)
     value = made.builder.value(pair.weights, places[pair.weights])
     made.keep("weights", pair.weights, places[pair.weights], value, key)
-    refusal = _values(made, second, pair.weights, places, {t: outs[t] for t in outputs})
+    after = descendants(graph, subset, pair.second) | {pair.second}
+    last = {t: outs[t] for t in outputs if graph.tensors[t].producer in after}
+    _add_statistics(made, {t: outs[t] for t in outputs if t not in last}, places)
+    refusal = add_product(made, second, pair.weights, places, last)
     if refusal is not None:
         return refusal
     grid = tuple(Grid(a.name, a.extent, a.extent) for a in made.rows)
@@ -103,7 +108,7 @@ def _build(graph: TensorGraph, subset: frozenset[int], pair: AttentionMatch, nam
 
 
 @dataclass
-class _AttentionBuilder:
+class AttentionBuilder:
     """Program under construction: its builder, and the axes of a score, one of which is the key's."""
 
     builder: Builder
@@ -145,11 +150,11 @@ class _AttentionBuilder:
         self.phases.append(Phase(name, axes, reds, accs, body or Graph(), builder.target, (store,)))
 
 
-def _reduced(root: OpNode) -> tuple[int, ...]:
+def reduced_dims(root: OpNode) -> tuple[int, ...]:
     return () if root.op is None else tuple(sorted(int(d) for d in root.op.info["axes"]))
 
 
-def _places(
+def index_places(
     graph: TensorGraph, subset: frozenset[int], first: OpNode, index: IndexTuple, ranges: dict[str, int]
 ) -> dict[int, IndexTuple]:
     """The index of a score's point in every tensor computed from the scores, whatever its layout."""
@@ -161,7 +166,7 @@ def _places(
             continue
         source, made = places[known[0]], node.outputs[0]
         if node.op.family == "reduction":
-            reduced = _reduced(node)
+            reduced = reduced_dims(node)
             places[made] = tuple(part for d, part in enumerate(source) if d not in reduced)
         elif node.op.family == "elementwise":
             alike = [t for t in known if graph.tensors[t].type.shape == node.op.outputs[0].shape]
@@ -172,9 +177,7 @@ def _places(
     return places
 
 
-def _reduction(
-    made: _AttentionBuilder, node: OpNode, out: IndexTuple, reds: IndexTuple
-) -> tuple[tuple[Acc, ...], Graph]:
+def summand(made: AttentionBuilder, node: OpNode, out: IndexTuple, reds: IndexTuple) -> tuple[tuple[Acc, ...], Graph]:
     """The summand of a reduction at a point of its result; the current graph has the axes of both."""
     assert node.op is not None and node.op.reduce is not None
     builder, spec = made.builder, node.op.reduce
@@ -183,7 +186,7 @@ def _reduction(
     return tuple(Acc(a.combine, a.dtype, tuple(t), a.index_dtype) for a, t in accs), builder.target
 
 
-def _result(made: _AttentionBuilder, node: OpNode, accs: tuple[Acc, ...], out: IndexTuple) -> int:
+def bind_result(made: AttentionBuilder, node: OpNode, accs: tuple[Acc, ...], out: IndexTuple) -> int:
     """Registers a reduction's result in the current graph for its users."""
     assert node.op is not None and node.op.reduce is not None
     builder = made.builder
@@ -193,58 +196,96 @@ def _result(made: _AttentionBuilder, node: OpNode, accs: tuple[Acc, ...], out: I
     return found
 
 
-def _scores(
-    made: _AttentionBuilder, first: OpNode, index: IndexTuple, scores: int, places: dict[int, IndexTuple]
+def add_scores(
+    made: AttentionBuilder,
+    product: OpNode,
+    index: IndexTuple,
+    kept: int,
+    places: dict[int, IndexTuple],
+    name: str = "scores",
 ) -> None:
-    """The phase that computes the scores of a row into a local buffer."""
-    assert first.op is not None and first.op.reduce is not None
-    reds = tuple(Red(n, extent) for n, extent in first.op.reduce.reds)
+    """The phase that computes what element-wise operations make of a product, per row into a local buffer.
+
+    Args: index: the product's point; kept: the tensor that is kept.
+    """
+    assert product.op is not None and product.op.reduce is not None
+    reds = tuple(Red(n, extent) for n, extent in product.op.reduce.reds)
     made.begin(made.key, *reds)
-    accs, body = _reduction(made, first, index, tuple(Index.axis(r.name) for r in reds))
+    accs, body = summand(made, product, index, tuple(Index.axis(r.name) for r in reds))
     made.begin(made.key)
-    _result(made, first, accs, index)
-    value = made.builder.value(scores, places[scores])
-    made.keep("scores", scores, places[scores], value, made.key, accs, body, reds)
+    bind_result(made, product, accs, index)
+    value = made.builder.value(kept, places[kept])
+    made.keep(name, kept, places[kept], value, made.key, accs, body, reds)
 
 
-def _reduce(made: _AttentionBuilder, root: OpNode, places: dict[int, IndexTuple]) -> None:
+def _reduce(made: AttentionBuilder, root: OpNode, places: dict[int, IndexTuple]) -> None:
     """The phase that computes one reduced value per row."""
     tensor, red = root.outputs[0], Red(made.key.name, made.key.extent)
     made.begin(red)
-    accs, body = _reduction(made, root, places[tensor], (Index.axis(red.name),))
+    accs, body = summand(made, root, places[tensor], (Index.axis(red.name),))
     made.begin()
-    value = _result(made, root, accs, places[tensor])
+    value = bind_result(made, root, accs, places[tensor])
     made.keep(root.prim, tensor, places[tensor], value, None, accs, body, (red,))
 
 
-def _values(
-    made: _AttentionBuilder, second: OpNode, weights: int, places: dict[int, IndexTuple], outs: dict[int, str]
-) -> Refusal | None:
-    """The phase that multiplies the weights of a row by the values."""
-    assert second.op is not None and second.op.reduce is not None
-    builder, spec = made.builder, second.op.reduce
-    shape, terms = second.op.outputs[0].shape, [n for n, _ in spec.reds]
-    probe, names = _IndexProbe(), [f"x{d}" for d in range(len(shape))]
-    spec.term(probe, tuple(map(Index.axis, names)), tuple(map(Index.axis, terms)))  # type: ignore[arg-type]
+def _add_statistics(made: AttentionBuilder, outs: dict[int, str], places: dict[int, IndexTuple]) -> None:
+    """The phase of results that are one value per row, made of its maximum and its sum."""
+    if not outs:
+        return
+    made.begin()
+    builder = made.builder
+    stores = []
+    for tensor, to in outs.items():
+        place = places.get(tensor)
+        if place is None or any(made.key.name in part.axes() for part in place):
+            raise NotLowered(Refusal("subset", "scores or weights of an attention are results"))
+        address = flatten(place, builder.graph.tensors[tensor].type.shape)
+        stores.append(Store(to, address, builder.value(tensor, place)))
+    made.phases.append(Phase(STATISTICS, made.rows, (), (), Graph(), builder.target, tuple(stores)))
+
+
+def product_point(node: OpNode, operand: int, places: dict[int, IndexTuple]) -> tuple[list[Index], list[Index]]:
+    """The point of a product's result, with axes ``n0``, ``n1``, ..., and of its sum, at which it reads ``operand``
+    where that is computed.
+    """
+    assert node.op is not None and node.op.reduce is not None
+    shape, terms = node.op.outputs[0].shape, [n for n, _ in node.op.reduce.reds]
+    probe, names = IndexProbe(), [f"x{d}" for d in range(len(shape))]
+    node.op.reduce.term(probe, tuple(map(Index.axis, names)), tuple(map(Index.axis, terms)))  # type: ignore[arg-type]
     index, reds = [Index.axis(f"n{d}") for d in range(len(shape))], [Index()] * len(terms)
-    for place, part in zip(places[weights], probe.found[second.inputs.index(weights)], strict=True):
+    for place, part in zip(places[operand], probe.found[node.inputs.index(operand)], strict=True):
         ((atom, _),) = part.terms
         (reds if atom.name in terms else index)[(terms if atom.name in terms else names).index(atom.name)] = place
+    return index, reds
+
+
+def add_product(
+    made: AttentionBuilder,
+    node: OpNode,
+    operand: int,
+    places: dict[int, IndexTuple],
+    outs: dict[int, str],
+    name: str = "values",
+) -> Refusal | None:
+    """The phase that multiplies an operand that is kept per row (the weights) by another array (the values)."""
+    assert node.op is not None
+    builder, shape = made.builder, node.op.outputs[0].shape
+    index, reds = product_point(node, operand, places)
     axes = tuple(Axis(f"n{d}", e) for d, e in enumerate(shape) if index[d] == Index.axis(f"n{d}"))
-    if reds != [Index.axis(made.key.name)] or len(axes) != 1:
-        return Refusal(second.prim, "weights and values of an attention that share more than the keys")
+    if [r for r in reds if r != Index()] != [Index.axis(made.key.name)] or len(axes) != 1:
+        return Refusal(node.prim, "weights and values of an attention that share more than the keys")
     red, out = Red(made.key.name, made.key.extent), tuple(index)
     made.begin(red, *axes)
-    accs, body = _reduction(made, second, out, tuple(reds))
+    accs, body = summand(made, node, out, tuple(reds))
     made.begin(*axes)
-    _result(made, second, accs, out)
-    after = descendants(builder.graph, builder.subset, second.number)
-    found = propagate_indices(builder.graph, after, second, out, builder.ranges)
+    bind_result(made, node, accs, out)
+    after = descendants(builder.graph, builder.subset, node.number)
+    found = propagate_indices(builder.graph, after, node, out, builder.ranges)
     if any(t not in found for t in outs):
-        return Refusal(second.prim, "a result whose points do not follow the product's")
+        return Refusal(node.prim, "a result whose points do not follow the product's")
     stores = tuple(
         Store(to, flatten(found[t], builder.graph.tensors[t].type.shape), builder.value(t, found[t]))
         for t, to in outs.items()
     )
-    made.phases.append(Phase("values", (*made.rows, *axes), (red,), accs, body, builder.target, stores))
+    made.phases.append(Phase(name, (*made.rows, *axes), (red,), accs, body, builder.target, stores))
     return None

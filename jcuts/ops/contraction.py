@@ -6,10 +6,7 @@ from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.index import Index
 from jcuts.ops.reduction import accumulator_type, to_accumulator
 from jcuts.ops.registry import FLOATS, AccSpec, Context, Equation, IndexTuple, Op, ReduceSpec, op_rule
-from jcuts.trace.precision import asked
-
-EXACT = {"BF16_BF16_F32": "bfloat16", "F16_F16_F32": "float16"}
-"""Algorithms whose products are exact and whose sums are float32, and the type of operands that they are for."""
+from jcuts.trace.precision import asked, rounded_type
 
 
 @op_rule("dot_general")
@@ -23,7 +20,7 @@ def dot_general(eqn: Equation) -> Op | Refusal:
     lhs, rhs = eqn.inputs
     out = eqn.outputs[0]
     precision = eqn.params.get("precision")
-    exact = EXACT.get(getattr(precision, "name", ""))  # what is done with such operands anyway
+    exact = rounded_type(precision) or None  # what is done with such operands anyway
     if "Algorithm" in type(precision).__name__ and {lhs.dtype, rhs.dtype} != {exact}:
         return Refusal(eqn.prim, f"precision={precision} names an algorithm; only XLA honours it")
     if eqn.params.get("out_sharding") is not None:

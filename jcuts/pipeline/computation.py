@@ -17,6 +17,7 @@ from jcuts.codegen.artifact import CompiledKernel
 from jcuts.fusion import greedy
 from jcuts.fusion.dag import NodeSet as Members
 from jcuts.fusion.match_attention import fuse_attention
+from jcuts.fusion.match_attention_backward import fuse_attention_backward
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.tensor_graph import MOST_JOINED, MOST_SWITCHED, TensorGraph, build_graph
 from jcuts.ops.gather import IN_PLACE
@@ -246,7 +247,8 @@ def _grouping(closed: jaxapi.Closed, fuse: bool, fuel: Fuel, platform: str) -> _
     def grouped() -> greedy.Grouping:
         grouping = greedy.group(graph, fuse=fuse, fuel=fuel)
         if fuse and platform != "cpu":
-            grouping = replace(grouping, subsets=fuse_attention(graph, grouping.subsets, fuel))
+            subsets = fuse_attention(graph, grouping.subsets, fuel)
+            grouping = replace(grouping, subsets=fuse_attention_backward(graph, subsets, fuel))
         return grouping
 
     if fuel.left is None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from jcuts.base import keys, knobs
 from jcuts.base.errors import IRError
-from jcuts.base.settings import CLEAR, SEARCHED, Settings, Variant
+from jcuts.base.settings import ATTENTION, CLEAR, SEARCHED, Settings, Variant
 from jcuts.fusion.dag import NodeSet as Members
 from jcuts.fusion.join_regions import region_groups
 from jcuts.fusion.move_epilogue import fuse_prologues, is_library_contraction, move_epilogues, split_prologues
@@ -50,6 +50,8 @@ MOST_SMALL = 4
 """Distinct subsets with little work that this form tries."""
 MOST_ELEMENTWISE = 12
 """Distinct element-wise subsets that are tried on a GPU."""
+FUSED_PRODUCTS = ("attention", "attention_backward")
+"""Templates of several products, which no library has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,11 +165,14 @@ def _stored(key: str, platform: str) -> dict[str, Any] | None:
 def _choose_on_gpu(chosen: Partition) -> Partition:
     """The greedy partition with what the variant's regions are on a GPU."""
     levels, settings = chosen.levels, chosen.settings
-    add_candidates(_subsets(levels), chosen.platform)
     regions = _regions_of(settings)
+    if regions == ATTENTION:
+        for level in levels:
+            level.leave_to_xla(lambda s: "" if s.program.template in FUSED_PRODUCTS else NOT_ASKED)
+    add_candidates(_subsets(levels), chosen.platform)
     if regions in (SEARCHED, CLEAR):  # what they begin with
         regions = "all"
-    if settings.mode != "no_fusion":
+    if settings.mode != "no_fusion" and regions != ATTENTION:
         for level in levels:
             _move_operations(level, move_epilogues if regions == "absorbing" else fuse_prologues)
         add_candidates(_subsets(levels), chosen.platform)
@@ -349,7 +354,7 @@ def _leave_on_gpu(levels: Sequence[Computation], regions: str, *, measured: bool
                 and (regions != "all" or subset.identity not in worth)
             ):
                 return TO_FUSE
-            alone = subset.program.template != "attention"
+            alone = subset.program.template not in FUSED_PRODUCTS
             to_library = level.mixed and alone and (regions == "absorbing" or not measured)
             return OF_LIBRARY if to_library and is_library_contraction(level.graph, subset.members) else ""
 

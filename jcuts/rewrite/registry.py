@@ -7,6 +7,7 @@
     rounds   x . w                ->  x . v^T, where v is w^T rounded to TF32                 (`tf32_weights`)
     joins    x . w1, x . w2, ...  ->  the same as siblings, concatenated in every call    (`horizontal_matmul_args`)
     turns    x . w                ->  x . v^T, v = round(w^T) in every call: w is an argument (`tf32_weight_args`)
+    recomputes  weights of attention in the backward pass, from the logsumexp          (`attention_backward`)
     vectors  gain * rsqrt(variance) of arguments  ->  one call before everything else        (`hoist_vectors`)
     winograd conv(x, w), 3x3      ->  F(4x4, 3x3): transforms and one batched product           (`winograd_conv`)
     ffts     conv(x, w), many taps ->  FFTs and one batched product of complex numbers               (`fft_conv`)
@@ -32,6 +33,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jcuts.rewrite.attention_backward import recompute_attention
 from jcuts.rewrite.commute_pool_matmul import commute_pool_matmul
 from jcuts.rewrite.fft_conv import fft_conv
 from jcuts.rewrite.hoist_vectors import hoist_vectors
@@ -364,6 +366,7 @@ RULES: dict[str, Rule] = {
     "dots": _conv1x1_to_dot,
     "pools": commute_pool_matmul,
     "siblings": horizontal_matmul,
+    "recomputes": recompute_attention,
     "winograd": winograd_conv,
     "ffts": fft_conv,
     "rounds": tf32_weights,

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+EXACT = {"BF16_BF16_F32": "bfloat16", "F16_F16_F32": "float16"}
+"""Algorithms whose products are exact and whose sums are float32, and the type that operands are rounded to."""
+
+
+def rounded_type(precision: object) -> str:
+    """The type that an algorithm rounds operands to, '' for none, or for an algorithm of other sums."""
+    return EXACT.get(str(getattr(precision, "name", "")), "")
+
 
 def asked(precision: object) -> str:
     """The requested precision beyond the default ('high' or 'highest'), '' if none: less precise algorithms are ruled

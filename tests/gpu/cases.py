@@ -81,6 +81,28 @@ def attention() -> Any:
     return fn
 
 
+def attention_backward(
+    side: str, mask: Any = lambda scores, m: scores, rounded: Any = lambda x, dtype: x.astype(dtype)
+) -> Any:
+    """dQ (``side`` is queries) or dV and dK (keys) with recomputed weights, of (batch, length, heads, depth).
+
+    ``rounded`` is done to what the results' products read.
+    """
+
+    def fn(q: Any, k: Any, v: Any, grad: Any, lse: Any, delta: Any, m: Any = None) -> Any:
+        scale, wide = np.float32(q.shape[-1] ** -0.5), jnp.promote_types(q.dtype, np.float32)
+        scores = mask(jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=wide) * scale, m)
+        weights = jnp.exp(scores - lse)
+        moved = jnp.einsum("bqhd,bkhd->bhqk", grad, v, preferred_element_type=wide)
+        change = rounded(weights * (moved - delta) * scale, q.dtype)
+        if side == "queries":
+            return jnp.einsum("bhqk,bkhd->bqhd", change, k)
+        values = jnp.einsum("bhqk,bqhd->bkhd", rounded(weights, q.dtype), grad)
+        return values, jnp.einsum("bhqk,bqhd->bkhd", change, q)
+
+    return fn
+
+
 CASES: dict[str, Case] = {
     "chain": (lambda x, b: jnp.maximum(x * b + 1, 0) * x, (normal(9, 52), normal(52))),
     "chain odd": (lambda x, b: jnp.exp(x) / (b + 3), (normal(9, 53), normal(9, 1))),

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 
 from jcuts.base.errors import CompileRejected
+from jcuts.base.settings import Settings, Variant
+from jcuts.pipeline.passes import optimize_jaxpr
 from jcuts.schedule.gpu import candidates as gpu_candidates
+from jcuts.trace import jaxapi
 from jcuts.xla import devices as xla_devices
 from jcuts.xla.cpu_ffi_call import call_kernel
 from jcuts.xla.kernel_cache import kernel_for
 from tests import programs
-from tests.gpu.cases import attention
+from tests.gpu.cases import attention, attention_backward
 from tests.ptx.tensor_core import round_tf32
 
 pytestmark = pytest.mark.gpu
@@ -83,3 +86,65 @@ def test_rows_without_a_key_are_as_those_of_xla():
 
 def _error(got, want):
     return np.abs(got.astype(np.float64) - want).max() / np.sqrt(np.mean(np.square(want)))
+
+
+BACKWARD = {"gpt": (2, 512, 12, 64), "odd": (3, 77, 5, 40), "deep": (1, 130, 4, 128)}
+
+
+def _backward_operands(shape, dtype):
+    """Queries, keys, values and the gradient, and the row statistics that belong to them."""
+    rng = np.random.default_rng(len(shape) + shape[1])
+    q, k, v, grad = (rng.standard_normal(shape, dtype=np.float32).astype(jnp.dtype(dtype)) for _ in range(4))
+    wide = [round_tf32(np.asarray(a, np.float32)).astype(np.float64) for a in (q, k, v, grad)]
+    scores = np.einsum("bqhd,bkhd->bhqk", wide[0], wide[1]) * shape[-1] ** -0.5
+    lse = np.log(np.exp(scores).sum(-1, keepdims=True))
+    moved = np.einsum("bqhd,bkhd->bhqk", wide[3], wide[2])
+    delta = (np.exp(scores - lse) * moved).sum(-1, keepdims=True)
+    return [q, k, v, grad, lse.astype(np.float32), delta.astype(np.float32)]
+
+
+@pytest.mark.parametrize("side", ["queries", "keys"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", BACKWARD)
+def test_every_candidate_of_the_backward_pass(name, dtype, side):
+    arrays, fn = _backward_operands(BACKWARD[name], dtype), attention_backward(side)
+    exact = [round_tf32(a) if a.dtype == np.float32 and n < 4 else a for n, a in enumerate(arrays)]
+    with jax.enable_x64(True):
+        want = [np.asarray(x) for x in jax.tree.leaves(fn(*[jnp.asarray(np.asarray(a, np.float64)) for a in exact]))]
+    plain = [np.asarray(x) for x in jax.tree.leaves(jax.jit(fn)(*arrays))]
+    limits = [max(2 * LIMIT[dtype], 1.25 * _error(p, w)) for p, w in zip(plain, want, strict=True)]
+    traced = programs.trace(fn, *arrays)
+    members, program = traced.attention("attention_backward")
+    found, made = gpu_candidates.candidates(program, xla_devices.machine(), 8), 0
+    for candidate, _ in found:
+        try:
+            kernel = kernel_for(candidate)
+        except CompileRejected:  # an assembler may spill where another does not
+            continue
+        made += 1
+        run = jax.jit(lambda *xs, k=kernel: call_kernel(k, *xs))
+        got, again = ([np.asarray(x) for x in run(*traced.operands(members))] for _ in range(2))
+        for one, two, w, limit in zip(got, again, want, limits, strict=True):
+            np.testing.assert_array_equal(one, two)  # no matter in which order blocks ran
+            assert _error(one, w) <= limit, (candidate.params, _error(one, w), limit)
+    assert made and 2 * made >= len(found)
+
+
+def test_a_training_step_has_kernels_for_its_attention():
+    """Gradients of attention as autodiff writes them: no array of queries and keys is left."""
+
+    def step(q, k, v, grad):
+        out, backward = jax.vjp(attention(), q, k, v)
+        return out, *backward(grad)
+
+    arrays = _backward_operands((4, 512, 8, 64), "float32")[:4]
+    form = Variant(("recomputes",), "attention")
+    closed = jaxapi.closed_jaxpr_of(step, *arrays)
+    outcome = optimize_jaxpr(closed, Settings(form=form, tune="off"), platform="cuda", may_measure=False)
+    assert sum(s.count for s in outcome.report.subsets if s.chosen.startswith("attention")) == 3
+    got = jax.jit(lambda *xs: jaxapi.eval_closed(outcome.closed, *xs))(*arrays)
+    plain = jax.jit(step)(*arrays)
+    with jax.enable_x64(True):
+        wide = [np.asarray(x) for x in step(*[jnp.asarray(round_tf32(a).astype(np.float64)) for a in arrays])]
+    for one, xla, w in zip(got, plain, wide, strict=True):
+        assert _error(np.asarray(one), w) <= max(2 * LIMIT["float32"], 1.5 * _error(np.asarray(xla), w))

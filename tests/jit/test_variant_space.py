@@ -21,6 +21,7 @@ from jcuts.pipeline import computation
 from jcuts.report.function_report import FunctionReport, RefusalReport, SubsetReport
 from jcuts.trace import jaxapi
 from jcuts.tune import time_budget
+from tests.gpu.cases import attention
 
 RNG = np.random.default_rng(5)
 
@@ -138,6 +139,20 @@ def test_siblings_race_beside_all_other_rewrites_only():
     assert [name for name in with_siblings if "siblings" in name] == with_siblings[-3:]
     products = planned(lambda x: [x @ WEIGHTS[0][0, 0], x @ PAIR[0][0, 0]], 4, 8)
     assert products == ["plain/anchored", "plain/absorbing", "siblings/none", "siblings", "siblings/absorbing"]
+
+
+def test_gradients_of_attention_have_a_form_with_kernels_for_attention_alone():
+    def step(q, k, v, grad):
+        out, backward = jax.vjp(attention(), q, k, v)
+        return out, *backward(grad)
+
+    arrays = [values(2, n, 3, 16) for n in (32, 48, 48, 32)]
+    forms = variant_space.candidate_variants(jaxapi.closed_jaxpr_of(step, *arrays), "cuda")
+    assert [form for form in forms if form is not None and "recomputes" in form.rewrites] == forms[-1:]
+    assert str(forms[-1]) == "recomputes/attention"
+    assert variant_space.is_known(variant_space.name_of(forms[-1]), "cuda", True)
+    many = Variant(("scales", "rounds", "slots"), "all")
+    assert race_limits.most_rewritten([None, Variant(("scales",)), many, forms[-1]]) == [None, many, forms[-1]]
 
 
 def test_weights_are_rounded_in_every_form_where_there_are_warp_groups(monkeypatch):

@@ -14,6 +14,7 @@ from typing import Any
 
 from jcuts.base.errors import CompileRejected
 from jcuts.base.registry import Registry
+from jcuts.codegen.cuda.attention.backward import AttentionBackwardKernel, backward_shape
 from jcuts.codegen.cuda.attention.flash import FlashAttentionKernel, attention_shape
 from jcuts.codegen.cuda.b2b_gemm.kernel import B2bGemmKernel, b2b_shape
 from jcuts.codegen.cuda.b2b_gemm.wgmma_kernel import B2bWgmmaKernel, b2b_wgmma_shape
@@ -239,6 +240,16 @@ _enter(
             attention_shape,
             lambda tile: f"attention_{tile.rows}x{tile.keys}",
             lambda program, tile: math.prod(tile.blocks),
+            least=lambda tile: 1,
+        ),
+    ),
+    KernelFamily(
+        "attention_backward",
+        AttentionBackwardKernel,
+        launch_per_block(
+            backward_shape,
+            lambda tile: f"attention_backward_{tile.rows}x{tile.columns}",
+            lambda program, tile: tile.block_count,
             least=lambda tile: 1,
         ),
     ),

@@ -17,6 +17,7 @@ from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.loop_transforms import map_indices
 from jcuts.kernel_ir.node import Graph, Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program
+from jcuts.lower.attention import STATISTICS
 from jcuts.lower.patterns.gemm import COLUMNS, COPY, ROWS, TYPES
 
 EIGHT = 8
@@ -57,6 +58,8 @@ class Attention:
     Attributes:
         batch: axes of the grid besides the rows.
         scores: the first phase over ``m`` and ``n``; result: the last one over ``m`` and the features ``n``.
+        statistics: results that are one value per row, over ``m``; None where there are none.
+        row_values: the local buffers of a row's maximum and sum of exponentials.
     """
 
     query: Operand
@@ -65,6 +68,8 @@ class Attention:
     batch: tuple[Axis, ...]
     scores: Phase
     result: Phase
+    statistics: Phase | None = None
+    row_values: tuple[str, str] = ("", "")
 
     @property
     def batches(self) -> int:
@@ -105,10 +110,18 @@ def match(program: Program) -> Attention | Refusal:
     if dict(program.params).get("precision"):
         return _reject("its products ask for more than the default precision")
     scores, *middle, result = program.phases
+    statistics = middle.pop() if middle[-1].name == STATISTICS else None
     weights = _softmax(scores, middle)
     if isinstance(weights, Refusal):
         return weights
-    return _operands(program, scores, result, weights)
+    found = _operands(program, scores, result, weights)
+    if isinstance(found, Refusal) or statistics is None:
+        return found
+    kept = (middle[0].stores[0].buffer, middle[1].stores[0].buffer)
+    if any(n.op == "load" and n.buffer not in kept for n in statistics.exit.nodes):
+        return _reject("statistics of its rows are made of more than their maximum and sum")
+    (row,) = {a.name for a in scores.axes[:-1]} - {a.name for a in found.batch}
+    return replace(found, statistics=renamed(statistics, {row: ROWS}), row_values=kept)
 
 
 def _reject(reason: str) -> Refusal:
@@ -177,7 +190,7 @@ def _is_exponential(graph: Graph, number: int, scores: str, most: str) -> bool:
 
 # -- operands -------------------------------------------------------------------------------------------------------
 def _operands(program: Program, scores: Phase, result: Phase, weights: str) -> Attention | Refusal:
-    pair, other = _factors(scores), _factors(result)
+    pair, other = factors(scores), factors(result)
     if pair is None or other is None or len(scores.reds) != 1 or len(result.reds) != 1:
         return _reject("its products are not of arrays as they are")
     key_axis, feature = scores.axes[-1], result.axes[-1]
@@ -185,30 +198,30 @@ def _operands(program: Program, scores: Phase, result: Phase, weights: str) -> A
     outer = scores.axes[:-1]
     if result.axes[:-1] != outer or result.reds[0].name != key_axis.name:
         return _reject("its products run over different axes")
-    key, query = pair if _depends_on(pair[0], key_axis) else pair[::-1]
+    key, query = pair if depends_on(pair[0], key_axis) else pair[::-1]
     value = other[0] if other[1].buffer == weights else other[1]
     if (
-        _depends_on(query, key_axis)
-        or not _depends_on(key, key_axis)
+        depends_on(query, key_axis)
+        or not depends_on(key, key_axis)
         or weights not in (other[0].buffer, other[1].buffer)
     ):
         return _reject("its queries move with its keys")
     if len({n.dtype for n in (query, key, value)}) > 1 or query.dtype not in TYPES:
         return _reject(f"operands of {query.dtype}, {key.dtype} and {value.dtype}")
-    free = [a for a in outer if _depends_on(query, a) and not _depends_on(key, a) and not _depends_on(value, a)]
+    free = [a for a in outer if depends_on(query, a) and not depends_on(key, a) and not depends_on(value, a)]
     if not free:
         return _reject("it has no axis of queries alone")
     row = max(free, key=lambda a: (a.extent, a.name))
     batch = tuple(a for a in outer if a is not row)
     sides = []
     for node, axis, along in ((query, row, depth), (key, key_axis, depth), (value, key_axis, feature)):
-        side = _operand(node, Axis(axis.name, axis.extent), Axis(along.name, along.extent), batch)
+        side = operand_of(node, Axis(axis.name, axis.extent), Axis(along.name, along.extent), batch)
         if isinstance(side, Refusal):
             return side
         sides.append(side)
     names = {row.name: ROWS}
-    first = _renamed(scores, {**names, key_axis.name: COLUMNS})
-    last = _renamed(result, {**names, feature.name: COLUMNS})
+    first = renamed(scores, {**names, key_axis.name: COLUMNS})
+    last = renamed(result, {**names, feature.name: COLUMNS})
     if any(s.guards for s in last.stores):
         return _reject("results with guards")
     if not any(s.address.stride(COLUMNS) == 1 for s in last.stores):
@@ -217,7 +230,7 @@ def _operands(program: Program, scores: Phase, result: Phase, weights: str) -> A
     return Attention(queries, keys, values, batch, first, last)
 
 
-def _factors(phase: Phase) -> tuple[Node, Node] | None:
+def factors(phase: Phase) -> tuple[Node, Node] | None:
     """The two loads whose product is summed, without guards and with linear addresses."""
     if len(phase.accs) != 1 or (phase.accs[0].combine, phase.accs[0].dtype) != ("add", "float32"):
         return None
@@ -234,11 +247,13 @@ def _factors(phase: Phase) -> tuple[Node, Node] | None:
     return loads[0], loads[1]
 
 
-def _depends_on(node: Node, axis: Axis) -> bool:
+def depends_on(node: Node, axis: Axis) -> bool:
+    """Whether an address moves with an axis."""
     return node.index is not None and bool(node.index.stride(axis.name))
 
 
-def _operand(node: Node, axis: Axis, along: Axis, batch: tuple[Axis, ...]) -> Operand | Refusal:
+def operand_of(node: Node, axis: Axis, along: Axis, batch: tuple[Axis, ...]) -> Operand | Refusal:
+    """A factor of a product as queries, keys or values. Args: axis: of its rows; along: of their elements."""
     assert node.index is not None
     item = ITEM_SIZE[node.dtype]
     if node.index.stride(along.name) != 1 and along.extent > 1:
@@ -256,7 +271,8 @@ def _operand(node: Node, axis: Axis, along: Axis, batch: tuple[Axis, ...]) -> Op
     return Operand(node.buffer, node.dtype, base, step, axis.extent, along.extent, width)
 
 
-def _renamed(phase: Phase, names: dict[str, str]) -> Phase:
+def renamed(phase: Phase, names: dict[str, str]) -> Phase:
+    """The phase with axes of other names."""
     made = map_indices(phase, lambda index: index.substitute({a: Index.axis(n) for a, n in names.items()}, {}))
     return replace(
         made,

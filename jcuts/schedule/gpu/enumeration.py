@@ -130,6 +130,7 @@ def _few_channels(problem: GpuProblem) -> list[Candidate]:
 RULES: tuple[EnumerationRule, ...] = (
     EnumerationRule("scan", ("scan_rows", "scan_columns"), lambda p: p.is_scan),
     EnumerationRule("attention", ("flash_attention",), lambda p: p.is_attention),
+    EnumerationRule("attention backward", ("attention_backward",), lambda p: p.is_attention_backward),
     EnumerationRule("inverted residual", ("inverted_residual",), lambda p: p.is_inverted_residual),
     EnumerationRule("back-to-back GEMM", ("b2b_gemm", "b2b_wgmma"), lambda p: p.is_layer_fusion),
     EnumerationRule("norm of rows", ("row_reduction",), lambda p: p.is_row_norm),

@@ -14,14 +14,12 @@ from jcuts.base.registry import Registry
 from jcuts.estimate.time_model import KernelTime
 from jcuts.kernel_ir.program import Program
 from jcuts.lower import horizontal, weight_transpose
-from jcuts.lower.attention import TEMPLATE as ATTENTION
 from jcuts.lower.layer_fusion import TEMPLATE as LAYER_FUSION
 from jcuts.lower.patterns.gemm import WIDE, gemm_operands
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as INVERTED_RESIDUAL
 from jcuts.schedule.gpu import family_statistics as stats
 from jcuts.schedule.gpu import tensor_core_times as times
-from jcuts.schedule.gpu.attention import schedules as attention_schedules
-from jcuts.schedule.gpu.attention import tile as attention_tile
+from jcuts.schedule.gpu.attention import families as attention_families
 from jcuts.schedule.gpu.b2b_gemm import schedules as b2b_schedules
 from jcuts.schedule.gpu.b2b_gemm import tile as b2b_tile
 from jcuts.schedule.gpu.b2b_gemm import traffic as b2b_traffic
@@ -29,7 +27,7 @@ from jcuts.schedule.gpu.b2b_gemm import wgmma_schedules as b2b_wgmma_schedules
 from jcuts.schedule.gpu.b2b_gemm import wgmma_tile as b2b_wgmma_tile
 from jcuts.schedule.gpu.conv import few_channels, few_channels_tile, implicit_gemm
 from jcuts.schedule.gpu.elementwise import schedules as elementwise_schedules
-from jcuts.schedule.gpu.family import ScheduleFamily
+from jcuts.schedule.gpu.family import TENSOR_CORES, WARPGROUPS, ScheduleFamily
 from jcuts.schedule.gpu.gemm import mma as gemm_mma
 from jcuts.schedule.gpu.gemm import wgmma as gemm_wgmma
 from jcuts.schedule.gpu.gemm.problem import gemm_tile
@@ -45,11 +43,6 @@ from jcuts.schedule.gpu.reduction import row as reduction_row
 from jcuts.schedule.gpu.skinny_gemm import schedules as skinny_schedules
 from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
 from jcuts.schedule.gpu.window import schedules as window_schedules
-
-TENSOR_CORES = (8, 0)
-"""The least compute capability with ``cp.async`` and TF32 ``mma.sync``."""
-WARPGROUPS = (9, 0)
-"""The compute capability with ``wgmma.mma_async``."""
 
 
 # -- what they propose ------------------------------------------------------------------------------------------------
@@ -372,18 +365,7 @@ _enter(
         statistics=b2b_traffic.STATISTICS,
         time=b2b_wgmma_schedules.b2b_wgmma_time,
     ),
-    ScheduleFamily(
-        "flash_attention",
-        "attention",
-        "Attention with an online softmax (FlashAttention) by `mma.sync`.",
-        "docs/kernels/attention.md",
-        (ATTENTION,),
-        lambda p: attention_schedules.products(p.program, p.machine) if p.is_attention else (),
-        capability=TENSOR_CORES,
-        tile_of=attention_tile.shape_of,
-        statistics=stats.ATTENTION,
-        time=times.attention_time,
-    ),
+    *attention_families.FAMILIES,
 )
 
 

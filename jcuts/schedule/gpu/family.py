@@ -15,6 +15,11 @@ from jcuts.schedule.gpu.family_statistics import FamilyStatistics
 from jcuts.schedule.gpu.machine import Candidate, GpuMachine
 from jcuts.schedule.gpu.problem import GpuProblem
 
+TENSOR_CORES = (8, 0)
+"""The least compute capability with ``cp.async`` and TF32 ``mma.sync``."""
+WARPGROUPS = (9, 0)
+"""The compute capability with ``wgmma.mma_async``."""
+
 
 def _no_schedules(problem: GpuProblem) -> Iterable[Candidate]:
     """Of families whose scheduled programs lowering makes."""

@@ -81,3 +81,4 @@ INVERTED_RESIDUAL = FamilyStatistics(
     traffic.inverted_residual_unit, traffic.inverted_residual_traffic, traffic.inverted_residual_bytes_in_flight
 )
 ATTENTION = FamilyStatistics(traffic.attention_unit, traffic.attention_traffic)
+ATTENTION_BACKWARD = FamilyStatistics(traffic.attention_backward_unit, traffic.attention_backward_traffic)

@@ -14,6 +14,7 @@ from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.kernel_ir.program import Program
 from jcuts.lower import welford
 from jcuts.lower.attention import TEMPLATE as ATTENTION
+from jcuts.lower.attention_backward import TEMPLATE as ATTENTION_BACKWARD
 from jcuts.lower.layer_fusion import TEMPLATE as LAYER_FUSION
 from jcuts.lower.patterns.gemm import ROWS, as_gemm, gemm_operands, prologue
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as INVERTED_RESIDUAL
@@ -23,7 +24,7 @@ from jcuts.schedule.gpu.reduction.row import reduces_rows
 
 CONTRACTIONS = ("contraction", "convolution")
 """Templates of programs that `lower.patterns.gemm.as_gemm` may take."""
-FUSED = ("scan", ATTENTION, INVERTED_RESIDUAL, LAYER_FUSION)
+FUSED = ("scan", ATTENTION, ATTENTION_BACKWARD, INVERTED_RESIDUAL, LAYER_FUSION)
 """Templates that one family each computes."""
 
 
@@ -43,6 +44,11 @@ class GpuProblem:
     def is_attention(self) -> bool:
         """Whether it is scaled dot-product attention."""
         return self.program.template == ATTENTION
+
+    @property
+    def is_attention_backward(self) -> bool:
+        """Whether it is a part of the backward pass of attention."""
+        return self.program.template == ATTENTION_BACKWARD
 
     @property
     def is_inverted_residual(self) -> bool:

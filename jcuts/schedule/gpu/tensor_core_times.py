@@ -14,6 +14,8 @@ from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.conv_window import ConvWindow, match_conv_window
 from jcuts.lower.patterns.gemm import K
 from jcuts.schedule.gpu import traffic
+from jcuts.schedule.gpu.attention import backward_schedules as attention_backward
+from jcuts.schedule.gpu.attention import backward_tile as attention_backward_tile
 from jcuts.schedule.gpu.attention import schedules as attention
 from jcuts.schedule.gpu.attention import tile as attention_tile
 from jcuts.schedule.gpu.bound import memory_bound
@@ -134,6 +136,15 @@ def attention_time(program: Program, machine: GpuMachine) -> KernelTime:
     if isinstance(tile, Refusal):
         raise CompileRejected(f"{program.name}: {tile}", program=program.name)
     return _in_cycles(program, attention.time(tile, program, machine), machine, traffic.attention_unit(program))
+
+
+def attention_backward_time(program: Program, machine: GpuMachine) -> KernelTime:
+    """Of the backward pass of attention."""
+    tile = attention_backward_tile.backward_tile(program)
+    if isinstance(tile, Refusal):
+        raise CompileRejected(f"{program.name}: {tile}", program=program.name)
+    root = attention_backward.time(tile, program, machine)
+    return _in_cycles(program, root, machine, traffic.attention_backward_unit(program))
 
 
 # -- matrix-vector products --------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import math
 
 from jcuts.kernel_ir.program import ITEM_SIZE, Phase, Program
 from jcuts.lower.attention import TEMPLATE as ATTENTION
+from jcuts.lower.attention_backward import TEMPLATE as ATTENTION_BACKWARD
 from jcuts.lower.layer_fusion import TEMPLATE as LAYER_FUSION
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as INVERTED_RESIDUAL
 from jcuts.schedule.cpu.time_estimate import element_steps
@@ -22,7 +23,7 @@ from jcuts.schedule.gpu.machine import GpuMachine
 from jcuts.schedule.gpu.problem import CONTRACTIONS
 from jcuts.schedule.gpu.traffic import compulsory
 
-MATRIX_TEMPLATES = (*CONTRACTIONS, ATTENTION, INVERTED_RESIDUAL, LAYER_FUSION)
+MATRIX_TEMPLATES = (*CONTRACTIONS, ATTENTION, ATTENTION_BACKWARD, INVERTED_RESIDUAL, LAYER_FUSION)
 """Templates whose accumulations tensor cores do, where the GPU has them."""
 UNITS = {"float64": "fp64", "float32": "tf32_mma", "bfloat16": "bf16_mma", "float16": "fp16_mma"}
 """The tensor cores of an operand's type."""

@@ -20,9 +20,11 @@ from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Guard
 from jcuts.kernel_ir.program import ITEM_SIZE, Phase, Program
 from jcuts.lower.patterns.attention import match
+from jcuts.lower.patterns.attention_backward import match_backward
 from jcuts.lower.patterns.few_channel_conv import conv_geometry
 from jcuts.lower.patterns.gemm import TYPES, WIDE, gemm_operands
 from jcuts.lower.patterns.inverted_residual import match_inverted_residual
+from jcuts.schedule.gpu.attention import backward_tile as attention_backward_tile
 from jcuts.schedule.gpu.attention import tile as attention_tile
 from jcuts.schedule.gpu.coalescing import CoalescingStats, distinct
 from jcuts.schedule.gpu.conv.few_channels_tile import shape_of
@@ -76,6 +78,12 @@ def attention_unit(program: Program) -> str:
     )
 
 
+def attention_backward_unit(program: Program) -> str:
+    """The tensor cores, of the operands' type."""
+    found = match_backward(program)
+    return _tensor_core_unit(program.inputs[0].dtype if isinstance(found, Refusal) else found.scores.dtype)
+
+
 def inverted_residual_unit(program: Program) -> str:
     """The tensor cores, of an inverted residual's type."""
     is_float32 = isinstance(known := match_inverted_residual(program), Refusal) or known.item == WORD
@@ -116,6 +124,16 @@ def attention_traffic(program: Program, blocks: int, threads: int) -> Traffic:
     moved = math.prod(tile.blocks) * known.keys * line + sum(b.bytes for b in program.outputs)
     least = max(compulsory(program), moved)
     return Traffic(least, least / LINE, 1.0)
+
+
+def attention_backward_traffic(program: Program, blocks: int, threads: int) -> Traffic:
+    """Of the backward pass of attention: every block reads both operands of all columns of its head."""
+    if isinstance(tile := attention_backward_tile.backward_tile(program), Refusal):
+        return compulsory_traffic(program)
+    known = tile.attention
+    line = known.scores.length * known.scores.item + known.gradient.length * known.gradient.item
+    moved = tile.block_count * known.columns * line + sum(b.bytes for b in program.outputs)
+    return _at_least_compulsory(program, moved)
 
 
 def few_channels_traffic(program: Program, blocks: int, threads: int) -> Traffic:

@@ -25,7 +25,7 @@ from tests.codegen.cuda.b2b_gemm.test_kernel import CASES as MLPS
 from tests.codegen.cuda.b2b_gemm.test_kernel import program_of as b2b_gemm_of
 from tests.codegen.cuda.inverted_residual.test_kernel import BLOCKS
 from tests.codegen.cuda.inverted_residual.test_kernel import program_of as inverted_residual_of
-from tests.gpu.cases import attention
+from tests.gpu.cases import attention, attention_backward
 from tests.gpu.test_products import ROUNDED
 from tests.schedule.gpu.test_families import program_of
 
@@ -65,6 +65,10 @@ def unscheduled(name):
         return programs.trace(fn, *(zeros(*shape) for shape in shapes)).rounded()
     if name == "flash_attention":
         return programs.trace(attention(), *(zeros(2, n, 3, 40) for n in (37, 53, 53))).attention()[1]
+    if name == "attention_backward":
+        rows = (zeros(2, 3, 37, 1), zeros(2, 3, 37, 1))
+        arrays = (zeros(2, n, 3, 40) for n in (37, 53, 53, 37))
+        return programs.trace(attention_backward("keys"), *arrays, *rows).attention("attention_backward")[1]
     if name in ("b2b_gemm", "b2b_wgmma"):
         mlp = MLPS["residual"]
         return b2b_gemm_of(mlp, mlp.arguments())[0]

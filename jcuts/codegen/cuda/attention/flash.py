@@ -12,11 +12,12 @@ Warps that split the keys of a tile merge their softmax states through shared me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from jcuts.base.errors import CompileRejected, Refusal
-from jcuts.codegen.cuda.attention.kv_tiles import TileCopier, TileReader, queries
+from jcuts.codegen.cuda.attention.block_walk import counted_loop, head_frame, next_stage
+from jcuts.codegen.cuda.attention.kv_tiles import LineReader, TileCopier, queries
 from jcuts.codegen.cuda.attention.online_softmax import (
     FOUR,
     OnlineSoftmaxState,
@@ -24,12 +25,12 @@ from jcuts.codegen.cuda.attention.online_softmax import (
     quad_reduce,
     scaled,
     softmax,
+    store_row_values,
     store_state,
 )
 from jcuts.codegen.cuda.attention.score_mod import Tile, apply_score_mod
 from jcuts.codegen.cuda.gemm.epilogue import epilogue
 from jcuts.codegen.cuda.gemm.smem_tile import SmemTile
-from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.ptx.shuffle import WARP
@@ -77,13 +78,7 @@ class FlashAttentionKernel:
         head = builder.udiv(block, L.I32(groups))
         row = builder.mul(builder.urem(block, L.I32(groups)), L.I32(tile.rows))
         self.row = builder.add(row, builder.mul(self.band, L.I32(tile.warp[0])))
-        variables: dict[str, L.Value] = {ROWS: self.row}
-        for axis in reversed(self.attention.batch):
-            first = axis is self.attention.batch[0]
-            variables[axis.name] = head if first else builder.urem(head, L.I32(axis.extent))
-            head = builder.udiv(head, L.I32(axis.extent))
-        ranges = {a.name: a.extent for a in self.attention.batch}
-        self.frame = M.Frame(builder, variables, pointers, ranges, {})
+        self.frame = head_frame(builder, self.attention.batch, head, self.row, pointers)
 
     def emit(self) -> None:
         """The whole tile of queries."""
@@ -99,7 +94,18 @@ class FlashAttentionKernel:
             if number < shape.tiles:
                 self._start(L.I32(number), L.I32(number * shape.stage))
             ptx_mma.cp_async_commit(builder)
-        self.reader = TileReader(builder, shape, self.shared, builder.mul(self.part, L.I32(shape.warp[1])), self.lane)
+        first = builder.mul(self.part, L.I32(shape.warp[1]))
+        self.keys, self.values = (
+            LineReader(
+                builder,
+                builder.add(builder.add(self.shared, L.I32(behind)), builder.mul(first, L.I32(shape.pitch(operand)))),
+                shape.pitch(operand),
+                operand.item,
+                self.lane,
+                rounded=shape.rounded,
+            )
+            for operand, behind in ((key, 0), (value, behind))
+        )
         self.queries = queries(self.frame, shape, self.row, self.lane)
         state = self._walk(ahead)
         if shape.warps[1] == 1:
@@ -126,33 +132,11 @@ class FlashAttentionKernel:
             if shape.stages == 1:
                 ptx_mma.barrier(builder)
                 self._next(builder.add(number, L.I32(1)), reading)
-            return [self._after(reading), self._after(writing), *made.values()]
+            after = [next_stage(builder, at, shape.stage, shape.stages) for at in (reading, writing)]
+            return [*after, *made.values()]
 
         start = [L.I32(0), L.I32(ahead % shape.stages * shape.stage), *OnlineSoftmaxState.none(shape).values()]
-        return OnlineSoftmaxState.of(self._loop(shape.tiles, start, body)[2:], shape)
-
-    def _loop(
-        self, count: int, start: list[L.Value], body: Callable[[L.Value, list[L.Value]], list[L.Value]]
-    ) -> list[L.Value]:
-        """A counted loop with loop-carried values; returns the last ones."""
-        builder = self.builder
-        before = builder.block
-        loop, after = builder.append_basic_block("keys"), builder.append_basic_block("keys.done")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        number = builder.phi(L.I32)
-        number.add_incoming(L.I32(0), before)
-        carried = [builder.phi(value.type) for value in start]
-        for variable, value in zip(carried, start, strict=True):
-            variable.add_incoming(value, before)
-        made = body(number, carried)
-        following = builder.add(number, L.I32(1))
-        number.add_incoming(following, builder.block)
-        for variable, value in zip(carried, made, strict=True):
-            variable.add_incoming(value, builder.block)
-        builder.cbranch(builder.icmp_signed("<", following, L.I32(count)), loop, after)
-        builder.position_at_end(after)
-        return made
+        return OnlineSoftmaxState.of(counted_loop(builder, "keys", shape.tiles, start, body)[2:], shape)
 
     def _arrived(self, under_way: int, stage: L.Value) -> None:
         """Waits (``cp.async.wait_group``, block barrier) until the tile of this stage is visible to all threads."""
@@ -169,25 +153,17 @@ class FlashAttentionKernel:
             self._start(tile, stage)
         ptx_mma.cp_async_commit(builder)
 
-    def _after(self, stage: L.Value) -> L.Value:
-        """The following stage."""
-        builder, shape = self.builder, self.shape
-        if shape.stages == 1:
-            return stage
-        moved = builder.add(stage, L.I32(shape.stage))
-        return builder.select(builder.icmp_signed("==", moved, L.I32(shape.stage * shape.stages)), L.I32(0), moved)
-
     # -- a tile of keys -----------------------------------------------------------------------------------------
     def _scores(self, stage: L.Value) -> Tile:
         """QK^T of a tile."""
         builder, shape = self.builder, self.shape
         bands, pairs = shape.warp[0] // SIXTEEN, shape.warp[1] // SIXTEEN
         found = [[[L.F32(0.0)] * 4 for _ in range(2 * pairs)] for _ in range(bands)]
-        near = [self.reader.keys(stage, pair, 0) for pair in range(pairs)]
+        near = [self.keys.columns(stage, pair, 0) for pair in range(pairs)]
         for step in range(shape.steps):
             now = near
             if step + 1 < shape.steps:
-                near = [self.reader.keys(stage, pair, step + 1) for pair in range(pairs)]
+                near = [self.keys.columns(stage, pair, step + 1) for pair in range(pairs)]
             for pair, two in enumerate(now):
                 for i, band in enumerate(self.queries):
                     for j, right in enumerate(two):
@@ -213,7 +189,7 @@ class FlashAttentionKernel:
         for first in range(0, shape.warp[1], keys):
             left = [self._left(weights[2 * i], weights[2 * i + 1], first // EIGHT) for i in range(len(out))]
             for column in range(0, shape.padded_head_dim, SIXTEEN):
-                for j, right in enumerate(self.reader.values(stage, first, column)):
+                for j, right in enumerate(self.values.terms(stage, first, column)):
                     at = column // EIGHT + j
                     for i, fragment in enumerate(left):
                         out[i][at] = ptx_mma.mma_sync(builder, self.attention.kind, fragment, right, out[i][at])
@@ -251,9 +227,9 @@ class FlashAttentionKernel:
     def _finish(self, state: OnlineSoftmaxState) -> None:
         """Divides by the sums of exponentials and runs the epilogue of the PV GEMM."""
         builder, shape, attention = self.builder, self.shape, self.attention
-        ones = [
-            builder.fdiv(L.F32(1.0), quad_reduce(builder, total, lambda b, x, y: b.fadd(x, y))) for total in state.sums
-        ]
+        sums = [quad_reduce(builder, total, lambda b, x, y: b.fadd(x, y)) for total in state.sums]
+        ones = [builder.fdiv(L.F32(1.0), total) for total in sums]
+        self._statistics(state.largest, sums)
         totals = scaled(builder, state.out, ones)
         variables = {**self.frame.variables, ROWS: self.row, COLUMNS: L.I32(0)}
         frame = replace(self.frame, variables=variables)
@@ -268,3 +244,16 @@ class FlashAttentionKernel:
         )
         tiles = (rows, SmemTile(side, value.length, shape.padded_head_dim, STEP, shape.padded_head_dim))
         epilogue(frame, attention.result, tiles, self.buffers, self.lane, totals)
+
+    def _statistics(self, largest: list[L.Value], sums: list[L.Value]) -> None:
+        """Stores what the program keeps of a row's maximum and sum (logsumexp): one lane of the four that share it."""
+        attention, shape, builder = self.attention, self.shape, self.builder
+        if attention.statistics is None:
+            return
+        row = builder.add(self.row, builder.lshr(self.lane, L.I32(2)))
+        ranges = {**self.frame.ranges, ROWS: shape.blocks[1] * shape.rows - shape.warp[0] + EIGHT}
+        frame = replace(self.frame, variables={**self.frame.variables, ROWS: row}, ranges=ranges, cache={}, values={})
+        mine = builder.icmp_signed("==", builder.and_(self.lane, L.I32(3)), L.I32(0))
+        for number, values in enumerate(zip(largest, sums, strict=True)):
+            down = number // 2 * SIXTEEN + number % 2 * EIGHT
+            store_row_values(frame, attention, self.buffers, down, values, mine)

@@ -8,6 +8,7 @@ read in that order.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
@@ -22,6 +23,28 @@ FOUR = 4
 """Words of the widest access; words between the two halves of a row of an A fragment."""
 WIDEST = 16
 """Bytes of the widest copy."""
+
+
+class CopyShape(Protocol):
+    """Lines of a tile in shared memory, and the threads that copy them."""
+
+    @property
+    def keys(self) -> int:
+        """Lines of the tile."""
+        ...
+
+    @property
+    def threads(self) -> int:
+        """Threads of the block."""
+        ...
+
+    def line(self, operand: Operand) -> int:
+        """Elements of a line, zero padding included."""
+        ...
+
+    def pitch(self, operand: Operand) -> int:
+        """Bytes from one line to the next."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +76,7 @@ class TileCopier:
     """Copies tiles of keys or of values into shared memory (``cp.async``)."""
 
     def __init__(
-        self, frame: M.Frame, shape: FlashTile, operand: Operand, thread: L.Value, shared: L.Value, first: int
+        self, frame: M.Frame, shape: CopyShape, operand: Operand, thread: L.Value, shared: L.Value, first: int
     ) -> None:
         """Args: shared: address of the first stage; first: bytes before the tile in a stage."""
         self.builder, self.shape, self.operand = frame.builder, shape, operand
@@ -170,53 +193,64 @@ def queries(frame: M.Frame, shape: FlashTile, row: L.Value, lane: L.Value) -> li
     return found
 
 
-class TileReader:
-    """Reads a warp's fragments of keys and values."""
+class LineReader:
+    """Reads a warp's fragments of a tile in shared memory whose lines are columns of one product, or terms of another.
 
-    def __init__(self, builder: GpuBuilder, shape: FlashTile, shared: L.Value, keys: L.Value, lane: L.Value) -> None:
-        """Args: keys: the warp's first key in a tile."""
-        self.builder, self.shape = builder, shape
-        attention = shape.attention
-        self.key_pitch, self.value_pitch = shape.pitch(attention.key), shape.pitch(attention.value)
-        self.item = attention.key.item
+    Of A operands the lines are rows.
+    """
+
+    def __init__(
+        self, builder: GpuBuilder, first: L.Value, pitch: int, item: int, lane: L.Value, *, rounded: bool
+    ) -> None:
+        """Args: first: address of the warp's first line; pitch: bytes of a line; rounded: whether it holds TF32
+        numbers.
+        """
+        self.builder, self.pitch, self.item, self.rounded = builder, pitch, item, rounded
         low = builder.and_(lane, L.I32(7))
         eight = builder.and_(builder.lshr(lane, L.I32(3)), L.I32(1))
         sixteen = builder.lshr(lane, L.I32(4))
-        line = builder.add(keys, builder.add(low, builder.shl(sixteen, L.I32(3))))
-        place = builder.add(builder.mul(line, L.I32(self.key_pitch)), builder.mul(eight, L.I32(WIDEST)))
-        self.key = builder.add(shared, place)
-        if self.item == WORD:
+        self.column = self._place(first, builder.add(low, builder.shl(sixteen, L.I32(3))), eight, WIDEST)
+        self.row = self._place(first, builder.add(low, builder.shl(eight, L.I32(3))), sixteen, WIDEST)
+        if item == WORD:
             line = builder.mul(builder.and_(lane, L.I32(3)), L.I32(2))
-            column = builder.mul(builder.lshr(lane, L.I32(2)), L.I32(2))
+            self.term = self._place(first, line, builder.mul(builder.lshr(lane, L.I32(2)), L.I32(2)), item)
         else:
-            line = builder.add(low, builder.shl(eight, L.I32(3)))
-            column = builder.mul(sixteen, L.I32(EIGHT))
-        place = builder.mul(builder.add(keys, line), L.I32(self.value_pitch))
-        place = builder.add(place, builder.mul(column, L.I32(self.item)))
-        self.value = builder.add(shared, builder.add(place, L.I32(shape.keys * self.key_pitch)))
+            self.term = self._place(
+                first, builder.add(low, builder.shl(eight, L.I32(3))), builder.mul(sixteen, L.I32(EIGHT)), item
+            )
 
-    def keys(self, stage: L.Value, sixteen: int, step: int) -> list[list[L.Value]]:
-        """Two registers per 8 of 16 keys, of one step along the depth."""
-        offset = sixteen * SIXTEEN * self.key_pitch + step * STEP
-        words = ptx_mma.ldmatrix_x4(self.builder, self.builder.add(self.key, stage), offset, transposed=False)
+    def _place(self, first: L.Value, line: L.Value, column: L.Value, size: int) -> L.Value:
+        builder = self.builder
+        place = builder.add(builder.mul(line, L.I32(self.pitch)), builder.mul(column, L.I32(size)))
+        return builder.add(first, place)
+
+    def rows(self, sixteen: int, step: int) -> list[L.Value]:
+        """Four registers of 16 rows, of one step along the lines (A operand)."""
+        offset = sixteen * SIXTEEN * self.pitch + step * STEP
+        return self._units(ptx_mma.ldmatrix_x4(self.builder, self.row, offset, transposed=False))
+
+    def columns(self, stage: L.Value, sixteen: int, step: int) -> list[list[L.Value]]:
+        """Two registers per 8 of 16 columns, of one step along the lines."""
+        offset = sixteen * SIXTEEN * self.pitch + step * STEP
+        words = ptx_mma.ldmatrix_x4(self.builder, self.builder.add(self.column, stage), offset, transposed=False)
         words = self._units(words)
         return [words[:2], words[2:]]
 
-    def values(self, stage: L.Value, first: int, column: int) -> list[list[L.Value]]:
-        """Two registers per 8 features of 16, of a step of 8 (float32) or 16 keys from ``first`` on.
+    def terms(self, stage: L.Value, first: int, column: int) -> list[list[L.Value]]:
+        """Two registers per 8 features of 16, of a step of 8 (float32) or 16 lines from ``first`` on.
 
         Features of float32 take turns: even ones of 16, odd ones.
         """
-        place, offset = self.builder.add(self.value, stage), first * self.value_pitch + column * self.item
+        place, offset = self.builder.add(self.term, stage), first * self.pitch + column * self.item
         if self.item == WORD:
             near = ptx_mma.read_pair(self.builder, place, offset)
-            far = ptx_mma.read_pair(self.builder, place, offset + self.value_pitch)
+            far = ptx_mma.read_pair(self.builder, place, offset + self.pitch)
             words = self._units([near[0], far[0], near[1], far[1]])
         else:
             words = ptx_mma.ldmatrix_x4(self.builder, place, offset, transposed=True)
         return [words[:2], words[2:]]
 
     def _units(self, words: list[L.Value]) -> list[L.Value]:
-        if self.item != WORD or self.shape.rounded:
+        if self.item != WORD or self.rounded:
             return words
         return [ptx_mma.to_tf32(self.builder, w) for w in words]

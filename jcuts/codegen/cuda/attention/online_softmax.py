@@ -5,15 +5,23 @@ A lane has two rows of every sixteen; four lanes share a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from jcuts.codegen.cuda.attention.score_mod import LEAST, Tile
+from jcuts.codegen.cuda.graph.node_emitter import Emitter, store_all
+from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx import sfu_math
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.ptx.shuffle import WARP, shuffle
+from jcuts.codegen.llvm import elementwise as E
 from jcuts.codegen.llvm import lanes as L
+from jcuts.kernel_ir.index import Index
+from jcuts.kernel_ir.node import Graph, Guard, Node
+from jcuts.kernel_ir.program import Buffer
+from jcuts.lower.patterns.attention import Attention
+from jcuts.lower.patterns.gemm import ROWS
 from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STATE, FlashTile
 
 FOUR = 16
@@ -145,3 +153,34 @@ def merge_states(builder: GpuBuilder, state: OnlineSoftmaxState, place: L.Value,
         both = zip(row, others, strict=True)
         out.append([[builder.fadd(v, w) for v, w in zip(tile, other, strict=True)] for tile, other in both])
     return OnlineSoftmaxState(largest, sums, out)
+
+
+# -- statistics of rows ---------------------------------------------------------------------------------------------
+def store_row_values(
+    frame: M.Frame,
+    attention: Attention,
+    buffers: Mapping[str, Buffer],
+    down: int,
+    values: tuple[L.Value, L.Value],
+    mine: L.Value,
+) -> None:
+    """Stores the statistics of one row, ``down`` below the frame's.
+
+    Args: values: maximum and sum; mine: a predicate.
+    """
+    phase = attention.statistics
+    assert phase is not None
+    where = {ROWS: Index.axis(ROWS) + down}
+    graph, numbers = Graph(), dict[int, int]()
+    emitter = Emitter(frame, graph, buffers)
+    for number, node in enumerate(phase.exit.nodes):
+        if node.op == "load":
+            place = attention.row_values.index(node.buffer)
+            numbers[number] = graph.add(Node("acc", "float32", attrs=(("number", place),)))
+            emitter.bind(numbers[number], E.Lanes(values[place], "float32"))
+        else:
+            numbers[number] = graph.add(replace(node, args=tuple(numbers[a] for a in node.args)))
+    there = M.condition(frame, [Guard(where[ROWS], None, attention.rows - 1)])
+    frame.live = mine if there is None else frame.builder.and_(mine, there)
+    rows = [(s.buffer, s.address.substitute(where, frame.ranges), numbers[s.value]) for s in phase.stores]
+    store_all(emitter, rows)

@@ -73,6 +73,8 @@ class Emitter:
         self.runs: dict[int, list[int]] = {}
         self.coarse: set[int] = set()
         """Accumulators of tensor cores, and values computed from them."""
+        self.coarse_exp = False
+        """Whether exponentials of float32 are those of `sfu_math.fast_exp_nonpositive`."""
 
     def bind(self, number: int, lanes: E.Lanes) -> None:
         """Sets the value of a node that is computed elsewhere (an accumulator)."""
@@ -135,6 +137,8 @@ class Emitter:
         coarse = not self.coarse.isdisjoint(node.args)
         if coarse:
             self.coarse.add(number)
+        if self.coarse_exp and (node.op, node.dtype) == ("exp", "float32"):
+            return E.Lanes(sfu_math.fast_exp_nonpositive(builder, args[0].value), node.dtype, True)
         if sfu_math.supported(node.op, node.dtype):
             value = sfu_math.emit(builder, node.op, node.dtype, [a.value for a in args], coarse=coarse)
             return E.Lanes(value, node.dtype, node.dtype not in E.HALVES)

@@ -258,3 +258,26 @@ def test_the_program_means_attention(name):
     program, operands = traced(attention(), *arrays)
     (got,) = interpret(program, [round_tf32(x) for x in operands])
     compare(got, exact(attention(), *arrays), 1e-5)
+
+
+def _with_logsumexp(q, k, v):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    most = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+    exponentials = jnp.exp(scores - most)
+    total = exponentials.sum(-1, keepdims=True)
+    return jnp.einsum("bhqk,bkhd->bqhd", exponentials / total, v), most + jnp.log(total)
+
+
+@compiled
+@pytest.mark.parametrize("tile", [TILES[0], TILES[3], HIGH["odd"]], ids=str)
+@pytest.mark.parametrize("name", ["odd", "cross"])
+def test_logsumexp_of_rows_is_a_result_too(name, tile):
+    query, key, features = SHAPES[name]
+    arrays = normal(*query), normal(*key, seed=1), normal(*key[:3], features, seed=2)
+    program, operands = traced(_with_logsumexp, *arrays)
+    found = dict(zip((b.shape for b in program.outputs), results(shaped(program, *tile), operands), strict=True))
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(round_tf32(a).astype(np.float64)) for a in arrays]
+        want = [np.asarray(x) for x in _with_logsumexp(*wide)]
+    compare(found[want[0].shape], want[0], LIMIT["float32"])
+    np.testing.assert_allclose(found[want[1].shape], want[1], atol=2e-5)

@@ -16,6 +16,7 @@ from jcuts.fusion.match_attention_backward import fuse_attention_backward
 from jcuts.fusion.move_epilogue import CHEAP
 from jcuts.kernel_ir import loop_transforms
 from jcuts.kernel_ir.program import Program
+from jcuts.lower.column_sums import lower_region_or_column_sums
 from jcuts.lower.patterns.gemm import as_gemm, gemm_operands
 from jcuts.lower.region import lower_region
 from jcuts.lower.tensor_graph import TensorGraph, build_graph
@@ -100,6 +101,14 @@ def trace(fn: Callable[..., Any], *arguments: Any) -> Traced:
     if any(not any(id(v) in used for v in eqn.outvars) for eqn in closed.jaxpr.eqns):
         closed = simplify(closed)
     return Traced(closed, build_graph(closed.jaxpr), tuple(np.asarray(a) for a in arguments))
+
+
+def trace_sums(fn: Callable[..., Any], *arguments: Any) -> Program:
+    """The unscheduled program of a contraction with column reductions; a refusal fails the test."""
+    traced = trace(fn, *arguments)
+    built = lower_region_or_column_sums(traced.graph, traced.everything)
+    assert isinstance(built, Program), str(built)
+    return built
 
 
 def schedules(program: Program, limit: int = 16, machine: loop_candidates.Machine = MACHINE) -> list[Program]:

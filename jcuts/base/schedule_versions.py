@@ -50,6 +50,7 @@ ASKED: Mapping[str, tuple[str, ...]] = {
     "attention": ("attention",),
     "attention_backward": ("attention",),
     "block": ("inverted_residual",),
+    "column_sums": ("gemm", "conv", "reduction"),
     "contraction": _CONTRACTION,
     "convolution": _CONTRACTION,
     "layer_fusion": ("b2b_gemm",),

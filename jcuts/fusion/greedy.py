@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jcuts.base.errors import Refusal
+from jcuts.fusion.match_column_sums import Cone, column_sum_cones
 from jcuts.kernel_ir.program import Program
+from jcuts.lower.column_sums import lower_region_or_column_sums
 from jcuts.lower.region import lower_region
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 
@@ -39,10 +41,22 @@ class Grouping:
 
 
 class GreedyFusion:
-    """Greedy fusion of one tensor graph; ``fuel`` bounds the merges (``JCUTS_FUEL``: bisecting a miscompile)."""
+    """Greedy fusion of one tensor graph.
 
-    def __init__(self, graph: TensorGraph, fuse: bool = True, fuel: Callable[[], bool] = lambda: True) -> None:
-        self.graph, self.fuse, self.fuel = graph, fuse, fuel
+    Args:
+        fuel: bounds the merges (``JCUTS_FUEL``: bisecting a miscompile).
+        column_sums: whether contractions take over column reductions of their results (`fusion.match_column_sums`).
+    """
+
+    def __init__(
+        self,
+        graph: TensorGraph,
+        fuse: bool = True,
+        fuel: Callable[[], bool] = lambda: True,
+        column_sums: bool = False,
+    ) -> None:
+        self.graph, self.fuse, self.fuel, self.column_sums = graph, fuse, fuel, column_sums
+        self.lower = lower_region_or_column_sums if column_sums else lower_region
         self.result = Grouping()
         self.of: dict[int, int] = {}
         self.clusters: dict[int, FusionGroup] = {}
@@ -57,6 +71,8 @@ class GreedyFusion:
         for node in self.graph.nodes:
             self._start(node)
         if self.fuse:
+            for cone in column_sum_cones(self.graph) if self.column_sums else ():
+                self._join_cone(cone)
             for node in self.graph.nodes:
                 if node.number in self.of:
                     self._join_producers(node)
@@ -84,7 +100,7 @@ class GreedyFusion:
 
     def _build(self, subset: frozenset[int]) -> Program | Refusal:
         if subset not in self.memo:
-            self.memo[subset] = lower_region(self.graph, subset)
+            self.memo[subset] = self.lower(self.graph, subset)
         return self.memo[subset]
 
     def _producers(self, node: OpNode) -> list[int]:
@@ -109,6 +125,21 @@ class GreedyFusion:
                     break
             else:
                 return
+
+    def _join_cone(self, cone: Cone) -> None:
+        """Merges a reduction, with what lies between, into the region of its contraction."""
+        if any(n not in self.of for n in (cone.contraction, cone.reduction, *cone.before, *cone.behind)):
+            return
+        nodes, root = self.graph.nodes, cone.contraction
+        for number in cone.before:
+            if self.of[number] != self.of[root] and not self._try_merge(self.of[root], self.of[number], nodes[number]):
+                return
+        last = cone.reduction
+        for number in reversed(cone.behind):
+            if self.of[number] not in (self.of[root], self.of[last]):
+                self._try_merge(self.of[number], self.of[last], nodes[last])
+        if self.of[last] != self.of[root]:
+            self._try_merge(self.of[root], self.of[last], nodes[last])
 
     def _join_siblings(self) -> None:
         """Horizontal fusion of reductions of one tensor over the same dimensions: a sum and a sum of squares."""
@@ -199,6 +230,11 @@ class GreedyFusion:
         return found
 
 
-def group(graph: TensorGraph, *, fuse: bool = True, fuel: Callable[[], bool] = lambda: True) -> Grouping:
-    """Regions of a tensor graph, in execution order.  ``fuse=False``: one operation per kernel."""
-    return GreedyFusion(graph, fuse, fuel).run()
+def group(
+    graph: TensorGraph, *, fuse: bool = True, fuel: Callable[[], bool] = lambda: True, column_sums: bool = False
+) -> Grouping:
+    """Regions of a tensor graph, in execution order.
+
+    Args: fuse: False: one operation per kernel; fuel, column_sums: of `GreedyFusion`.
+    """
+    return GreedyFusion(graph, fuse, fuel, column_sums).run()

@@ -74,7 +74,7 @@ def _lower(graph: TensorGraph, subset: frozenset[int], name: str, cheap: float) 
             return build_scan(graph, subset, scans[0], outputs, name)
         if not roots:
             return _build_map(graph, subset, outputs, name)
-        if len(roots) == 1 and (rows := _lower_reduction(graph, subset, roots[0], outputs, name, cheap)) is not None:
+        if len(roots) == 1 and (rows := lower_reduction(graph, subset, roots[0], outputs, name, cheap)) is not None:
             return rows
         if all(op_rule(r).family == "reduction" for r in roots):
             return build_rows(graph, subset, roots, outputs, name)
@@ -102,7 +102,7 @@ def _build_map(graph: TensorGraph, subset: frozenset[int], outputs: list[int], n
     return Program(name, tuple(buffers), (), (), (phase,), 1, "map")
 
 
-def _lower_reduction(
+def lower_reduction(
     graph: TensorGraph, subset: frozenset[int], root: OpNode, outputs: list[int], name: str, cheap: float
 ) -> Program | Refusal | None:
     """One reduction with its prologue and epilogue; None where the rows form should be tried instead."""

@@ -99,7 +99,7 @@ def split_kernels(program: Program) -> SplitKernels:
         for b in program.locals
         if b.name in names
     }
-    second = _second(program, parts, kept, flat, share, groups)
+    second = merge_kernel(program, parts, kept, flat, share, groups)
     maps = tuple(_map(program, p, kept, flat) for p in program.phases[2:])
     return SplitKernels((first, second, *maps), (*parts, *kept.values()))
 
@@ -134,7 +134,7 @@ def _first(program: Program, parts: tuple[Buffer, ...], flat: Index, share: int,
         bodies.append((body, value))
     exits = Graph(), Graph()
     sums = [g.add(Node("acc", local.dtype, attrs=(("number", 0),))) for g in exits]
-    mean = exits[0].apply("div", local.dtype, sums[0], _count(exits[0], local.dtype, share, groups, terms))
+    mean = exits[0].apply("div", local.dtype, sums[0], group_count(exits[0], local.dtype, share, groups, terms))
     address = Index.axis(GROUP) * columns + flat
     stores = (Store(MEAN, here, mean), Store(parts[0].name, address, mean)), (Store(parts[1].name, address, sums[1]),)
     reds = (Red(TERM, share),)
@@ -155,7 +155,7 @@ def _first(program: Program, parts: tuple[Buffer, ...], flat: Index, share: int,
     )
 
 
-def _second(
+def merge_kernel(
     program: Program, parts: tuple[Buffer, ...], kept: dict[str, Buffer], flat: Index, share: int, groups: int
 ) -> Program:
     """Merges the statistics of all groups, and computes the program's results from them."""
@@ -169,7 +169,7 @@ def _second(
     bodies = []
     for squares in (False, True):
         body = Graph()
-        mean, count = body.load(parts[0].name, address, dtype), _count(body, dtype, share, groups, terms)
+        mean, count = body.load(parts[0].name, address, dtype), group_count(body, dtype, share, groups, terms)
         if squares:
             gone = body.apply("sub", dtype, mean, body.load(found.centre, here, dtype))
             moved = body.apply("mul", dtype, count, body.apply("mul", dtype, gone, gone))
@@ -244,7 +244,7 @@ def _map(program: Program, phase: Phase, kept: dict[str, Buffer], flat: Index) -
     return replace(plain, phases=(replace(plain.phases[0], axes=tiled),))
 
 
-def _count(graph: Graph, dtype: str, share: int, groups: int, terms: int) -> int:
+def group_count(graph: Graph, dtype: str, share: int, groups: int, terms: int) -> int:
     """Points of group ``s``: all groups but the last one are full."""
     last = terms - (groups - 1) * share
     if last == share:

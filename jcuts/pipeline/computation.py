@@ -245,7 +245,7 @@ def _grouping(closed: jaxapi.Closed, fuse: bool, fuel: Fuel, platform: str) -> _
 
     @functools.cache
     def grouped() -> greedy.Grouping:
-        grouping = greedy.group(graph, fuse=fuse, fuel=fuel)
+        grouping = greedy.group(graph, fuse=fuse, fuel=fuel, column_sums=platform != "cpu")
         if fuse and platform != "cpu":
             subsets = fuse_attention(graph, grouping.subsets, fuel)
             grouping = replace(grouping, subsets=fuse_attention_backward(graph, subsets, fuel))

@@ -52,6 +52,7 @@ from jcuts.pipeline.state import DumpedStage, Pass, State, nothing
 from jcuts.pipeline.verify import verify_jaxpr, verify_partition, verify_programs, verify_winners
 from jcuts.report.function_report import FunctionReport
 from jcuts.rewrite.registry import Rewritten, rewritten
+from jcuts.rewrite.separate_deviations import separate_deviations
 from jcuts.rewrite.simplify import simplify
 from jcuts.rewrite.splat_constants import splat_constants
 from jcuts.trace import jaxapi
@@ -83,6 +84,8 @@ def _rewrite(state: State) -> State:
     if rules:
         rewrites = _once(f"{state.digest} {rules}", form, lambda: rewritten(inlined, rules))
     closed = _once(f"{state.digest} {rules} numbers", form, lambda: splat_constants(rewrites.closed))
+    if state.platform != "cpu":
+        closed = _once(f"{state.digest} {rules} deviations", form, lambda: separate_deviations(closed))
     state = replace(state, closed=closed, rewrites=sum(rewrites.counts.values()))
     return state.noted(rewrites if rewrites.counts else None)
 

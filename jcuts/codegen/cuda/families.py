@@ -25,6 +25,7 @@ from jcuts.codegen.cuda.elementwise.horizontal import HorizontalKernel, combined
 from jcuts.codegen.cuda.elementwise.launch import launch_register_tiles, launch_smem_transpose
 from jcuts.codegen.cuda.elementwise.smem_transpose import SmemTransposeKernel
 from jcuts.codegen.cuda.elementwise.thread_tile import ThreadTileKernel
+from jcuts.codegen.cuda.gemm.column_sums import split_gemm
 from jcuts.codegen.cuda.gemm.mma_f64 import F64MmaKernel, double_shape
 from jcuts.codegen.cuda.gemm.mma_mainloop import MmaKernel, MmaKernelTile, block_count, product_shape
 from jcuts.codegen.cuda.gemm.simt import SimtGemmKernel, fma_shape
@@ -145,10 +146,10 @@ _enter(
     KernelFamily("scan_columns", ScanColumnsEmitter, launch_scan_columns, split=split_scan_columns),
 )
 _enter(
-    KernelFamily("mma", MmaKernel, _launch_gemm(product_shape), split=split_k),
+    KernelFamily("mma", MmaKernel, _launch_gemm(product_shape), split=split_gemm),
     KernelFamily("mma_f64", F64MmaKernel, _launch_gemm(double_shape, least=1), split=split_k),
     KernelFamily("simt_gemm", SimtGemmKernel, _launch_gemm(fma_shape, least=1), split=split_k),
-    KernelFamily("wgmma", WgmmaKernel, _launch_gemm(group_shape), split=split_k, features="a"),
+    KernelFamily("wgmma", WgmmaKernel, _launch_gemm(group_shape), split=split_gemm, features="a"),
     KernelFamily(
         "implicit_gemm",
         ImplicitGemmKernel,
@@ -158,7 +159,7 @@ _enter(
             alignment=lambda tile: tile.alignment,
             cluster=lambda tile: tile.cluster,
         ),
-        split=split_k,
+        split=split_gemm,
         features="a",
         overlapped=True,
     ),

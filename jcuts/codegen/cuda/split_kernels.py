@@ -1,5 +1,5 @@
-"""Splits a program into several launches: split-K GEMM, reductions and scans split over the grid, then a combining
-kernel.
+"""Splits a program into several launches: split-K GEMM, column sums of a GEMM, reductions and scans split over the
+grid, then a combining kernel.
 
 How a family's programs are split is said by its entry of `families.FAMILIES`.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jcuts.codegen.cuda.families import kernel_family_of
 from jcuts.kernel_ir.program import Program
+from jcuts.lower.patterns.column_sums import SUMS
 
 SCRATCH_ALIGN = 256
 
@@ -31,7 +32,8 @@ def split_into_kernels(program: Program) -> tuple[list[KernelPart], int]:
     """The kernels of a scheduled program in launch order, and the bytes of scratch memory that they share."""
     family = kernel_family_of(program)
     order = {b.name: n for n, b in enumerate((*program.inputs, *program.outputs))}
-    if dict(program.params).get("split", 1) == 1:
+    params = dict(program.params)
+    if params.get("split", 1) == 1 and SUMS not in params:
         names = [b.name for b in program.buffers if b.role != "local"]
         return [KernelPart(family.whole(program), tuple((order[n], 0) for n in names))], 0
     kernels, partials = family.split(program)

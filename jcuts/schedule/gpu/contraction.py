@@ -51,7 +51,7 @@ def contraction_schedules(program: Program, machine: GpuMachine) -> Iterator[Can
         elif kept:  # the best of either form comes first
             kept = [(p, score / other * best) for p, score in kept]
     few = list(gemm_wgmma.wgmma_schedules(counter.small_grid, gemm_wgmma.SMALL_GRID_CANDIDATES)) if counter.few else []
-    if counter.short:
+    if counter.short and not counter.sums:
         few += _interleave_cluster_conv(found, implicit_gemm_cluster.candidates(counter, program))
     if kept and not found:  # few outputs: blocks of both families are as small, and of the other one more share a sum
         found = list(gemm_mma.mma_schedules(program, machine, gemm_mma.MOST, counter.least))
@@ -61,12 +61,13 @@ def contraction_schedules(program: Program, machine: GpuMachine) -> Iterator[Can
         yield from _append_mma(few, found[: gemm_mma.MOST - len(kept)])
         return
     found = kept + found
-    fed = warp_specialized_schedules.candidates(counter, program) if found else []
+    fed = warp_specialized_schedules.candidates(counter, program) if found and not counter.sums else []
     if fed:
         best = max(score for _, score in found)
         yield from ((made, min(score, best)) for made, score in fed if score >= gemm_wgmma.MIN_SCORE_RATIO * best)
     yield from (*found, *few)
-    if counter.before or len(found) >= gemm_wgmma.ENOUGH:  # the other family has no prologues, and hardly ever wins
+    enough = len(found) >= gemm_wgmma.ENOUGH and not counter.sums
+    if counter.before or enough:  # the other family has no prologues, and hardly ever wins
         return
     least = counter.least if found else None
     yield from _append_mma(few, gemm_mma.mma_schedules(program, machine, gemm_mma.MOST - len(found), least))

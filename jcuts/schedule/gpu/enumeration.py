@@ -13,7 +13,8 @@ from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.gemm import ROWS
 from jcuts.schedule import fit
 from jcuts.schedule.gpu import contraction
-from jcuts.schedule.gpu.families import FAMILIES
+from jcuts.schedule.gpu import tensor_core_times as times
+from jcuts.schedule.gpu.families import FAMILIES, family_of
 from jcuts.schedule.gpu.gemm import mma as gemm_mma
 from jcuts.schedule.gpu.machine import TAPS, Candidate, GpuMachine, rescale_to
 from jcuts.schedule.gpu.problem import GpuProblem
@@ -119,6 +120,20 @@ def _tensor_core_gemm(problem: GpuProblem) -> list[Candidate]:
     return found
 
 
+def _column_sums(problem: GpuProblem) -> list[Candidate]:
+    """Schedules of the GEMM whose epilogue reduces columns; scores count the second launch."""
+    if problem.gemm is None:
+        return []
+    found = []
+    for made, score in contraction.contraction_schedules(problem.gemm, problem.machine):
+        time = family_of(made).time
+        assert time is not None
+        whole = time(made, problem.machine).root.value
+        more = times.column_sum_cycles(made, problem.machine)
+        found.append((made, score * (whole - more) / whole))
+    return found
+
+
 def _few_channels(problem: GpuProblem) -> list[Candidate]:
     found = list(FAMILIES["few_channels_conv"].schedules_of(problem))
     if found and problem.length <= TAPS:
@@ -133,6 +148,12 @@ RULES: tuple[EnumerationRule, ...] = (
     EnumerationRule("attention backward", ("attention_backward",), lambda p: p.is_attention_backward),
     EnumerationRule("inverted residual", ("inverted_residual",), lambda p: p.is_inverted_residual),
     EnumerationRule("back-to-back GEMM", ("b2b_gemm", "b2b_wgmma"), lambda p: p.is_layer_fusion),
+    EnumerationRule(
+        "GEMM with column sums",
+        ("implicit_gemm", "wgmma", "mma"),
+        lambda p: p.has_column_sums and p.machine.multiplies,
+        _column_sums,
+    ),
     EnumerationRule("norm of rows", ("row_reduction",), lambda p: p.is_row_norm),
     EnumerationRule("norm of columns", ("column_softmax", "welford"), lambda p: p.is_column_norm),
     EnumerationRule("map", ("thread_tile", "smem_transpose"), lambda p: p.is_map),

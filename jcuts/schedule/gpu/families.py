@@ -1,8 +1,7 @@
 """Registry of the GPU kernel families, scheduling half: schedules, tile, statistics and documentation of each.
 
-`FAMILIES` has one `ScheduleFamily` per kernel family.  The kernel half (emitter, launch, split into kernels) is
-`jcuts.codegen.cuda.families.FAMILIES`, under the same names.  Which families are asked for the schedules of a program,
-and how those of several compete, is said by `schedule.gpu.enumeration.RULES`.
+The kernel half (emitter, launch, split into kernels) is `jcuts.codegen.cuda.families.FAMILIES`, under the same names.
+Which families are asked for schedules, and how several compete, is said by `schedule.gpu.enumeration.RULES`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_
 from jcuts.schedule.gpu.inverted_residual import tile as inverted_residual_tile
 from jcuts.schedule.gpu.launch_stats import memory_time
 from jcuts.schedule.gpu.machine import Candidate, GpuMachine
-from jcuts.schedule.gpu.problem import CONTRACTIONS, GpuProblem
+from jcuts.schedule.gpu.problem import CONTRACTIONS, GEMM_TEMPLATES, GpuProblem
 from jcuts.schedule.gpu.reduction import column as reduction_column
 from jcuts.schedule.gpu.reduction import column_time
 from jcuts.schedule.gpu.reduction import row as reduction_row
@@ -73,9 +72,8 @@ def _gemv(problem: GpuProblem) -> Iterable[Candidate]:
 
 
 def _skinny_gemm(problem: GpuProblem) -> Iterable[Candidate]:
-    if problem.gemm is None or not skinny_schedules.matches(problem.gemm):
-        return ()
-    return skinny_schedules.skinny_schedules(problem.gemm, problem.machine)
+    made = problem.gemm
+    return skinny_schedules.skinny_schedules(made, problem.machine) if made and skinny_schedules.matches(made) else ()
 
 
 def _is_float64(program: Program) -> bool:
@@ -214,7 +212,7 @@ _enter(
         "product",
         "GEMM by `mma.sync` on shared-memory tiles that `cp.async` copies.",
         "docs/kernels/gemm.md",
-        CONTRACTIONS,
+        GEMM_TEMPLATES,
         lambda p: gemm_mma.mma_schedules(p.gemm, p.machine) if p.gemm else (),
         excluded=("fed", "pixels", "groups", "fma"),
         condition=lambda program: not _is_float64(program),
@@ -230,7 +228,7 @@ _enter(
         "docs/kernels/gemm.md",
         CONTRACTIONS,
         _exact_gemm(is_wide=True),
-        excluded=("fed", "pixels", "groups", "fma"),
+        excluded=("fed", "pixels", "groups", "fma", "sums"),
         condition=_is_float64,
         capability=TENSOR_CORES,
         tile_of=gemm_tile,
@@ -245,6 +243,7 @@ _enter(
         CONTRACTIONS,
         _exact_gemm(is_wide=False),
         required=("fma",),
+        excluded=("sums",),
         capability=TENSOR_CORES,
         tile_of=gemm_tile,
         statistics=stats.SIMT_GEMM,
@@ -255,7 +254,7 @@ _enter(
         "product",
         "GEMM by warpgroups (`wgmma.mma_async`) on a ring of shared-memory tiles.",
         "docs/kernels/gemm.md",
-        CONTRACTIONS,
+        GEMM_TEMPLATES,
         lambda p: gemm_wgmma.wgmma_schedules(p.wgmma) if p.wgmma else (),
         required=("groups",),
         excluded=("fed", "pixels"),
@@ -269,7 +268,7 @@ _enter(
         "product",
         "Convolutions as implicit GEMM by `wgmma`, on an input tile with its halo in shared memory.",
         "docs/kernels/conv.md",
-        CONTRACTIONS,
+        GEMM_TEMPLATES,
         lambda p: implicit_gemm.candidates(p.wgmma, p.wgmma.program) if p.wgmma else (),
         required=("pixels",),
         excluded=("fed",),
@@ -286,6 +285,7 @@ _enter(
         CONTRACTIONS,
         lambda p: warp_specialized_schedules.candidates(p.wgmma, p.wgmma.program) if p.wgmma else (),
         required=("fed",),
+        excluded=("sums",),
         capability=WARPGROUPS,
         tile_of=gemm_tile,
         statistics=stats.TENSOR_CORE_GEMM,

@@ -17,6 +17,7 @@ from jcuts.estimate import batch
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program
+from jcuts.lower.patterns.column_sums import SUMS, match_column_sums
 from jcuts.schedule import fit
 
 ACCESS = 16  # bytes of the widest access
@@ -137,8 +138,14 @@ def scheduled(program: Program, form: str, threads: int, *more: tuple[str, objec
         program,
         grid=program.grid if len(program.phases) > 1 else (),
         lanes=1,
-        params=(("cuda", form), ("threads", threads), *more),
+        params=(("cuda", form), ("threads", threads), *more, *_column_sums(program)),
     )
+
+
+def _column_sums(program: Program) -> tuple[tuple[str, object], ...]:
+    """What tells the schedules of a program with column sums from others (`families`, ``excluded``)."""
+    found = match_column_sums(program)
+    return () if found is None else ((SUMS, found.partials),)
 
 
 def unrolled(program: Program, unroll: Mapping[str, int]) -> Program:

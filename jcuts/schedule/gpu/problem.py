@@ -16,6 +16,8 @@ from jcuts.lower import welford
 from jcuts.lower.attention import TEMPLATE as ATTENTION
 from jcuts.lower.attention_backward import TEMPLATE as ATTENTION_BACKWARD
 from jcuts.lower.layer_fusion import TEMPLATE as LAYER_FUSION
+from jcuts.lower.patterns.column_sums import TEMPLATE as COLUMN_SUMS
+from jcuts.lower.patterns.column_sums import as_gemm_with_column_sums
 from jcuts.lower.patterns.gemm import ROWS, as_gemm, gemm_operands, prologue
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as INVERTED_RESIDUAL
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
@@ -24,8 +26,10 @@ from jcuts.schedule.gpu.reduction.row import reduces_rows
 
 CONTRACTIONS = ("contraction", "convolution")
 """Templates of programs that `lower.patterns.gemm.as_gemm` may take."""
-FUSED = ("scan", ATTENTION, ATTENTION_BACKWARD, INVERTED_RESIDUAL, LAYER_FUSION)
-"""Templates that one family each computes."""
+GEMM_TEMPLATES = (*CONTRACTIONS, COLUMN_SUMS)
+"""Those of the families whose epilogue reduces columns, too."""
+FUSED = ("scan", ATTENTION, ATTENTION_BACKWARD, INVERTED_RESIDUAL, LAYER_FUSION, COLUMN_SUMS)
+"""Templates of several phases that families of their own compute."""
 
 
 class GpuProblem:
@@ -59,6 +63,11 @@ class GpuProblem:
     def is_layer_fusion(self) -> bool:
         """Whether it is a chain of layers."""
         return self.program.template == LAYER_FUSION
+
+    @property
+    def has_column_sums(self) -> bool:
+        """Whether it is a product or convolution with column reductions of its result."""
+        return self.program.template == COLUMN_SUMS
 
     @property
     def is_convolution(self) -> bool:
@@ -137,6 +146,8 @@ class GpuProblem:
     @cached_property
     def gemm(self) -> Program | None:
         """The program as a GEMM of the default precision (TF32, or 16-bit operands)."""
+        if self.has_column_sums:
+            return as_gemm_with_column_sums(self.program)
         return as_gemm(self.program) if self.program.template in CONTRACTIONS else None
 
     @cached_property

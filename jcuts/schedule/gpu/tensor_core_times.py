@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from jcuts.base.errors import CompileRejected, Refusal
-from jcuts.estimate.time_model import KernelTime, TimeTerm
-from jcuts.kernel_ir.program import Program
+from jcuts.estimate.time_model import KernelTime, Resource, TimeTerm, serial, term
+from jcuts.kernel_ir.program import ITEM_SIZE, Program
+from jcuts.lower.patterns.column_sums import SUMS, TYPE
 from jcuts.lower.patterns.conv_window import ConvWindow, match_conv_window
-from jcuts.lower.patterns.gemm import K
+from jcuts.lower.patterns.gemm import COLUMNS, ROWS, K
 from jcuts.schedule.gpu import traffic
 from jcuts.schedule.gpu.attention import backward_schedules as attention_backward
 from jcuts.schedule.gpu.attention import backward_tile as attention_backward_tile
@@ -23,6 +24,7 @@ from jcuts.schedule.gpu.conv import few_channels, few_channels_tile, implicit_ge
 from jcuts.schedule.gpu.conv.implicit_gemm import ImplicitGemmTile
 from jcuts.schedule.gpu.few_row_gemm import FewRowGemm
 from jcuts.schedule.gpu.gemm import cost_mma
+from jcuts.schedule.gpu.gemm.cost import CostCoefficients
 from jcuts.schedule.gpu.gemm.problem import GemmProblem, MmaTile
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import STEP, WgmmaTile
@@ -43,7 +45,20 @@ def _numbers(params: dict[str, Any], **defaults: int) -> dict[str, int]:
     return {name: int(params.get(name, default)) for name, default in defaults.items()}
 
 
+def column_sum_cycles(program: Program, machine: GpuMachine) -> float:
+    """Cycles of the second launch of a program with column sums, which combines the partial sums of all row tiles."""
+    params, extents = _params(program), program.phases[0].ranges()
+    if SUMS not in params:
+        return 0.0
+    size = ITEM_SIZE[TYPE] * params[SUMS] * -(-extents[ROWS] // params["tile"][0]) * extents[COLUMNS]
+    rates = machine.record("gpu/gemm", "mma_tf32", CostCoefficients)
+    speed = machine.coefficients("gpu/gemm", "occupancy").partial_sum_bytes_per_cycle
+    return rates.split_k_launch_cycles + rates.split_k_bytes_factor * 2 * size / speed
+
+
 def _in_cycles(program: Program, root: TimeTerm, machine: GpuMachine, unit: str) -> KernelTime:
+    if more := column_sum_cycles(program, machine):
+        root = serial([root, term(Resource.REDUCE, more)])
     return KernelTime(root, machine.clock_hertz, unit, memory_bound(program).bytes)
 
 
@@ -104,6 +119,7 @@ def implicit_gemm_tile(program: Program) -> ImplicitGemmTile:
     params = _params(program)
     rows, columns, _ = params["tile"]
     more = _numbers(params, rounds=1, spread=0, steps=1, unrolled=0, fetched=0, short=0, paired=0, cluster=1, early=0)
+    more |= _numbers(params, sums=0)
     return ImplicitGemmTile(rows, columns, params["groups"][0], params["stages"], params["pixels"], **more)
 
 

@@ -20,10 +20,10 @@ from jcuts.lower.patterns.inverted_residual import TEMPLATE as INVERTED_RESIDUAL
 from jcuts.schedule.cpu.time_estimate import element_steps
 from jcuts.schedule.gpu.launch_stats import memory_rates
 from jcuts.schedule.gpu.machine import GpuMachine
-from jcuts.schedule.gpu.problem import CONTRACTIONS
+from jcuts.schedule.gpu.problem import GEMM_TEMPLATES
 from jcuts.schedule.gpu.traffic import compulsory
 
-MATRIX_TEMPLATES = (*CONTRACTIONS, ATTENTION, ATTENTION_BACKWARD, INVERTED_RESIDUAL, LAYER_FUSION)
+MATRIX_TEMPLATES = (*GEMM_TEMPLATES, ATTENTION, ATTENTION_BACKWARD, INVERTED_RESIDUAL, LAYER_FUSION)
 """Templates whose accumulations tensor cores do, where the GPU has them."""
 UNITS = {"float64": "fp64", "float32": "tf32_mma", "bfloat16": "bf16_mma", "float16": "fp16_mma"}
 """The tensor cores of an operand's type."""

@@ -71,6 +71,10 @@ class ImplicitGemmKernel(WgmmaKernel):
         row, column = builder.udiv(block, L.I32(shape.columns)), builder.urem(block, L.I32(shape.columns))
         return {ROWS: builder.mul(row, L.I32(shape.left.size)), COLUMNS: builder.mul(column, L.I32(shape.right.size))}
 
+    def column_sums_place(self) -> tuple[L.Value, bool]:
+        shape = self.shape
+        return self.builder.add(self.shared, L.I32(shape.column_sums_at)), shape.rounds == 1
+
     def next_tile_row(self, row: L.Value) -> L.Value:
         """The first row of the block's next tile."""
         return self.builder.add(row, L.I32(self.shape.high_blocks * self.shape.left.size))

@@ -19,6 +19,7 @@ from jcuts.codegen.cuda.gemm.wgmma_tile import (
 )
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.kernel_ir.program import Program
+from jcuts.lower.patterns.column_sums import SUMS
 from jcuts.lower.patterns.conv_window import ConvWindow, linearize_k, match_conv_window, weights_need_no_transform
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS, gemm_operands
 from jcuts.schedule.gpu.conv.implicit_gemm import RESIDENT
@@ -131,8 +132,17 @@ class ImplicitGemmKernelTile(HaloTile):
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory of a block: weights, halos, zeros, the DSMEM receive buffer and its barrier."""
-        return smem_with_dsmem(self.kept_until, self.room) if self.push else self.kept_until
+        """Bytes of shared memory of a block: weights, halos, zeros, the DSMEM receive buffer and its barrier; column
+        sums.
+        """
+        if self.push:
+            return smem_with_dsmem(self.kept_until, self.room)
+        return self.column_sums_at + self.column_smem
+
+    @property
+    def column_sums_at(self) -> int:
+        """Offset [B] of what warps combine their column sums in: behind all other where copies are under way."""
+        return self.kept_until if self.rounds > 1 else max(0, self.kept_until - self.column_smem)
 
     @property
     def room(self) -> int:
@@ -188,6 +198,7 @@ def window_shape(program: Program) -> ImplicitGemmKernelTile:
         fetched=bool(params.get("fetched", 0)),
         short=bool(params.get("short", 0)),
         push=bool(params.get("push", 0)),
+        sums=int(str(params.get(SUMS, 0))),
     )
     fits = divides_evenly(first, second, along, across) and terms == found.channels_per_tile
     grouped = 1 <= steps <= AHEAD and not found.narrow
@@ -200,7 +211,7 @@ def window_shape(program: Program) -> ImplicitGemmKernelTile:
     fits = fits and (kept == 2 or (kept == shape.lines == rounds == 1))
     fits = fits and found.channel_tiles % cluster == 0 and shape.push == (cluster > 1)
     fits = fits and (rounds == 1 or not (shape.push or params.get("early", 0))) and not (shape.push and shape.short)
-    fits = fits and {"flight", "split", "cached"}.isdisjoint(params)
+    fits = fits and shape.sums_fit and {"flight", "split", "cached"}.isdisjoint(params)
     fits = fits and may_swap_lanes(params, second)
     if not fits or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no convolution of tiles {params['tile']} by groups {params['groups']}")

@@ -1,9 +1,10 @@
-"""GEMM epilogue: runs the exit graph (bias, activation, residual) on the accumulators and stores with predicates.
+"""GEMM epilogue: runs the exit graph (bias, activation, residual) on the accumulators, stores with predicates, and
+reduces columns.
 
 A lane's results are the rows and columns that `mma` and `wgmma` give it; its columns are chosen so that neighbours
 leave as one store of up to 16 bytes.  With ``paired``, neighbouring lanes first exchange the halves of two tiles of 8
 columns, so that each has four columns side by side.  Only tiles that reach beyond the matrix predicate their loads and
-stores.
+stores.  What the phase stores into local buffers are summands of column sums (`column_reduction`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from jcuts.codegen.cuda.gemm.column_reduction import ColumnReducer
 from jcuts.codegen.cuda.gemm.epilogue_bulk_copy import EpilogueStaging
 from jcuts.codegen.cuda.gemm.smem_tile import PAIR, SmemTile, lane_columns, lane_rows
 from jcuts.codegen.cuda.graph.node_emitter import Emitter, store_all
@@ -39,18 +41,22 @@ def epilogue(
     lane: L.Value,
     totals: Totals,
     further: Axis | None = None,
-    keeper: EpilogueStaging | None = None,
+    keeper: EpilogueStaging | ColumnReducer | None = None,
     paired: bool = False,
-) -> None:
+) -> L.Value:
     """Runs the exit graph on a lane's accumulators and stores the results.
 
     Args:
         frame: its rows and columns are the first ones of the accumulators of the whole warp.
         tiles: the block's tiles of the left and the right operand.
         further: an axis along which the warp has several such tiles; ``frame`` has its first point.
-        keeper: of matrices whose tiles lie in shared memory, and of results that go there.
+        keeper: of matrices whose tiles lie in shared memory, and of results that go there; or of values that are
+            summed along columns.
         paired: whether neighbouring lanes first exchange results, so that each has four columns side by side, not two.
+
+    Returns: the first column of the lane in the warp's tile.
     """
+    reducer, keeper = (keeper, None) if isinstance(keeper, ColumnReducer) else (None, keeper)
     lane_tile = _lane_tile(frame, tiles, lane, totals, paired)
     frame = lane_tile.frame
     if keeper is not None:
@@ -60,12 +66,15 @@ def epilogue(
     groups = list(_store_groups(emitter, exit_, stores, tiles, lane_tile, further))
     emitter.vectorize_loads(number for group in groups for *_, number in group.rows)
     staged = {} if keeper is None else dict(keeper.held.stored)
+    kept = () if reducer is None else reducer.partials.kept
+    summed = {place: kept.index(s.buffer) for place, s in enumerate(stores) if s.buffer in kept}
     left, right = tiles
     for group in groups:
         if keeper is not None:
-            kept = group.accumulators
-            for n in sorted(set(kept[0]) - {0}):
-                for given, value in zip(kept, keeper.read(n - 1, group.down, group.first, len(kept)), strict=True):
+            given_to = group.accumulators
+            for n in sorted(set(given_to[0]) - {0}):
+                read = keeper.read(n - 1, group.down, group.first, len(given_to))
+                for given, value in zip(given_to, read, strict=True):
                     emitter.bind(given[n], value)
         guards = (
             Guard(Index.axis(ROWS) + group.down, None, left.extent - 1),
@@ -74,11 +83,17 @@ def epilogue(
         )
         frame.live = M.condition(frame, guards)
         rows = group.rows
-        store_all(emitter, [(buffer, address, value) for place, buffer, address, value in rows if place not in staged])
+        stored = [row for row in rows if row[0] not in staged and row[0] not in summed]
+        store_all(emitter, [(buffer, address, value) for _, buffer, address, value in stored])
         if keeper is not None:
             for place, mine in staged.items():
                 values = emitter.emit([number for at, _, _, number in rows if at == place])
                 keeper.write(mine, group.down, group.first, values)
+        if reducer is not None:
+            for place, which in summed.items():
+                values = emitter.emit([number for at, _, _, number in rows if at == place])
+                reducer.add(which, group.first, [value.value for value in values], frame.live)
+    return lane_tile.column
 
 
 class _LaneTile(NamedTuple):

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.gemm import epilogue_prefetch
+from jcuts.codegen.cuda.gemm.column_reduction import ColumnReducer
 from jcuts.codegen.cuda.gemm.epilogue import Totals, epilogue
 from jcuts.codegen.cuda.gemm.epilogue_bulk_copy import EpilogueStaging
 from jcuts.codegen.cuda.gemm.smem_tile import FragmentReader, SmemTile, TileLoader
@@ -28,6 +29,7 @@ from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.cuda.ptx.shuffle import WARP
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.program import Buffer, Program
+from jcuts.lower.patterns.column_sums import SUMS
 from jcuts.lower.patterns.gemm import (
     COLUMNS,
     ROWS,
@@ -55,6 +57,7 @@ class MmaKernelTile:
         share: k-tiles per block.
         terms: K extent of the whole GEMM.
         cluster: blocks that split K among them and add up through DSMEM.
+        sums: partial results per column of the tile, of column sums in the epilogue.
     """
 
     left: SmemTile
@@ -64,6 +67,7 @@ class MmaKernelTile:
     share: int
     terms: int
     cluster: int
+    sums: int = field(default=0, kw_only=True)
 
     @property
     def stage(self) -> int:
@@ -89,7 +93,17 @@ class MmaKernelTile:
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block."""
-        return max(self.stage * self.stages, self.split_k_smem)
+        return max(self.stage * self.stages, self.split_k_smem, self.column_smem)
+
+    @property
+    def column_smem(self) -> int:
+        """Shared memory [B] in which the warps along the rows combine their column sums."""
+        return 4 * self.sums * self.warps[0] * self.right.size
+
+    @property
+    def sums_fit(self) -> bool:
+        """Whether every warp has whole columns of its rows, as column sums need them."""
+        return not self.sums or self.warps[2] == self.cluster == 1
 
     @property
     def alignment(self) -> int:
@@ -114,12 +128,14 @@ def product_shape(program: Program) -> MmaKernelTile:
     ragged = total % (terms * share * (cluster if S not in extents else 1)) != 0
     first = SmemTile(left, extents[ROWS], rows, terms, rows // max(1, along), 0, ragged)
     second = SmemTile(right, extents[COLUMNS], columns, terms, columns // max(1, across), first.bytes, ragged)
-    shape = MmaKernelTile(first, second, (along, across, deep), int(str(params["stages"])), share, total, cluster)
+    sums, stages = int(str(params.get(SUMS, 0))), int(str(params["stages"]))
+    shape = MmaKernelTile(first, second, (along, across, deep), stages, share, total, cluster, sums=sums)
     step = ptx_mma.STEP // left.item * deep
     fits = rows == along * first.warp and columns == across * second.warp and terms % step == 0
     fits = fits and first.warp % 16 == 0 and second.warp % 16 == 0 and shape.stages >= 2
     fits = fits and all(t.length % t.side.width == 0 for t in (first, second))
     fits = fits and ranks == cluster and (cluster == 1 or S not in extents) and prologue(program) is None
+    fits = fits and shape.sums_fit and not (sums and S in extents)
     fits = fits and all(t.side.run % terms == 0 or t.side.run == extents[K] for t in (first, second))
     if not fits or shape.threads != int(str(params["threads"])):
         raise CompileRejected(f"{program.name}: no product of tiles {params['tile']} by warps {params['warps']}")
@@ -357,10 +373,16 @@ class MmaKernel:
             self.epilogue,
         )
 
+    def row_slot(self) -> L.Value:
+        """Number of the warp among those along the rows."""
+        return self.builder.udiv(self.flat, L.I32(self.shape.warps[1]))
+
+    def column_sums_place(self) -> tuple[L.Value, bool]:
+        """Shared memory of column sums, and whether operands may lie there."""
+        return self.shared, True
+
     def epilogue(self, totals: Totals, row: L.Value, column: L.Value) -> None:
-        """Runs the exit graph on a thread's accumulators, whose first lies at this row and column of the warp's
-        tile.
-        """
+        """Runs the exit graph on a thread's accumulators, the first of them at this place in the warp's tile."""
         builder, shape = self.builder, self.shape
         variables = {
             **self.variables,
@@ -368,8 +390,10 @@ class MmaKernel:
             COLUMNS: builder.add(builder.add(self.variables[COLUMNS], self.column_warp), column),
         }
         frame = replace(self.frame, variables=variables)
-        tiles, keeper = (shape.left, shape.right), self.keeper
-        if keeper is not None:
-            keeper.warp = (self.row_warp, self.column_warp)
-        paired = bool(dict(self.program.params).get("paired", 0))
-        epilogue(frame, self.phase, tiles, self.buffers, self.lane, totals, keeper=keeper, paired=paired)
+        if self.keeper is not None:
+            self.keeper.warp = (self.row_warp, self.column_warp)
+        paired, reducer = bool(dict(self.program.params).get("paired", 0)), ColumnReducer.of(self)
+        tiles, keeper = (shape.left, shape.right), reducer or self.keeper
+        lane_column = epilogue(frame, self.phase, tiles, self.buffers, self.lane, totals, None, keeper, paired)
+        if reducer is not None:
+            reducer.finish(self.frame, self.variables[ROWS], self.variables[COLUMNS], lane_column)

@@ -49,6 +49,11 @@ class WgmmaKernel(MmaKernel):
         column = builder.mul(builder.urem(group, L.I32(across)), L.I32(shape.right.warp))
         return builder.add(self.group_row, slice_), column
 
+    def row_slot(self) -> L.Value:
+        builder = self.builder
+        group = builder.udiv(builder.lshr(self.flat, L.I32(2)), L.I32(self.shape.warps[1]))
+        return builder.add(builder.shl(group, L.I32(2)), builder.and_(self.flat, L.I32(WARPS - 1)))
+
     def emit(self) -> None:
         """The output tile; see `MmaKernel.emit`."""
         self._expect()

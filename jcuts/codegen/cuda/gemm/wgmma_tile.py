@@ -14,6 +14,7 @@ from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx import wgmma
 from jcuts.codegen.cuda.ptx.shuffle import WARP
 from jcuts.kernel_ir.program import Program
+from jcuts.lower.patterns.column_sums import SUMS
 from jcuts.lower.patterns.conv_window import gather_per_copy, linearize_k
 from jcuts.lower.patterns.gemm import (
     COLUMNS,
@@ -89,7 +90,9 @@ class WgmmaKernelTile(MmaKernelTile):
         """Bytes of shared memory of a block: stages, prologue vectors, staged epilogue, and a barrier."""
         if self.held.loaded or self.held.stored:
             return self.held.end + BARRIER
-        return smem_with_dsmem(self.kept_until, self.room) if self.push else max(self.kept_until, self.split_k_smem)
+        if self.push:
+            return smem_with_dsmem(self.kept_until, self.room)
+        return max(self.kept_until, self.split_k_smem, self.column_smem)
 
     @property
     def kept_until(self) -> int:
@@ -148,6 +151,7 @@ def group_shape(program: Program) -> WgmmaKernelTile:
         cached,
         bool(params.get("push", 0)),
         keeps,
+        sums=int(str(params.get(SUMS, 0))),
     )
     fits = divides_evenly(first, second, along, across) and terms * left.item in (wgmma.LINE, 2 * wgmma.LINE)
     through = left.item == 4 and not rounded
@@ -166,6 +170,7 @@ def group_shape(program: Program) -> WgmmaKernelTile:
         fits = fits and prologue(program) is None and (spread, steps, cached) == (False, 1, False)
     fits = fits and not (shape.push and (flight or cluster == 1))  # copies in flight know no block that has not begun
     fits = fits and ranks == cluster and (cluster == 1 or S not in extents)
+    fits = fits and shape.sums_fit and not (shape.sums and (S in extents or params.get("held", 0)))
     fits = fits and (cluster == 1 or not params.get("held", 0))  # its blocks finish parts of a tile
     runs = (second,) if apart else (first, second)
     fits = fits and all(t.side.run % terms == 0 or t.side.run in (extents[K], total) for t in runs)

@@ -21,6 +21,7 @@ from jcuts.lower.patterns.conv_window import ConvWindow, match_conv_window, weig
 from jcuts.lower.patterns.gemm import gemm_operands
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm.mma import bound_rates
+from jcuts.schedule.gpu.gemm.problem import column_sum_registers
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import GROUP, HIGH, LINE, can_swap_lanes
 from jcuts.schedule.gpu.machine import Candidate, GpuMachine, scheduled, unit_rate
@@ -111,6 +112,7 @@ class ImplicitGemmTile:
         paired: whether lanes exchange results before the epilogue, for stores twice as wide.
         cluster: blocks that split the channels of a tile, and push their partial sums (`implicit_gemm_cluster`).
         early: whether epilogue operands are prefetched (`implicit_gemm_cluster`).
+        sums: partial results per column of the tile, of column sums in the epilogue.
     """
 
     rows: int
@@ -127,6 +129,7 @@ class ImplicitGemmTile:
     paired: int = 0
     cluster: int = 1
     early: int = 0
+    sums: int = 0
 
     @property
     def threads(self) -> int:
@@ -233,6 +236,7 @@ def tilings(counter: WgmmaProblem, found: ConvWindow) -> Iterator[ImplicitGemmTi
             if not 3 <= stages <= found.k_tiles or (stages < found.k_tiles and stages - 2 > found.taps):
                 continue
             once = ImplicitGemmTile(rows, columns, groups, stages, runs, 1, spread, steps, code, 0, short)
+            once = replace(once, sums=counter.sums)
             loops, most = UNEVEN * short * (found.channel_tiles > 1), min(MOST_REGISTERS, FILE // once.threads)
             if loops and whole and registers(found, replace(once, unrolled=0)) + loops > most:
                 once = replace(once, steps=2)
@@ -271,7 +275,8 @@ def _widths(columns: int) -> list[int]:
 def shared(found: ConvWindow, tiling: ImplicitGemmTile) -> int:
     """Bytes of shared memory of a block."""
     columns = tiling.columns if found.side.item == 4 else -(-tiling.columns // HIGH) * HIGH
-    return (tiling.stages * columns + tiling.pixels * found.halo_rows(tiling.rows)) * found.bytes + LINE
+    apart = tiling.sums * tiling.groups * columns * 16 if tiling.rounds > 1 else 0  # copies are under way
+    return (tiling.stages * columns + tiling.pixels * found.halo_rows(tiling.rows)) * found.bytes + LINE + apart
 
 
 def registers(found: ConvWindow, tiling: ImplicitGemmTile) -> int:
@@ -279,6 +284,7 @@ def registers(found: ConvWindow, tiling: ImplicitGemmTile) -> int:
     high, totals = tiling.rows // tiling.groups // HIGH, tiling.rows * tiling.columns // tiling.threads
     total = 40 + 14 * (high - 1) + totals * 9 // 8 + 10 * (tiling.rounds > 1)
     total += 4 * tiling.steps if tiling.steps == found.whole else 0
+    total += column_sum_registers(tiling.sums, tiling.columns)
     if tiling.unrolled:  # addresses of all taps
         total += 24 if _weights_resident(found, tiling) else ADDRESSES
     return -(-total // 8) * 8

@@ -24,6 +24,7 @@ from jcuts.lower.patterns.gemm import k_tiles_per_split
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm.epilogue_smem import LOADED, SENT, STORED, staged_epilogue
 from jcuts.schedule.gpu.gemm.mma import bound_rates
+from jcuts.schedule.gpu.gemm.problem import column_sum_registers
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, HIGH, WgmmaTile
 
@@ -96,7 +97,7 @@ def memory_bound_tiles(counter: WgmmaProblem) -> Iterator[tuple[float, WgmmaTile
         for tiling in _depths(counter, (rows, columns, along)):
             for how, early in (ADDED if counter.beside else ALONE)[counter.narrow]:
                 found = staged_epilogue(counter.program, rows, columns, how, 0)
-                if how and not (found.stored if how == SENT else found.loaded):
+                if how and (counter.sums or not (found.stored if how == SENT else found.loaded)):
                     continue
                 made = WgmmaTile(*tiling, rounded=counter.through, early=early, held=how)
                 share, _ = k_tiles_per_split(counter.terms, made.terms, 1)
@@ -140,6 +141,7 @@ def registers(counter: WgmmaProblem, tiling: WgmmaTile) -> float:
     """32-bit registers of a thread, as the assembler takes them."""
     totals = tiling.rows * tiling.columns / tiling.threads
     waiting = tiling.flight * counter.staging_registers(tiling)
+    waiting += column_sum_registers(counter.sums, tiling.columns // tiling.groups[1])
     if counter.beside:
         return _REGISTERS.residual_base + _REGISTERS.residual_per_accumulator * totals + waiting
     return _REGISTERS.plain_base + _REGISTERS.plain_per_accumulator * totals + waiting

@@ -155,11 +155,14 @@ def tilings(counter: GemmProblem) -> MmaTiles:
     for side, across in ((left, rows), (right, columns)):
         kept &= (side.run % terms == 0) | (side.run == counter.terms)
         kept &= (terms if side.along_terms else across) % side.width == 0
+    if counter.sums:  # every warp has whole columns of its rows
+        kept &= table[5] == 1
     table = table[:, kept]
     rows, columns, terms = table[:3]
     few = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns) < 2 * counter.machine.sms
     clusters = CLUSTERS if counter.machine.capability >= CLUSTERED else ()
     ways = [*((s, 1) for s in SPLITS if s == 1 or not counter.double), *((1, c) for c in clusters)]
+    ways = ways[:1] if counter.sums else ways
     stages, split, cluster = np.array([(s, *way) for s, way in itertools.product(STAGES, ways)], np.int64).T
     shared = split * cluster
     share, groups = k_tiles_per_split(counter.terms, terms[:, None], shared)

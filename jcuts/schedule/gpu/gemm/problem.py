@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
+from jcuts.lower.patterns.column_sums import match_column_sums
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS, WIDE, B, K, gemm_operands
 from jcuts.schedule.gpu.gemm import smem_layout_f64
 from jcuts.schedule.gpu.machine import WARP, GpuMachine, scheduled
@@ -126,6 +127,14 @@ def gemm_tile(program: Program) -> GemmTile:
     return GemmTile(rows, columns, terms, params["threads"], params["stages"], split, cluster, "fma" in params)
 
 
+def column_sum_registers(sums: int, columns: int) -> int:
+    """Registers of a lane beside its accumulators: column sums of its warp's columns, a quarter of which it has.
+
+    The first one takes the place of the accumulators that are not needed any more.
+    """
+    return max(0, sums - 1) * columns // 4
+
+
 class GemmProblem:
     """The extents, operands and traffic of one matrix product on one GPU.
 
@@ -136,6 +145,7 @@ class GemmProblem:
         total, step: bytes of an accumulator; of the K extent of one instruction.
         moved, results, partial: bytes of all operands and results; of results and what the epilogue reads; of the
             accumulators of all results.
+        stored: the results that the epilogue stores. sums: partial results per row tile and column, of column sums.
         adds_words: whether the epilogue adds a matrix of a 4-byte type.
     """
 
@@ -150,10 +160,13 @@ class GemmProblem:
         self.total, self.step = (
             (8, smem_layout_f64.LINE) if self.double else (4, STEP)
         )  # bytes: a total, terms of a step
+        made, sums = {s.buffer for s in phase.stores}, match_column_sums(program)
+        self.stored = [b for b in program.outputs if b.name in made] or list(program.outputs)
+        self.sums = 0 if sums is None else sums.partials
         self.moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
-        self.results = float(sum(b.bytes for b in program.outputs))
+        self.results = float(sum(b.bytes for b in self.stored))
         used = {n.buffer for n in phase.exit.nodes if n.op == "load"}
         self.results += sum(b.bytes for b in program.inputs if b.name in used)
-        added = [b for b in program.inputs if b.name in used and b.size >= program.outputs[0].size]
+        added = [b for b in program.inputs if b.name in used and b.size >= self.stored[0].size]
         self.adds_words = any(ITEM_SIZE[b.dtype] == 4 for b in added)
-        self.partial = float(sum(self.total * b.size for b in program.outputs[:1]))
+        self.partial = float(sum(self.total * b.size for b in self.stored[:1]))

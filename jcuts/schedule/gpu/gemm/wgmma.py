@@ -163,7 +163,7 @@ def tilings(counter: WgmmaProblem) -> Iterator[WgmmaTile]:
         if not counter.copies_are_16_bytes(rows, columns):
             continue
         tiles, sms = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns), counter.machine.sms
-        few = tiles < 2 * sms
+        few = tiles < 2 * sms and not counter.sums
         clusters = WIDE_CLUSTERS if counter.short else CLUSTERS
         # a cluster that stores is faster, where it is large enough
         splits = few and (not counter.short or 2 * clusters[-1] * tiles < sms)

@@ -19,7 +19,7 @@ from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm import cost as gemm_cost
 from jcuts.schedule.gpu.gemm import cost_tf32
 from jcuts.schedule.gpu.gemm.mma import LATENCY, bound_rates
-from jcuts.schedule.gpu.gemm.problem import GemmProblem
+from jcuts.schedule.gpu.gemm.problem import GemmProblem, column_sum_registers
 from jcuts.schedule.gpu.gemm.wgmma_tile import HIGH, SHARED, WgmmaTile, smem_with_dsmem
 from jcuts.schedule.gpu.machine import GpuMachine, unit_rate
 
@@ -47,7 +47,7 @@ class WgmmaProblem(GemmProblem):
     def __init__(self, program: Program, machine: GpuMachine) -> None:
         super().__init__(program, machine)
         used = {n.buffer for n in program.phases[0].exit.nodes if n.op == "load"}
-        self.beside = sum(b.name in used and b.size >= program.outputs[0].size for b in program.inputs)
+        self.beside = sum(b.name in used and b.size >= self.stored[0].size for b in program.inputs)
         self.program = program
         self.narrow = self.item == 2 and not self.sides[1].along_terms  # lanes have two columns side by side
         by_terms = all(side.along_terms for side in self.sides)
@@ -120,6 +120,7 @@ class WgmmaProblem(GemmProblem):
         if tiling.rounded:
             waiting = (FRAGMENTS if tiling.steps else WHOLE) * tiling.rows // tiling.groups[0] // HIGH
         total += int(RESIDUAL_REGISTERS_PER_ACC * total) * self.beside if tiling.rounded else 0
+        total += column_sum_registers(self.sums, tiling.columns // tiling.groups[1])
         return 56 + total + (waiting or 8) + (0 if waiting <= MOST_WAITING else MOST_REGISTERS)
 
     def _blocks(self, tiling: WgmmaTile) -> tuple[int, int]:

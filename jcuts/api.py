@@ -49,6 +49,7 @@ def optimize(
     tune_seconds: float | None = None,
     tolerance: float = 2.0,
     strict: bool = False,
+    chunk_logits: bool | None = None,
 ) -> Any:
     """Make a JAX function faster; use it like ``jax.jit``, as a decorator with or without arguments.
 
@@ -69,6 +70,9 @@ def optimize(
         tolerance: allowed error as a multiple of XLA's own error against float64.
         strict: raise ``UnsupportedError`` instead of leaving an equation to XLA that no kernel covers (one with too
             little work for a kernel of its own is left to XLA all the same).
+        chunk_logits: True computes logits that feed a softmax loss, and their gradient, in chunks of tokens, so that
+            they are never whole in memory (docs/cross_entropy.md), whatever that takes; False never does; None where it
+            is measured to be no slower, or where they would take much of a GPU's memory.
 
     Like ``jax.jit``, it knows a function object that it has seen: made again for it with equal options, it gives the
     same ``Optimized``, with all that was planned and compiled.  Bound methods, callable objects, and functions that are
@@ -87,6 +91,7 @@ def optimize(
         total_workspace=total_workspace,
         convolution_accuracy=convolution_accuracy,
         strict=strict,
+        chunk_logits=chunk_logits,
     )
     if static_argnames is not None and not isinstance(static_argnames, str):
         static_argnames = tuple(static_argnames)

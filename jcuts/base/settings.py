@@ -92,6 +92,8 @@ class Settings:
         convolution_accuracy: which algorithms count as float32 where a limit is set: ``exact`` ones, or whatever the
             vendor's library computes in float32 (``vendor``).
         strict: raise ``UnsupportedError`` instead of leaving an equation to XLA.
+        chunk_logits: whether logits of a softmax loss are computed in chunks of tokens, to save memory; None: where
+            that is no slower, and where they would take much of a GPU's memory (`pipeline.chunk_logits`).
         form: the program variant; set by the end-to-end benchmark, not by users; None is the plain variant.
     """
 
@@ -102,6 +104,7 @@ class Settings:
     total_workspace: int | None = None
     convolution_accuracy: str = "exact"
     strict: bool = False
+    chunk_logits: bool | None = None
     form: Variant | None = None
     tune_seconds: float | None = field(default=None, repr=False)
 
@@ -124,6 +127,10 @@ class Settings:
             )
         if not isinstance(self.strict, bool):
             raise UsageError(f"strict={self.strict!r} must be True or False", strict=self.strict)
+        if self.chunk_logits not in (None, True, False):
+            raise UsageError(
+                f"chunk_logits={self.chunk_logits!r} must be True, False or None", chunk_logits=self.chunk_logits
+            )
         for name in ("workspace_limit", "total_workspace"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):

@@ -12,6 +12,7 @@ from jcuts.base.settings import Settings, Variant
 from jcuts.jit import end_to_end_benchmark, variant_space
 from jcuts.jit.call_signature import CallSignature, Signature
 from jcuts.jit.variant_compiler import VariantCompiler
+from jcuts.pipeline import chunk_logits
 from jcuts.pipeline.outcome import Outcome
 from jcuts.primitive.lowering import Started, plan, start_planning
 from jcuts.primitive.sharding import Placement
@@ -82,6 +83,8 @@ class TracedCall:
             return f"the function has effects ({', '.join(jaxapi.effects_of(self.closed))}): it is never run twice"
         if jax.process_count() > 1:
             return "several processes: each must compile the same program, so whole functions are not timed"
+        if chunk_logits.is_settled(self.closed, self.settings, self.platform):
+            return "its logits are computed in chunks to save memory: not compared with whole ones"
         if self.arguments.donates and not end_to_end_benchmark.copies_fit(self.leaves):
             return "donated arguments do not fit twice into memory: not timed as a whole"
         return None

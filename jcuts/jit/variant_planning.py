@@ -132,7 +132,7 @@ def _plan_variants(traced: TracedCall) -> PlanningResult:
     begun = time.monotonic()
     with machine_lock.try_lock() as may:
         budget = time_budget.current()
-        worth = variant_space.candidate_variants(traced.closed, traced.platform)
+        worth = variant_space.allowed(variant_space.candidate_variants(traced.closed, traced.platform), traced.settings)
         worth = race_limits.most_rewritten(worth) if budget.is_limited else worth
         judge = traced.exact if any(form is not None and form.rewrites for form in worth) else None
         profiler = xla_profile.RegionProfiler(traced.closed, traced.leaves) if may else None

@@ -54,6 +54,7 @@ KERNEL_ONLY = ("slots",)  # rewrites that only kernels gain by
 ONLY_COMBINED = ("pools", "siblings")  # rewrites that only race beside all others that apply
 JOINED = "joins"
 TURNED = "turns"
+LOGITS = "logits"
 VECTORS = "vectors"
 """Like `JOINED` and `TURNED` a rewrite that costs passes over arguments in every call, for kernels that then have less
 to do: the three race apart."""
@@ -211,6 +212,13 @@ def candidate_variants(closed: jaxapi.Closed, platform: str) -> list[Variant | N
             found += [_form(rules, regions) for regions in ("none", "all", "absorbing")] if with_all else []
     found += [Variant((*folded, RECOMPUTED), ATTENTION)] if recomputed else []
     return [form for form in dict.fromkeys(found) if form != Variant((), "none")]
+
+
+def allowed(forms: Sequence[Variant | None], settings: Settings) -> list[Variant | None]:
+    """The variants that the user's options allow: none with logits in chunks where these are not wanted."""
+    if settings.chunk_logits is not False:
+        return list(forms)
+    return [form for form in forms if form is None or LOGITS not in form.rewrites]
 
 
 def variant_to_search(found: Mapping[Variant | None, Outcome]) -> Variant | None:

@@ -1,6 +1,7 @@
 """The pass manager and pass list of the compiler: closed jaxpr in, closed jaxpr with custom calls out.
 
     inline      flat jaxpr: no calls, no dead code, constants known   trace/inline.py, rewrite/simplify.py
+    logits      logits of a softmax loss in chunks of tokens          chunk_logits.py, rewrite/cross_entropy/
     rewrite     the variant's rewrites, by name                       rewrite/registry.py, rewrite/splat_constants.py
     chunk       the batch in chunks where caches are too small        batch_chunking.py, rewrite/chunk_batch.py
     divide      convolutions by cuDNN under a workspace limit         microbatch_convs.py
@@ -39,6 +40,7 @@ from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.run import to_json as programs_json
 from jcuts.pipeline import (
     batch_chunking,
+    chunk_logits,
     inplace_update,
     kernel_selection,
     microbatch_convs,
@@ -76,6 +78,11 @@ SHARED_LIMIT = 12
 def _inline(state: State) -> State:
     make = lambda: simplify(inline(state.original))  # noqa: E731
     return replace(state, closed=_once(f"{state.digest} inlined", state.settings.form, make))
+
+
+def _logits(state: State) -> State:
+    closed, note = chunk_logits.chunk_logits(state.closed, state.settings, state.platform)
+    return replace(state, closed=closed, chunked_logits=0 if note is None else note.count).noted(note)
 
 
 def _rewrite(state: State) -> State:
@@ -194,6 +201,7 @@ def _programs_text(state: State) -> str:
 
 
 FLAT = _jaxpr_stage("flat")
+LOGITS = _jaxpr_stage("logits", lambda state: bool(state.chunked_logits))
 REWRITES = _jaxpr_stage("rewrites", lambda state: bool(state.rewrites))
 CHUNKS = _jaxpr_stage("pieces", lambda state: state.chunked)
 DIVIDED = _jaxpr_stage("divided", lambda state: state.division is not None and bool(state.division.count))
@@ -208,6 +216,7 @@ KERNELS = DumpedStage(
 
 PASSES = (
     Pass("inline", _inline, _is_jaxpr, (FLAT,), any_platform=True),
+    Pass("logits", _logits, _is_jaxpr, (LOGITS,), any_platform=True),
     Pass("rewrite", _rewrite, _is_jaxpr, (REWRITES,), any_platform=True),
     Pass("chunk", _chunk, _is_jaxpr, (CHUNKS,), stage="pieces", any_platform=True),
     Pass("divide", _divide, _is_jaxpr, (DIVIDED,), any_platform=True),
@@ -317,7 +326,8 @@ def start_planning(
     """
     name = getattr(closed.jaxpr.debug_info, "func_name", "") or "function"
     reason = unusable(platform)
-    if reason and not (microbatch_convs.is_asked(settings) and platform in ("cpu", *xla_devices.NAMES)):
+    asked = microbatch_convs.is_asked(settings) or settings.chunk_logits
+    if reason and not (asked and platform in ("cpu", *xla_devices.NAMES)):
         report = FunctionReport(name, settings.mode, platform, notes=(f"left to XLA: {reason}",))
         return Planning(None, "", Outcome(closed, report))
     platform = "cpu" if platform == "cpu" else "cuda"

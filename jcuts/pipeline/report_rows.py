@@ -35,7 +35,7 @@ def outcome_of(state: State) -> Outcome:
     if state.unusable:
         notes = (f"no kernels: {state.unusable}", *((division.note,) if division.note else ()))
         report = replace(report, equations=len(state.closed.jaxpr.eqns), notes=notes)
-        return Outcome(state.closed if division.count else state.original, report)
+        return Outcome(state.closed if division.count or state.chunked_logits else state.original, report)
     top = state.top
     rows = region_rows(top)
     report = replace(
@@ -55,7 +55,7 @@ def outcome_of(state: State) -> Outcome:
             where=first.where,
             reason=first.reason,
         )
-    changed = state.rewrites or division.count
+    changed = state.rewrites or state.chunked_logits or division.count
     untouched = not changed and not rebuild.winners(top)
     winners = tuple((region.chosen, region.kernel) for _, region in rows)
     return Outcome(state.original if untouched else state.closed, report, winners=winners)

@@ -45,6 +45,7 @@ class State:
     dump: Dump
     notes: tuple[str, ...] = ()
     rewrites: int = 0
+    chunked_logits: int = 0
     chunked: bool = False
     division: Divided | None = None
     computation: Computation | None = None

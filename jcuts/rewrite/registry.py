@@ -1,5 +1,6 @@
 """Registry and driver of the optional graph rewrites: they preserve a program's meaning but may change roundings.
 
+    logits   softmax loss of h . W, and its gradient  ->  a loop over chunks of tokens         (`cross_entropy.head`)
     scales   y = conv(x, w) * s   ->  conv(x, w * s)          w, s constants, s one factor per output channel
     dots     conv(x, w), 1x1      ->  dot(x, w)               no padding, stride, dilation or groups
     pools    pool(x . w), pool(x) . w  ->  each other, where that is less work         (`commute_pool_matmul`)
@@ -35,6 +36,7 @@ import numpy as np
 
 from jcuts.rewrite.attention_backward import recompute_attention
 from jcuts.rewrite.commute_pool_matmul import commute_pool_matmul
+from jcuts.rewrite.cross_entropy.head import chunk_cross_entropy
 from jcuts.rewrite.fft_conv import fft_conv
 from jcuts.rewrite.hoist_vectors import hoist_vectors
 from jcuts.rewrite.horizontal_matmul import horizontal_matmul
@@ -49,6 +51,7 @@ from jcuts.rewrite.winograd_conv import winograd_conv
 from jcuts.trace import jaxapi
 
 CONTROL_FLOW = ("scan", "while", "cond")
+REMAT = ("checkpoint", "remat2")
 MULTIPLY = "mul"
 ADD = "add"
 FLOATS = ("float32", "float64")
@@ -90,7 +93,7 @@ def rewritten(closed: jaxapi.Closed, rules: Sequence[str]) -> Rewritten:
             counts[name] = count
             closed = simplify(closed)  # products of constants that a rule made, broadcasts that it left behind
     return Rewritten(
-        _everywhere(closed, lambda body: (undo_eliminated_concat(body), 1))[0] if "slots" in counts else closed, counts
+        everywhere(closed, lambda body: (undo_eliminated_concat(body), 1))[0] if "slots" in counts else closed, counts
     )
 
 
@@ -100,21 +103,27 @@ def applicable(closed: jaxapi.Closed) -> tuple[str, ...]:
 
 
 def _applied(closed: jaxapi.Closed, name: str) -> tuple[jaxapi.Closed, int]:
-    return RULES[name](closed) if name in OUTSIDE else _everywhere(closed, RULES[name])
+    if name in OUTSIDE:
+        return RULES[name](closed)
+    return everywhere(closed, RULES[name], (*CONTROL_FLOW, *REMAT) if name in IN_REMAT else CONTROL_FLOW)
 
 
-def _everywhere(closed: jaxapi.Closed, rule: Rule) -> tuple[jaxapi.Closed, int]:
+def everywhere(closed: jaxapi.Closed, rule: Rule, names: Sequence[str] = CONTROL_FLOW) -> tuple[jaxapi.Closed, int]:
+    """A rule applied to a program and to the bodies of its loops and branches; the program, and how often.
+
+    Args: names: of the primitives whose bodies are rewritten.
+    """
     total, eqns = 0, []
     consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     for eqn in closed.jaxpr.eqns:
         name = jaxapi.primitive_name(eqn)
-        bodies = [body for _, _, body in jaxapi.inner_jaxprs(eqn)] if name in CONTROL_FLOW else []
+        bodies = [body for _, _, body in jaxapi.inner_jaxprs(eqn)] if name in names else []
         # These primitives pass no constants to their bodies.
         if bodies and not any(body.consts for body in bodies):
             if name == "scan":
-                eqn, count = _in_scan(eqn, bodies[0], consts, rule)
+                eqn, count = _in_scan(eqn, bodies[0], consts, rule, names)
             else:
-                eqn, count = _in_bodies(eqn, bodies, rule)
+                eqn, count = _in_bodies(eqn, bodies, rule, names)
             total += count
         eqns.append(eqn)
     if total:
@@ -126,15 +135,17 @@ def _everywhere(closed: jaxapi.Closed, rule: Rule) -> tuple[jaxapi.Closed, int]:
     return closed, total + count
 
 
-def _in_bodies(eqn: Any, bodies: Sequence[jaxapi.Closed], rule: Rule) -> tuple[Any, int]:
-    done = [_everywhere(body, rule) for body in bodies]
+def _in_bodies(eqn: Any, bodies: Sequence[jaxapi.Closed], rule: Rule, names: Sequence[str]) -> tuple[Any, int]:
+    done = [everywhere(body, rule, names) for body in bodies]
     count = sum(count for _, count in done)
     if not count or any(body.consts for body, _ in done):
         return eqn, 0
     return jaxapi.with_inner_jaxprs(eqn, [body for body, _ in done]), count
 
 
-def _in_scan(eqn: Any, body: jaxapi.Closed, consts: dict[Any, Any], rule: Rule) -> tuple[Any, int]:
+def _in_scan(
+    eqn: Any, body: jaxapi.Closed, consts: dict[Any, Any], rule: Rule, names: Sequence[str]
+) -> tuple[Any, int]:
     """A scan with its body rewritten, given the program's constants among its loop-invariant operands.
 
     Args: consts: of the program around it; constants that the body needs then are added.
@@ -147,7 +158,7 @@ def _in_scan(eqn: Any, body: jaxapi.Closed, consts: dict[Any, Any], rule: Rule) 
     }
     given = [v for v in jaxpr.invars if v not in known]
     bound = jaxapi.make_closed(list(known), given, jaxpr.outvars, jaxpr.eqns, list(known.values()), like=body)
-    bound, count = _everywhere(bound, rule)
+    bound, count = everywhere(bound, rule, names)
     if not count:
         return eqn, 0
     atoms: dict[int, Any] = {id(value): atom for atom, value in consts.items()}
@@ -362,6 +373,7 @@ def _scaled(product: Any, scale: np.ndarray, constants: dict[Any, Any]) -> Any:
 
 
 RULES: dict[str, Rule] = {
+    "logits": chunk_cross_entropy,
     "scales": _fold_scale,
     "dots": _conv1x1_to_dot,
     "pools": commute_pool_matmul,
@@ -378,3 +390,5 @@ RULES: dict[str, Rule] = {
 """Every rewrite by its name, in the order in which they are applied."""
 OUTSIDE = ("rounds", "joins", "turns", "vectors")
 """Rules that leave bodies of control flow alone: kernels there do not know what their operands are."""
+IN_REMAT = ("logits",)
+"""Rules that rewrite rematerialised bodies, too, which memory is the reason for."""

@@ -1,0 +1,1 @@
+"""Fused linear cross-entropy as a rewrite: logits and their gradient in chunks of tokens."""

@@ -128,6 +128,11 @@ class Knobs:
         "wall time that tuning may take at a first call, beyond jax.jit's own; inf: no limit (default: 60)",
         default=None,
     )
+    online_share: float = _knob(
+        _number(0.0, 1.0),
+        'share of a run\'s wall time that tune="online" may take (default: 0.05)',
+        default=1 / 20,
+    )
     lock_patience_s: float = _knob(
         _number(0.0, 86400.0, with_low=True),
         "seconds to wait while another process measures; then XLA, until a later call",

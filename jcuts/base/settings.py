@@ -12,6 +12,7 @@ from jcuts.base.errors import UsageError
 
 MODES = ("no_fusion", "fusion", "mixed")
 TUNE = ("auto", "cached", "off")
+ONLINE = "online"
 ACCURACIES = ("exact", "vendor")
 SEARCHED = "searched"
 CLEAR = "clear"
@@ -82,8 +83,8 @@ class Settings:
     Attributes:
         mode: ``no_fusion`` (one kernel per operation), ``fusion`` (jcuts kernels wherever there is one), or
             ``mixed`` (jcuts kernels and XLA compete by measurement; the default).
-        tune: ``auto`` measures at a concrete top-level call, ``cached`` only reads earlier choices, ``off``
-            uses the estimator alone.
+        tune: ``auto`` measures at a concrete top-level call, ``online`` between calls that run XLA's program,
+            ``cached`` only reads earlier choices, ``off`` uses the estimator alone.
         tune_seconds: wall time that tuning may take at a first call [s], ``inf`` for no limit; None:
             ``JCUTS_TUNE_SECONDS``.  No part of ``repr``, and so of no key: it changes no program.
         tolerance: allowed error as a multiple of XLA's own error against float64 (2.0 by default).
@@ -111,8 +112,13 @@ class Settings:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UsageError(f"mode={self.mode!r} is unknown: choose one of {MODES}", mode=self.mode)
-        if self.tune not in TUNE:
-            raise UsageError(f"tune={self.tune!r} is unknown: choose one of {TUNE}", tune=self.tune)
+        if self.tune not in (*TUNE, ONLINE):
+            raise UsageError(f"tune={self.tune!r} is unknown: choose one of {(*TUNE, ONLINE)}", tune=self.tune)
+        if self.tune == ONLINE and self.mode != "mixed":
+            raise UsageError(
+                f"tune='online' starts with XLA's program, which mode={self.mode!r} leaves out: use mode='mixed'",
+                mode=self.mode,
+            )
         if self.tune_seconds is not None and not _is_duration(self.tune_seconds):
             raise UsageError(
                 f"tune_seconds={self.tune_seconds!r} must be a number of seconds >= 0, or None (JCUTS_TUNE_SECONDS)",

@@ -110,8 +110,7 @@ def _wrong(
     """Why the program with single calls is out, None if it is right."""
 
     def result_of(name: str) -> Any:
-        args, kwargs = fresh_args()
-        return jax.block_until_ready(calls[name](*args, **kwargs))
+        return paired_timing.run_once(calls[name], fresh_args)
 
     reference = jax.tree.map(end_to_end_benchmark.to_host, result_of(end_to_end_benchmark.XLA))
     try:

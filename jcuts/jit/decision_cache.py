@@ -77,7 +77,12 @@ class DecisionCache:
             return None  # nothing here has compared the program that it chose with plain XLA's
         return decision
 
-    def settled(self, key: str, platform: str, uses_jcuts: bool) -> Decision | None:
+    def may_have_any(self) -> bool:
+        """False where no process has stored anything yet: then no key is needed, the first of which takes a second."""
+        path = getattr(self._current(), "path", None)
+        return path is None or path.exists()
+
+    def settled(self, key: str, platform: str, uses_jcuts: bool = True) -> Decision | None:
         """The decision under a key that this process need not measure again."""
         stored = self.lookup(key, platform, uses_jcuts)
         if stored is None or stored.partial:  # there may be more kernels now

@@ -87,6 +87,7 @@ def benchmark_variants(
     second_opinion: Callable[[Any, Any], str | None] | None = None,
     options_gain: float = OPTIONS_GAIN,
     barred: Mapping[str, str] = MappingProxyType({}),
+    prepare: Callable[[str], object] = lambda name: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Decision:
     """Time whole programs on the same arguments and choose.
@@ -103,6 +104,7 @@ def benchmark_variants(
         second_opinion: ``(reference result, result)`` -> why a result that differs grossly from plain XLA's is not
             right by float64, or None where it is no further off than plain XLA's.
         barred: candidates that may not be chosen while others may, with the reason; plain XLA is timed all the same.
+        prepare: called with the name of a candidate before its first run, for what needs no device.
         clock: monotonic seconds.
 
     Returns: the fastest candidate, or the first in order within the noise margin of it.  Nothing rests on one run.
@@ -116,13 +118,13 @@ def benchmark_variants(
     for name in sorted(calls, key=lambda name: ":" in name):
 
         def run(call: Callable[..., Any] = calls[name]) -> Any:
-            args, kwargs = fresh_args()
-            return jax.block_until_ready(call(*args, **kwargs))
+            return paired_timing.run_once(call, fresh_args)
 
         if ":" in name and (why := _not_worth_options(name.partition(":")[0], quick, options_gain, barred)) is not None:
             rejected[name] = why
             continue
         try:
+            prepare(name)
             result = run()
         except JcutsError:
             raise

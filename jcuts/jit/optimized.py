@@ -21,14 +21,16 @@ import jax
 
 from jcuts.base import knobs, run_statistics
 from jcuts.base.errors import UsageError
-from jcuts.base.settings import Settings, Variant
+from jcuts.base.settings import ONLINE, Settings
 from jcuts.jit import end_to_end_benchmark, progress, variant_space
 from jcuts.jit.accuracy.float64_check import output_roles
 from jcuts.jit.call_signature import CallSignature, Signature, platform_of
 from jcuts.jit.export import saving
+from jcuts.jit.online import background_tuner
+from jcuts.jit.online.online_tuning import OnlineTuning
 from jcuts.jit.trace_token import NeedsDecision, isolated_trace
 from jcuts.jit.traced_call import Call, TracedCall
-from jcuts.jit.variant_compiler import Program
+from jcuts.jit.variant_compiler import Postponed, Program
 from jcuts.jit.variant_selection import VariantSelector
 from jcuts.pipeline.predictions import with_predictions
 from jcuts.primitive import shard_local
@@ -38,20 +40,6 @@ from jcuts.primitive.sharding import OtherPlacement, expected
 from jcuts.report.function_report import FunctionReport
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import function_name
-
-# A call that could not tune because another process measured is tried again after this time [s], then twice that, ...
-_RETRY_AFTER = 30.0
-_RETRY_MOST = 960.0
-
-
-@dataclasses.dataclass
-class _Waiting:
-    """A signature that could not be tuned yet, and when to retry (monotonic seconds)."""
-
-    program: Program
-    decision: end_to_end_benchmark.Decision
-    pause: float
-    again: float
 
 
 class Optimized:
@@ -74,8 +62,16 @@ class Optimized:
         self._fn = fn
         options = {k: v for k, v in jit_options.items() if v is not None}
         self._arguments = CallSignature(fn, options)
-        self._make_deciding = functools.partial(VariantSelector, fn, settings, options, self._arguments, store)
+        self._online: OnlineTuning | None = None
+        decides = settings
+        if settings.tune == ONLINE:
+            tuner = background_tuner.shared()
+            self._online = OnlineTuning(function_name(fn), settings, self._arguments, tuner, self._publish)
+            tuner.listen(self)
+            decides = dataclasses.replace(settings, tune="auto")
+        self._make_deciding = functools.partial(VariantSelector, fn, decides, options, self._arguments, store)
         self._lock = threading.RLock()
+        self._switching = threading.Lock()  # held for the switch to another program alone
         self._reset()
         run_statistics.watch(self)
 
@@ -83,7 +79,7 @@ class Optimized:
         self._deciding = self._make_deciding()
         self._carriers = self._deciding.carriers
         self._decisions: dict[Signature, tuple[Program, end_to_end_benchmark.Decision]] = {}
-        self._waiting: dict[Signature, _Waiting] = {}
+        self._waiting: dict[Signature, Postponed] = {}
         self._current: Any = self._decide_and_call
 
     # ------------------------------------------------------------ calling
@@ -131,8 +127,11 @@ class Optimized:
     def tune(self, *args: Any, **kwargs: Any) -> Any:
         """Measure for these arguments now, whatever was decided before, and return the report."""
         signature = self._arguments.signature(args, kwargs)
+        if self._online is not None:
+            self._online.cancel()
         with self._lock, isolated_trace():
-            self._decisions.pop(signature, None)
+            with self._switching:
+                self._decisions.pop(signature, None)
             self._decide(signature, args, kwargs, measure=True, force=True)
             self._refresh()
         return self.explain(*args, **kwargs)
@@ -161,17 +160,10 @@ class Optimized:
         outcome = plan(closed, self.settings, platform, may_measure=False)
         uses_jcuts = outcome.closed is not closed
         decision = known or self._deciding.decisions.of_earlier_process(original, signature, uses_jcuts)
-        if (form := self._shown_form(decision)) is not None:
+        decision = decision if self._online is None else self._online.reason(signature, decision)
+        if (form := variant_space.shown_form(decision.chosen, decision.speed)) is not None:
             outcome = plan(closed, self._carriers.settings_for(form), platform, may_measure=False)
         return with_predictions(outcome).with_guard(decision.to_dict()).with_seconds(decision.spent)
-
-    @staticmethod
-    def _shown_form(decision: end_to_end_benchmark.Decision) -> Variant | None:
-        """The form that the report is about: the chosen one, or where XLA won the fastest that lost."""
-        if not variant_space.is_xla(decision.chosen):
-            return variant_space.form_of(decision.chosen)
-        lost = [name for name in decision.speed if not variant_space.is_xla(name)]
-        return variant_space.form_of(max(lost, key=lambda name: decision.speed[name][0])) if lost else None
 
     def chosen(self, *args: Any, **kwargs: Any) -> Any:
         """``jax.stages.Lowered`` of the very program that a call with these arguments runs.
@@ -258,6 +250,7 @@ class Optimized:
                 "reason": decision.reason,
                 "fallback": variant_space.is_xla(decision.chosen) or decision.deferred,
                 "tuning_seconds": sum(decision.spent.values()),
+                **({} if self._online is None else {"online": self._online.describe(signature)}),
             }
             for signature, (_, decision) in [*list(self._decisions.items()), *waiting]
         ]
@@ -267,8 +260,17 @@ class Optimized:
         known, waiting = self._decisions.get(signature), self._waiting.get(signature)
         return known[1] if known else waiting.decision if waiting else None
 
+    def finish_tuning(self, timeout: float | None = None) -> bool:
+        """Waits until nothing of this function is tuned between calls (``tune="online"``); whether that is so.
+
+        Meanwhile tuning has the device to itself.  Args: timeout: most seconds to wait, None for no limit.
+        """
+        return self._online is None or self._online.wait(timeout)
+
     def clear_cache(self) -> None:
         """Forget every compiled program and decision of this function (not what the database keeps)."""
+        if self._online is not None:
+            self._online.cancel()
         with self._lock:
             self._carriers.clear_cache()
             self._reset()
@@ -289,9 +291,32 @@ class Optimized:
                     self._refresh()
                 finally:
                     self._lock.release()
-                return known[0].call.permitted(*args, **kwargs)
+                try:
+                    return self._run(known[0], args, kwargs)
+                finally:
+                    if self._online is not None:
+                        self._online.begin()
         with isolated_trace():
-            return known[0].call.permitted(*args, **kwargs)
+            return self._run(known[0], args, kwargs)
+
+    def _run(self, program: Program, args: Any, kwargs: Any) -> Any:
+        if self._online is not None and self._online.is_gated:
+            return self._online.call(program.call.permitted, args, kwargs)
+        return program.call.permitted(*args, **kwargs)
+
+    def _publish(
+        self, selector: VariantSelector, signature: Signature, program: Program, decision: end_to_end_benchmark.Decision
+    ) -> None:
+        """Online tuning has decided: the next call runs that program."""
+        with self._switching:
+            if selector is self._deciding:
+                self._decisions[signature] = program, decision
+                self._set_current()
+
+    def refresh(self) -> None:
+        """Online tuning began or ended somewhere in this process."""
+        with self._switching:
+            self._set_current()
 
     def _by_signature(self, *args: Any, **kwargs: Any) -> Any:
         known = self._decisions.get(self._arguments.signature(args, kwargs))
@@ -300,11 +325,19 @@ class Optimized:
         return known[0].call.permitted(*args, **kwargs)
 
     def _refresh(self) -> None:
+        with self._switching:
+            self._set_current()
+
+    def _set_current(self) -> None:
         # A signature that waits must come by the slow path again.  With a single program in use its jitted function is
         # called directly; JAX sorts the signatures out.
         used = {id(program.call): program for program, _ in self._decisions.values()}
         only = next(iter(used.values())) if len(used) == 1 and not self._waiting else None
-        self._current = self._by_signature if only is None else only.call.jitted
+        run = self._by_signature if only is None else only.call.jitted
+        if (online := self._online) is not None and online.is_gated:
+            self._current = online.through_gate(run)
+        else:
+            self._current = run
 
     def _still_waiting(self, signature: Signature) -> tuple[Program, end_to_end_benchmark.Decision] | None:
         waiting = self._waiting.get(signature)
@@ -314,6 +347,11 @@ class Optimized:
         self, signature: Signature, args: Any, kwargs: Any, *, measure: bool, force: bool = False
     ) -> tuple[Program, end_to_end_benchmark.Decision]:
         call = Call(signature, args, kwargs, self._arguments.placement(args, kwargs), platform_of(signature))
+        if self._online is not None and not force:
+            kept = self._online.start(self._deciding, call)
+            with self._switching:
+                self._decisions.setdefault(signature, kept)
+            return kept
         waited = self._waiting.pop(signature, None)
         if waited is not None and waited.program.name != end_to_end_benchmark.XLA:
             self._carriers.evict(waited.program.name, call.placement)  # compiled before anything was measured
@@ -321,10 +359,10 @@ class Optimized:
             decision = self._deciding.select(call, measure=measure, force=force)
         kept = (self._carriers.program(decision.chosen, call.placement, call.platform), decision)
         if decision.deferred:
-            pause = _RETRY_AFTER if waited is None else min(_RETRY_MOST, 2 * waited.pause)
-            self._waiting[signature] = _Waiting(*kept, pause, time.monotonic() + pause)
+            self._waiting[signature] = Postponed.after(waited, *kept)
         else:
-            self._decisions[signature] = kept
+            with self._switching:
+                self._decisions[signature] = kept
         return kept
 
     def _closed(self, args: Any, kwargs: Any) -> jaxapi.Closed:

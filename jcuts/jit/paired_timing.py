@@ -9,14 +9,23 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jcuts.tune import device_slices
 from jcuts.tune.measure import statistics as measure_statistics
+
+
+def run_once(call: Callable[..., Any], fresh_args: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]) -> Any:
+    """The result of one call, waited for."""
+    with device_slices.measuring():
+        args, kwargs = fresh_args()
+        return jax.block_until_ready(call(*args, **kwargs))
 
 
 def timed(run: Callable[[], Any], clock: Callable[[], float]) -> float:
     """Time of one run [s]."""
-    start = clock()
-    run()
-    return clock() - start
+    with device_slices.measuring():
+        start = clock()
+        run()
+        return clock() - start
 
 
 def warm(runs: Mapping[str, Callable[[], Any]], clock: Callable[[], float]) -> dict[str, tuple[float, ...]]:
@@ -154,32 +163,35 @@ def _sample_donated(
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     aliases: dict[str, InputOutputAlias | None] = {}
-    arguments = jax.block_until_ready(fresh_args())
-    for name, call in calls.items():
-        before = [kind_of(leaf) for leaf in jax.tree.leaves(arguments)]
-        results = jax.block_until_ready(call(*arguments[0], **arguments[1]))
-        aliases[name] = InputOutputAlias.of(before, arguments, results)
+    with device_slices.measuring():
         arguments = jax.block_until_ready(fresh_args())
-    end, order = clock() + seconds, list(calls)
-    for count in range(60):
-        if count >= rounds and clock() > end:
-            break
-        for name in order:
-            pairs = aliases[name]
-            start = clock()
-            results = None
-            for _ in range(inner if pairs is not None else 1):
-                leaves = jax.tree.leaves(arguments) if pairs is not None else []
-                results = calls[name](*arguments[0], **arguments[1])
-                if pairs is not None:
-                    arguments = pairs.arguments(leaves, results)
-                if waited:
-                    jax.block_until_ready(results)
-            jax.block_until_ready(results)
-            times[name].append((clock() - start) / (inner if pairs is not None else 1))
-            if pairs is None:
-                arguments = jax.block_until_ready(fresh_args())
-        order.reverse()
+        for name, call in calls.items():
+            device_slices.pause()
+            before = [kind_of(leaf) for leaf in jax.tree.leaves(arguments)]
+            results = jax.block_until_ready(call(*arguments[0], **arguments[1]))
+            aliases[name] = InputOutputAlias.of(before, arguments, results)
+            arguments = jax.block_until_ready(fresh_args())
+        end, order = clock() + seconds, list(calls)
+        for count in range(60):
+            if count >= rounds and clock() > end:
+                break
+            end += device_slices.pause()
+            for name in order:
+                pairs = aliases[name]
+                start = clock()
+                results = None
+                for _ in range(inner if pairs is not None else 1):
+                    leaves = jax.tree.leaves(arguments) if pairs is not None else []
+                    results = calls[name](*arguments[0], **arguments[1])
+                    if pairs is not None:
+                        arguments = pairs.arguments(leaves, results)
+                    if waited:
+                        jax.block_until_ready(results)
+                jax.block_until_ready(results)
+                times[name].append((clock() - start) / (inner if pairs is not None else 1))
+                if pairs is None:
+                    arguments = jax.block_until_ready(fresh_args())
+            order.reverse()
     return {name: measure_statistics.Samples(tuple(ts)) for name, ts in times.items()}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from jcuts.base import fingerprint
 from jcuts.jit import end_to_end_benchmark
 from jcuts.jit.variant_space import form_of, is_xla, numeric_rewrites
+from jcuts.tune import device_slices
 
 log = logging.getLogger("jcuts")
 
@@ -24,6 +25,7 @@ def precompile_variants(lowered: Mapping[str, Callable[[], Any]]) -> None:
     after it: XLA finds in memory which of its algorithms were fastest.  A program that fails here fails again when it
     is run, where that is dealt with.
     """
+    most = 1 if device_slices.current().sliced else fingerprint.usable_cores()
     made = {}
     start = time.perf_counter()
     for name, lower in lowered.items():
@@ -37,7 +39,7 @@ def precompile_variants(lowered: Mapping[str, Callable[[], Any]]) -> None:
     waves = ([n for n in made if n == end_to_end_benchmark.XLA], first, [n for n in others if n not in first])
     for wave in filter(None, waves):
         last = time.perf_counter()
-        with ThreadPoolExecutor(max(1, min(len(wave), fingerprint.usable_cores()))) as pool:
+        with ThreadPoolExecutor(max(1, min(len(wave), most))) as pool:
             for name, future in {name: pool.submit(made[name].compile) for name in wave}.items():
                 if (error := future.exception()) is not None:
                     text = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -18,7 +18,7 @@ from jcuts.jit.traced_call import TracedCall
 from jcuts.jit.variant_planning import PlanningResult
 from jcuts.pipeline import microbatch_convs
 from jcuts.pipeline.outcome import Outcome
-from jcuts.tune import time_budget
+from jcuts.tune import device_slices, time_budget
 from jcuts.tune.baseline import autotune_cache
 
 log = logging.getLogger("jcuts")
@@ -70,6 +70,12 @@ def benchmark(traced: TracedCall, planned: PlanningResult, again: Decision | Non
 def time_programs(traced: TracedCall, names: Sequence[str], barred: Mapping[str, str]) -> Decision:
     """Times programs against each other. Args: barred: those that may not win, and why."""
     # Options can do more on a GPU than everything else: there no program does without them.
+    call = traced.call
+
+    def compile_(name: str) -> None:
+        if device_slices.current().sliced:  # a slice of the device is no time to compile in
+            traced.compiler.program(name, call.placement, call.platform).call.lower(*call.args, **call.kwargs).compile()
+
     return end_to_end_benchmark.benchmark_variants(
         _programs(traced, names),
         traced.copies,
@@ -78,6 +84,7 @@ def time_programs(traced: TracedCall, names: Sequence[str], barred: Mapping[str,
         second_opinion=traced.exact.compare,
         barred=barred,
         size=_sample_size(traced),
+        prepare=compile_,
         options_gain=math.inf if traced.on_gpu else end_to_end_benchmark.OPTIONS_GAIN,
     )
 

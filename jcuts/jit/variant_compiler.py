@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import jax
 
 from jcuts.base.settings import Settings, Variant
 from jcuts.jit import variant_space
+from jcuts.jit.decision import Decision
 from jcuts.jit.trace_token import AuthorizedCall, NeedsDecision, permission
 from jcuts.primitive.call import jcuts_call
 from jcuts.primitive.sharding import Placement
@@ -28,6 +30,27 @@ class Program(NamedTuple):
     name: str
     placement: Placement
     call: Any
+
+
+# A call that could not tune because another process measured is tried again after this time [s], then twice that, ...
+_RETRY_AFTER = 30.0
+_RETRY_MOST = 960.0
+
+
+@dataclasses.dataclass
+class Postponed:
+    """A signature that could not be tuned yet, and when to retry (monotonic seconds)."""
+
+    program: Program
+    decision: Decision
+    pause: float
+    again: float
+
+    @classmethod
+    def after(cls, before: Postponed | None, program: Program, decision: Decision) -> Postponed:
+        """The next pause: twice the one before, if there was one."""
+        pause = _RETRY_AFTER if before is None else min(_RETRY_MOST, 2 * before.pause)
+        return cls(program, decision, pause, time.monotonic() + pause)
 
 
 class VariantCompiler:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from jcuts.base.settings import Variant
 from jcuts.jit.decision import JCUTS, XLA
 
@@ -24,3 +26,14 @@ def form_of(name: str) -> Variant | None:
 def is_xla(name: str) -> bool:
     """Whether a program is the user's own, left to XLA."""
     return name.partition(":")[0] == XLA
+
+
+def shown_form(chosen: str, speed: Mapping[str, tuple[float, float, float]]) -> Variant | None:
+    """The form that a report is about: the chosen one, or where XLA won the fastest that lost.
+
+    Args: speed: how many times as fast as plain XLA the programs are (`jit.decision.Decision`).
+    """
+    if not is_xla(chosen):
+        return form_of(chosen)
+    lost = [name for name in speed if not is_xla(name)]
+    return form_of(max(lost, key=lambda name: speed[name][0])) if lost else None

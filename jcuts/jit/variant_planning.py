@@ -26,7 +26,7 @@ from jcuts.primitive import shard_local
 from jcuts.primitive.lowering import Started, plan
 from jcuts.report.function_report import NOT_CHECKED, NOT_MEASURED
 from jcuts.trace import jaxapi
-from jcuts.tune import session, time_budget
+from jcuts.tune import device_slices, session, time_budget
 from jcuts.tune.baseline import autotune_cache, xla_profile
 from jcuts.tune.parent import machine_lock
 from jcuts.xla.chains import fuse as chains_fuse
@@ -130,7 +130,8 @@ def _plan_shards(traced: TracedCall, parts: shard_local.Split, measure: bool) ->
 
 def _plan_variants(traced: TracedCall) -> PlanningResult:
     begun = time.monotonic()
-    with machine_lock.try_lock() as may:
+    with machine_lock.try_lock() as mine:
+        may = mine and not device_slices.current().sliced  # nothing runs on the device beside the user's program
         budget = time_budget.current()
         worth = variant_space.allowed(variant_space.candidate_variants(traced.closed, traced.platform), traced.settings)
         worth = race_limits.most_rewritten(worth) if budget.is_limited else worth

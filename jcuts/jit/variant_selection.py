@@ -26,7 +26,7 @@ from jcuts.pipeline import passes
 from jcuts.primitive import shard_local
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import Capture, function_name
-from jcuts.tune import time_budget
+from jcuts.tune import device_slices, time_budget
 
 log = logging.getLogger("jcuts")
 
@@ -55,19 +55,38 @@ class VariantSelector:
         self._fn = fn
         self._arguments = arguments
 
-    def select(self, call: Call, *, measure: bool, force: bool = False) -> Decision:
+    def select(self, call: Call, *, measure: bool, force: bool = False, tune_seconds: float | None = None) -> Decision:
         """Which program runs for a call.
 
-        Args: measure: whether it may be measured; force: whatever was decided before.
+        Args: measure: whether it may be measured; force: whatever was decided before; tune_seconds: that tuning may
+            take, None for what the options say.
         """
         if knobs.current().disable:
             return Decision(XLA, "JCUTS_DISABLE is set")
         if jaxapi.jit_disabled():
             return Decision(JCUTS, "jax.disable_jit is in force: nothing is compiled")
         traced = self._trace(call)
-        seconds = time_budget.seconds_of(self.settings, explicit=force)
-        with time_budget.spending(time_budget.TimeBudget(seconds)) as budget:
+        seconds = time_budget.seconds_of(self.settings, explicit=force) if tune_seconds is None else tune_seconds
+        budget = time_budget.TimeBudget(seconds, device_slices.current().clock)
+        with time_budget.spending(budget):
             return self._select(call, traced, budget, measure=measure and seconds > 0, force=force)
+
+    def of_earlier_process(self, call: Call) -> tuple[Decision | None, bool]:
+        """The stored decision that a call can follow at once, if there is one, and whether that settles it."""
+        if not self.decisions.may_have_any():
+            return None, False
+        traced = self._trace(call)
+        key = self.decisions.key(traced.closed, call.signature, call.platform)
+        stored = self.decisions.lookup(key, call.platform)
+        if stored is None or not has_kernels_of(stored, traced):
+            return None, False
+        return stored, self.decisions.settled(key, call.platform) is not None
+
+    def why_not_online(self, call: Call) -> str | None:
+        """Why a call cannot be tuned between others (`jit.online`), or None."""
+        if self.settings.workspace_limit is not None or self.settings.total_workspace is not None:
+            return "divisions of convolutions under a workspace limit are not measured between calls"
+        return self._trace(call).why_not_benchmarked()
 
     def _select(
         self, call: Call, traced: TracedCall, budget: time_budget.TimeBudget, *, measure: bool, force: bool

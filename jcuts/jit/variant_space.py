@@ -31,6 +31,7 @@ from jcuts.jit.accuracy.float64_check import longest_sum as longest_sum
 from jcuts.jit.variant_names import form_of as form_of
 from jcuts.jit.variant_names import is_xla as is_xla
 from jcuts.jit.variant_names import name_of as name_of
+from jcuts.jit.variant_names import shown_form as shown_form
 from jcuts.microbatch.report import DivisionReport
 from jcuts.pipeline import microbatch_convs
 from jcuts.pipeline.computation import TOO_LITTLE

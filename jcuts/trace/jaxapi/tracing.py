@@ -28,6 +28,13 @@ def jit_disabled() -> bool:
     return bool(_config.disable_jit.value)
 
 
+def trace_context() -> Any:
+    """All of JAX's configuration that changes how a function is traced on this thread: equal on threads that trace the
+    same.
+    """
+    return _config.trace_context()
+
+
 def x64_enabled() -> bool:
     """Whether 64-bit types are in force."""
     return bool(_config.enable_x64.value)

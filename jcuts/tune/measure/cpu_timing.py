@@ -23,6 +23,7 @@ from jax import lax
 
 from jcuts.base.errors import NativeError
 from jcuts.codegen.artifact import CompiledKernel
+from jcuts.tune import device_slices
 from jcuts.tune.measure.cpu_launch import Fenced, Launcher, xla_float_mode
 from jcuts.tune.measure.statistics import Samples, interleave, race
 from jcuts.tune.verify.inputs import dtype_of
@@ -105,14 +106,16 @@ def screen(
     bench = _bench(launchers, inputs)
     times: dict[str, tuple[float, ...]] = dict.fromkeys(launchers, ())
     live = list(launchers)
-    for number in range(SCREEN_ROUNDS):
-        for label in live:
-            announce(label)
-            times[label] += tuple(bench(label, share))
-        if 2 * (number + 1) < SCREEN_ROUNDS:
-            continue
-        best = min(min(times[label]) for label in live)
-        live = [label for label in live if min(times[label]) <= HOPELESS * best]
+    with device_slices.measuring():
+        for number in range(SCREEN_ROUNDS):
+            for label in live:
+                device_slices.pause()
+                announce(label)
+                times[label] += tuple(bench(label, share))
+            if 2 * (number + 1) < SCREEN_ROUNDS:
+                continue
+            best = min(min(times[label]) for label in live)
+            live = [label for label in live if min(times[label]) <= HOPELESS * best]
     return {label: Samples(found) for label, found in times.items()}
 
 
@@ -190,7 +193,7 @@ def compare(
         # What is jitted already may be compiled already.
         plain[label] = function if hasattr(function, "lower") and not options else _jitted(function, options)
         jax.block_until_ready(plain[label](*used))
-        return min(_clocked(lambda: jax.block_until_ready(plain[label](*used))) for _ in range(3))
+        return _shortest(lambda: jax.block_until_ready(plain[label](*used)), 3)
 
     blank = tuple(jax.device_put(np.zeros(shape, dtype_of(dtype))) for shape, dtype in outputs)
 
@@ -233,7 +236,7 @@ def _sample_of(compiled: Any, used: Sequence[Any]) -> tuple[Callable[[], object]
         return jax.block_until_ready(compiled(n, *used))
 
     go(np.int32(2))
-    spent = min(_clocked(lambda: go(np.int32(_PROBE))) for _ in range(2))
+    spent = _shortest(lambda: go(np.int32(_PROBE)), 2)
     count = max(1, min(_MOST_INNER, math.ceil(SAMPLE_SECONDS * _PROBE / max(spent, 1e-7))))
     n = jax.device_put(np.int32(count))
     return lambda: go(n), count
@@ -252,7 +255,7 @@ def _is_other_code(run: Callable[[], object], count: int, once: float) -> bool:
     XLA:CPU gives convolutions whose dimensions are in another order than Eigen's (gradients of weights) to Eigen
     outside of loops only, and computes them 20 to 40 times as slowly in loops.
     """
-    return min(_clocked(run) for _ in range(3)) > SAME_CODE * count * once
+    return _shortest(run, 3) > SAME_CODE * count * once
 
 
 @functools.cache
@@ -263,6 +266,12 @@ def dispatch_overhead() -> float:
     jax.block_until_ready(empty(x))
     run = {"empty": lambda: jax.block_until_ready(empty(x))}
     return interleave(run, seconds=0.02, least=20)["empty"].median
+
+
+def _shortest(run: Callable[[], object], runs: int) -> float:
+    """The least time of several runs [s]."""
+    with device_slices.measuring():
+        return min(_clocked(run) for _ in range(runs))
 
 
 def _clocked(run: Callable[[], object]) -> float:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jcuts.tune import device_slices
+
 LEAST_MARGIN = 0.01
 """No two programs that differ by less than this are told apart, however quiet the machine looks."""
 MOST_MARGIN = 0.10
@@ -91,16 +93,18 @@ def interleave(
     Returns: samples per execution, for each name.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
-    end = clock() + seconds
-    forward = True
-    count = 0
-    while runs and count < most and (count < least or clock() < end):
-        for name in list(runs) if forward else reversed(list(runs)):
-            start = clock()
-            own = runs[name]()
-            times[name].append((own if told else clock() - start) / (inner or {}).get(name, 1))
-        forward = not forward
-        count += 1
+    with device_slices.measuring():
+        end = clock() + seconds
+        forward = True
+        count = 0
+        while runs and count < most and (count < least or clock() < end):
+            end += device_slices.pause()
+            for name in list(runs) if forward else reversed(list(runs)):
+                start = clock()
+                own = runs[name]()
+                times[name].append((own if told else clock() - start) / (inner or {}).get(name, 1))
+            forward = not forward
+            count += 1
     return {name: Samples(tuple(values)) for name, values in times.items()}
 
 

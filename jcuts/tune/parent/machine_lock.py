@@ -144,6 +144,33 @@ def try_lock(path: Path | None = None) -> Iterator[bool]:
             _mine.held = False
 
 
+@contextlib.contextmanager
+def slice_lock(path: Path | None = None) -> Iterator[bool]:
+    """Holds the lock for one slice of a thread that tunes `by_slices`, if nobody else does, without waiting.
+
+    Yields: whether this process holds it, or there can be none.
+    """
+    with _opened(path or lock_path()) as (handle, queue):
+        may = handle is None or ((queue is None or _try(queue)) and _try(handle))
+        if queue is not None:
+            _release(queue)
+        if may and handle is not None:
+            _sign(handle)
+        yield may
+
+
+@contextlib.contextmanager
+def by_slices() -> Iterator[None]:
+    """Sessions inside the block, on this thread, do not ask for the lock: each slice of the device has it
+    (`slice_lock`), and other processes measure in between.
+    """
+    before, _mine.held = _mine.held, True
+    try:
+        yield
+    finally:
+        _mine.held = before
+
+
 def is_mine() -> bool:
     """Whether this thread holds the lock by `attempt`."""
     return _mine.held

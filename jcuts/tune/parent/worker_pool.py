@@ -23,29 +23,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jcuts.base import errors, knobs
+from jcuts.base import errors
 from jcuts.base.errors import CandidateRejected, WorkerFailed
+from jcuts.tune import device_slices
+from jcuts.tune.parent.slice_turns import SliceTurns
+from jcuts.tune.parent.worker_environment import BESIDE, NICE, environment
 
 Answer = dict[str, Any]
 Done = Callable[["Answer | CandidateRejected"], None]
 START_SECONDS = 120.0
 """A new process may import JAX on a slow network file system before its first answer."""
-# They would raise on purpose-made NaNs, run without compilation, or fill the user's compilation cache.
-_DROPPED = frozenset(
-    {
-        "JAX_DEBUG_NANS",
-        "JAX_DEBUG_INFS",
-        "JAX_DISABLE_JIT",
-        "JAX_CHECK_TRACER_LEAKS",
-        "JAX_COMPILATION_CACHE_DIR",
-        "JAX_NUMPY_RANK_PROMOTION",
-        "JAX_NUMPY_DTYPE_PROMOTION",
-        "JAX_TRANSFER_GUARD",
-        "JAX_LOG_COMPILES",
-    }
-)
-WARM_BUFFERS = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(64 << 20)}
-"""glibc in a measuring process keeps large results: kernels are timed on warm memory, as in a chain's arena."""
 _MAX_LINE = 64 * 2**20
 _MAX_STARTS = 3
 
@@ -81,7 +68,7 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**_environment(platform), **more},
+                env={**environment(platform), **more},
             )
         _alive.add(self)
         assert self.process.stdout is not None and self.process.stdin is not None
@@ -89,6 +76,7 @@ class Worker:
         self.buffer = b""
         self.task: Task | None = None
         self.deadline = float("inf")
+        self.begun = 0.0
         self.running = ""
         self.id = 0
         self.answered = False
@@ -97,10 +85,15 @@ class Worker:
         """Sends a request (small: arrays travel as files)."""
         self.task, self.running = task, ""
         self.id += 1
-        self.deadline = time.monotonic() + task.timeout + (0.0 if self.answered else START_SECONDS)
+        self.begun = time.monotonic()
+        self.deadline = self.begun + task.timeout + (0.0 if self.answered else START_SECONDS)
+        self.write({"id": self.id, **task.request})
+
+    def write(self, message: dict[str, Any]) -> None:
+        """Writes one line to the process."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its end shows as end of file on stdout
-            self.process.stdin.write(json.dumps({"id": self.id, **task.request}).encode() + b"\n")
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
 
     def read(self) -> list[Answer] | None:
@@ -147,29 +140,6 @@ class Worker:
             return ""
 
 
-def _environment(platform: str = "cpu") -> dict[str, str]:
-    """The user's environment, less what would change a measurement, plus what the child must know."""
-    env = {name: value for name, value in os.environ.items() if name not in _DROPPED}
-    env["JAX_PLATFORMS"] = platform
-    env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the parent holds most of a GPU's memory
-    env["JCUTS_WORKER_PARENT"] = str(os.getpid())
-    if platform == "cpu":
-        env.update({name: value for name, value in WARM_BUFFERS.items() if name not in env})
-    current = knobs.current()
-    for name in ("threads", "native", "cache_dir", "cudnn"):  # a `knobs.scope` of the parent is not in its environment
-        value = getattr(current, name)
-        if value is not None:
-            env[knobs.variable(name)] = str(value)
-    # The same packages in the same order as here, but not the folder of the user's script, whose ./queue.py or
-    # ./select.py the child may meet although the parent did not.
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    script = os.path.dirname(os.path.abspath(main)) if main else None
-    root = str(Path(errors.__file__).resolve().parents[2])
-    paths = [path for path in sys.path if path and os.path.abspath(path) != script]
-    env["PYTHONPATH"] = os.pathsep.join([*paths, root] if root not in paths else paths)
-    return env
-
-
 @atexit.register
 def _stop_all() -> None:
     for worker in list(_alive):
@@ -205,6 +175,8 @@ class WorkerPool:
         self.started = 0
         self.failed_starts = 0
         self.restarts = 0
+        self.slices = device_slices.current()
+        self.turns = SliceTurns(self.slices)
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -215,7 +187,7 @@ class WorkerPool:
 
     def submit(self, group: str, request: dict[str, Any], timeout: float, done: Done) -> None:
         """Queues a request for any worker of a group.  ``done`` may submit more."""
-        self.queues[group].append(Task(request, timeout, done))
+        self.queues[group].append(Task({**request, **({"sliced": True} if self.slices.sliced else {})}, timeout, done))
 
     def warm(self, group: str, what: str, timeout: float) -> None:
         """Starts the workers of a group that has none, and lets them load what later requests need.
@@ -242,13 +214,16 @@ class WorkerPool:
 
     def _step(self, patience: float) -> bool:
         """One round of the event loop, of at most so many seconds; False if nothing is under way."""
+        self.slices.check()
         self._dispatch()
         busy = [w for w in self._all() if w.task is not None]
         if not busy:
-            return False
+            return self.turns.wait_for_credit(any(self.queues.values()))
+        patience = self.turns.patience(patience)
         wait = max(0.0, min(w.deadline for w in busy) - time.monotonic())
         for key, _ in self.selector.select(min(wait, patience)):
             self._handle_answer(key.data)
+        self.turns.grant()
         now = time.monotonic()
         for worker in [w for w in self._all() if w.task is not None and w.deadline <= now]:
             assert worker.task is not None
@@ -307,13 +282,18 @@ class WorkerPool:
                     if worker is None:
                         self._give_up(group)
                         break
-                worker.send(waiting.popleft())
+                if not self.turns.may_begin(self.platform, waiting[0].request):
+                    break
+                task = waiting.popleft()
+                worker.send(task)
+                self.turns.sent(self.platform, worker, task.request)
 
     def _start(self, group: str) -> Worker | None:
         if not sys.executable or self.failed_starts >= _MAX_STARTS:
             return None
         try:
-            worker = Worker(self.folder, self.started, self.platform, self.more.get(group, {}))
+            more = {**self.more.get(group, {}), **({NICE: BESIDE} if self.slices.sliced else {})}
+            worker = Worker(self.folder, self.started, self.platform, more)
         except (OSError, ValueError, subprocess.SubprocessError):
             self.failed_starts = _MAX_STARTS
             return None
@@ -349,9 +329,12 @@ class WorkerPool:
                 worker.answered = True
                 self.failed_starts = 0
             worker.deadline = time.monotonic() + task.timeout
+            if self.turns.heard(worker, answer):
+                continue
             if "event" in answer:
                 worker.running = str(answer.get("label", ""))
                 continue
+            self.turns.ended(worker)
             worker.task, worker.deadline = None, float("inf")
             task.done(answer if answer.get("ok") else _error(answer, worker.running))
 
@@ -378,6 +361,7 @@ class WorkerPool:
             )
 
     def _forget(self, worker: Worker) -> None:
+        self.turns.ended(worker)
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(worker.process.stdout)  # type: ignore[arg-type]
 

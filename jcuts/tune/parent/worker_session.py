@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jcuts.base import fingerprint, knobs
-from jcuts.tune import malloc
+from jcuts.tune import device_slices, malloc
 from jcuts.tune.baseline import autotune_cache
 from jcuts.tune.parent.worker_pool import WorkerPool
 
@@ -97,8 +97,9 @@ def current_worker_session() -> WorkerSession | None:
 
 
 def workers_of() -> int:
-    """Processes of a session that compile."""
-    return knobs.current().compile_workers or fingerprint.usable_cores()
+    """Processes of a session that compile: beside the user's program they leave it a core."""
+    asked = knobs.current().compile_workers or fingerprint.usable_cores()
+    return max(1, min(asked, fingerprint.usable_cores() - 1)) if device_slices.current().sliced else asked
 
 
 @contextlib.contextmanager

@@ -5,6 +5,9 @@ One JSON object per line each way; arrays and kernels travel as files in a priva
 ``{"id", "op", ...}``, its answer ``{"id", "ok": true, ...}`` or ``{"id", "ok": false, "error", "message", "values"}``;
 ``{"id", "event": "running", "label"}`` says which candidate is about to run, for the parent to blame.
 
+Where a request is ``sliced``, measurements ask for the device by ``{"id", "event": "slice"}``, wait for
+``{"op": "slice", "seconds"}``, and give it back by ``{"id", "event": "slice end"}``.
+
 It is neither a fork of the user's process (which deadlocks JAX) nor a `multiprocessing` child (which would run the
 user's ``__main__`` again).  JAX is imported only by requests that need XLA.  It dies with its parent: the kernel
 kills it (Linux), and a thread that watches stdin ends it at end of file, even while a candidate loops for ever.
@@ -26,9 +29,11 @@ import traceback
 from typing import Any
 
 from jcuts.base.errors import CandidateRejected, WorkerFailed
+from jcuts.tune import device_slices
 from jcuts.tune.choice import plain
 from jcuts.tune.malloc import Heap
 from jcuts.tune.resource_errors import is_disk, is_memory, no_backend
+from jcuts.tune.worker.parent_slices import ParentSlices
 from jcuts.tune.worker.requests import REQUESTS
 
 
@@ -40,10 +45,11 @@ def _die_with_parent() -> None:
         os._exit(3)  # it died before the line above
 
 
-def _watch(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
+def _watch(requests: queue.SimpleQueue[dict[str, Any]], slices: queue.SimpleQueue[dict[str, Any]]) -> None:
     try:
         for line in sys.stdin:
-            requests.put(json.loads(line))
+            message = json.loads(line)
+            (slices if message.get("op") == "slice" else requests).put(message)
     finally:
         os._exit(0)
 
@@ -51,6 +57,7 @@ def _watch(requests: queue.SimpleQueue[dict[str, Any]]) -> None:
 def serve() -> None:
     """Answers requests until stdin ends."""
     _die_with_parent()
+    os.nice(int(os.environ.get("JCUTS_WORKER_NICE", "0")))
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     with contextlib.suppress(ImportError, ValueError, OSError):
@@ -62,7 +69,8 @@ def serve() -> None:
     os.dup2(2, 1)
 
     requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_watch, args=(requests,), daemon=True).start()
+    granted: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_watch, args=(requests, granted), daemon=True).start()
     heap = Heap()
     while True:
         request = requests.get()
@@ -70,9 +78,14 @@ def serve() -> None:
         def announce(label: str, number: int = request["id"]) -> None:
             answers.write(json.dumps({"id": number, "event": "running", "label": label}) + "\n")
 
+        def tell(event: str, number: int = request["id"]) -> None:
+            answers.write(json.dumps({"id": number, "event": event}) + "\n")
+
         start, before = time.perf_counter(), os.times()
+        slices = ParentSlices(tell, granted) if request.get("sliced") else device_slices.OpenDevice()
         try:
-            answer = {"id": request["id"], "ok": True, **REQUESTS[request["op"]](request, announce)}
+            with device_slices.using(slices):
+                answer = {"id": request["id"], "ok": True, **REQUESTS[request["op"]](request, announce)}
             answer.setdefault("seconds", time.perf_counter() - start)
             after = os.times()  # of all threads, and of children that ended
             answer["cores"] = {

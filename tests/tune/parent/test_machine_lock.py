@@ -125,3 +125,16 @@ def test_an_attempt_does_not_wait_and_holds_for_what_is_inside(tmp_path):
     with machine_lock.try_lock(path) as may:
         assert not may  # another process is next in line
     os.close(held)
+
+
+def test_slices_have_the_lock_one_by_one(tmp_path):
+    path = tmp_path / "lock"
+    with machine_lock.by_slices(), machine_lock.measuring_lock(patience=0.0, path=path) as session:
+        assert session  # nobody waits for it: each slice has the lock
+        with machine_lock.slice_lock(path) as first:
+            assert first
+            with machine_lock.slice_lock(path) as other:
+                assert not other
+        with machine_lock.slice_lock(path) as again:
+            assert again
+    assert not machine_lock.is_mine()

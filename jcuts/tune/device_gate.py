@@ -1,0 +1,255 @@
+"""Hand-over of the device between the user's calls and measurements of the same run (token passing).
+
+The user's thread offers a slice between two calls, when one is wanted and the account allows it, and waits until it is
+given back.  Who makes no calls for a while, and whose process does nothing else, is not asked.  A slice is for one
+process at a time: it comes with the lock of the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jcuts.tune.device_slices import OpenDevice, Stopped
+from jcuts.tune.parent import machine_lock
+from jcuts.tune.share_account import ShareAccount
+
+LEAST = 1 / 20
+"""Shortest slice [s]: caches hold the user's data at its begin."""
+MOST = 1 / 5
+"""Longest slice [s]; one round of samples goes on beyond its end."""
+MOST_WAIT = 5
+"""A user who has waited this long for the end of a slice goes on [s]."""
+TAKEN_WITHIN = LEAST
+"""Within this time a slice is taken, or offered no longer [s]."""
+IDLE_AFTER = 1
+"""Without a call for this time, nobody waits for the device [s]."""
+WINDOW = 1 / 2
+"""Over this time the process is watched [s]."""
+BUSY = 1 / 5
+"""Cores that a process uses which does something else, or more."""
+AFTER_LOCK = 1
+"""Time until another process is asked for the lock again [s]."""
+LOOK = 1 / 10
+FORGET = 7 / 8
+"""A slice's overrun counts for the next, and less for each later one."""
+
+
+class IdleWatch:
+    """Whether the user's process leaves its processor alone.
+
+    Args: clock, used: monotonic seconds, and processor seconds of this process.
+    """
+
+    def __init__(self, clock: Callable[[], float], used: Callable[[], float]) -> None:
+        self._clock, self._used = clock, used
+        self._calm = False
+        self._seen = clock(), used()
+
+    def skip(self) -> None:
+        """What went on since the last look was tuning's own."""
+        self._seen = self._clock(), self._used()
+
+    def is_calm(self) -> bool:
+        """Whether the last window had little work."""
+        now, used = self._clock(), self._used()
+        wall = now - self._seen[0]
+        if wall >= WINDOW:
+            self._calm = used - self._seen[1] <= BUSY * wall
+            self._seen = now, used
+        return self._calm
+
+
+class DeviceGate:
+    """Slices of the device for one measuring thread, from threads that call the user's functions.
+
+    Args:
+        account: what the user waits for is counted there.
+        clock, used: monotonic seconds, and processor seconds of this process.
+        lock: the machine's lock for one slice: a context that says whether this process has it.
+    Attributes: wanted: whether somebody waits for a slice. slices: how many there were.
+    """
+
+    def __init__(
+        self,
+        account: ShareAccount,
+        clock: Callable[[], float] = time.monotonic,
+        used: Callable[[], float] = time.process_time,
+        lock: Callable[[], contextlib.AbstractContextManager[bool]] = machine_lock.slice_lock,
+    ) -> None:
+        self.account, self.clock = account, clock
+        self.wanted = False
+        self.slices = 0
+        self._idle = IdleWatch(clock, used)
+        self._lock = lock
+        self._locked = contextlib.ExitStack()
+        self._turn = threading.Condition()
+        self._granted: float | None = None
+        self._held = self._stopped = False
+        self._until = self._not_before = 0.0
+        self._overrun = 0.0
+        self._calls = 0  # under way
+        self._last = clock()
+        self._pending: Callable[[], bool] = lambda: False
+
+    # The user's thread ------------------------------------------------------------------------------------------------
+
+    def before_call(self, ready: Callable[[], Any]) -> None:
+        """Between two calls: gives a slice if one is wanted and allowed. Args: ready: waits for the call before."""
+        with self._turn:
+            self._calls += 1
+        if self._held or self.wanted:
+            self._hand_over(ready)
+
+    def after_call(self, pending: Callable[[], bool]) -> None:
+        """A call was dispatched. Args: pending: whether the device still works on it."""
+        with self._turn:
+            self._calls -= 1
+            self._last, self._pending = self.clock(), pending
+
+    def _hand_over(self, ready: Callable[[], Any]) -> None:
+        if not self._held:
+            if self.account.credit() < LEAST + self._overrun:
+                return
+            ready()
+        start, asked = self.clock(), 0.0
+        with self._turn:
+            if not self._held:
+                if not self.wanted or self._stopped:
+                    return
+                asked = self._granted = min(MOST, self.account.credit() - self._overrun)
+                self._turn.notify_all()
+                self._turn.wait_for(lambda: self._granted is None or self._stopped, TAKEN_WITHIN)
+                self._granted = None
+            self._turn.wait_for(lambda: not self._held or self._stopped, MOST_WAIT)
+        spent = self.clock() - start
+        self.account.charge(spent)
+        if asked:
+            self._overrun = max(0.0, spent - asked, FORGET * self._overrun)
+
+    # The measuring thread ---------------------------------------------------------------------------------------------
+
+    def take(self, timeout: float) -> float | None:
+        """Length of a slice [s], which is this thread's until `give`; None if there was none in time.
+
+        Raises: Stopped: nobody waits for what would be measured.
+        """
+        end = self.clock() + timeout
+        with self._turn:
+            self.wanted = self.clock() >= self._not_before
+            try:
+                while self._granted is None:
+                    self.check()
+                    if self.clock() >= self._not_before and self._is_idle():
+                        self._granted = MOST
+                        break
+                    if self.clock() >= end:
+                        return None
+                    self._turn.wait(min(LOOK, timeout))
+                seconds, self._granted, self._held = self._granted, None, True
+                self._turn.notify_all()
+            finally:
+                self.wanted = False
+        if not self._locked.enter_context(self._lock()):
+            self._not_before = self.clock() + AFTER_LOCK
+            self.give()
+            return None
+        self.slices += 1
+        self._until = self.clock() + seconds
+        return seconds
+
+    def is_over(self) -> bool:
+        """Whether the slice that is held has had its time."""
+        return self.clock() >= self._until
+
+    def give(self) -> None:
+        """Gives the slice back; nothing where none is held."""
+        self._locked.close()
+        with self._turn:
+            self._held = False
+            self._idle.skip()
+            self._turn.notify_all()
+
+    def check(self) -> None:
+        """Raises: Stopped: see `stop`."""
+        if self._stopped:
+            raise Stopped
+
+    def stop(self, stopped: bool = True) -> None:
+        """Ends what is measured at the next place where it asks. Args: stopped: False lets the next begin."""
+        with self._turn:
+            self._stopped = stopped
+            self._turn.notify_all()
+
+    def _is_idle(self) -> bool:
+        if self._calls or self.clock() - self._last < IDLE_AFTER or self._pending():
+            return False
+        return self._idle.is_calm()
+
+
+class GateSlices(OpenDevice):
+    """Slices of a gate, for the thread that tunes (`tune.device_slices`)."""
+
+    sliced = True
+
+    def __init__(self, gate: DeviceGate) -> None:
+        self._gate = gate
+        self._depth = 0
+        self._blocked = 0.0
+
+    def begin(self) -> None:
+        """Waits for a slice, unless this thread is inside of one."""
+        if not self._depth:
+            self._take()
+        self._depth += 1
+
+    def pause(self) -> float:
+        """Gives a slice back that is over, and waits for the next: for so many seconds."""
+        self.check()
+        if not self._depth or not self._gate.is_over():
+            return 0.0
+        start = time.monotonic()
+        self._gate.give()
+        self._take()
+        return time.monotonic() - start
+
+    def end(self) -> None:
+        """Gives the slice back at the end of the outermost block."""
+        self._depth -= 1
+        if not self._depth:
+            self._gate.give()
+
+    def check(self) -> None:
+        """Raises: Stopped: see `DeviceGate.stop`."""
+        self._gate.check()
+
+    def clock(self) -> float:
+        """Monotonic seconds, less those spent waiting for slices: what a tuning budget counts."""
+        return time.monotonic() - self._blocked
+
+    def try_take(self, seconds: float) -> float | None:
+        """A slice for a measuring process; `give` gives it back."""
+        start = time.monotonic()
+        try:
+            return self._gate.take(seconds)
+        finally:
+            self._blocked += time.monotonic() - start
+
+    def give(self) -> None:
+        """Gives back what `try_take` took."""
+        self._gate.give()
+
+    def may_use_beside(self) -> bool:
+        """Whether the account allows more work on the device beside the user's."""
+        return self._gate.account.credit() > 0.0
+
+    def charge(self, seconds: float) -> None:
+        """Counts work beside the user's as if the user had waited for all of it: it took no more from them."""
+        self._gate.account.charge(seconds)
+
+    def _take(self) -> None:
+        while self.try_take(1.0) is None:
+            pass

@@ -1,0 +1,108 @@
+"""Slices of the device for worker processes (token passing): one measures at a time, while the user's program pauses.
+
+A process asks by the event ``slice`` and gives back by ``slice end``, by its answer, or by its end.  What uses a GPU
+without being timed (references, checks, XLA's compiler with its own timings) cannot be cut into slices: it runs beside
+the user's program, begins only while the account allows it, and counts in full.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from typing import Any, Protocol
+
+from jcuts.tune.device_slices import OpenDevice
+
+LISTEN = 1 / 20
+"""Answers of other processes are heard this often while one waits for a slice [s]."""
+STOP_WITHIN = 1 / 2
+"""Time within which tuning beside the user's calls hears that it has to stop [s]."""
+ON_DEVICE = frozenset({"reference", "check", "measure", "compile_ahead", "kernels_ahead", "run_ahead"})
+"""Requests that use a GPU."""
+
+
+class Process(Protocol):
+    """What a worker process is here."""
+
+    task: Any
+    deadline: float
+    begun: float
+
+    def write(self, message: dict[str, Any]) -> None:
+        """Writes one line to the process."""
+        ...
+
+
+class SliceTurns:
+    """Whose turn it is. Args: slices: who hands them out."""
+
+    def __init__(self, slices: OpenDevice) -> None:
+        self._slices = slices
+        self._waiting: collections.deque[Process] = collections.deque()
+        self._holder: Process | None = None
+        self._asked: dict[int, float] = {}  # when a process asked for the slice that it waits for, or has
+        self._apart: dict[int, float] = {}  # seconds of its request that it waited for slices, and had them
+        self._beside: set[int] = set()  # processes whose request counts
+
+    def heard(self, worker: Process, answer: dict[str, Any]) -> bool:
+        """Takes note of an event about slices; False for all others."""
+        event = answer.get("event")
+        if event == "slice":
+            self._waiting.append(worker)
+            self._asked[id(worker)] = time.monotonic()
+            worker.deadline = float("inf")
+        elif event == "slice end":
+            self._release(worker)
+        else:
+            return False
+        return True
+
+    def patience(self, seconds: float) -> float:
+        """How long to listen to processes [s]: not at all where a slice can be asked for."""
+        if not self._slices.sliced:
+            return seconds
+        return 0.0 if self._waiting and self._holder is None else min(seconds, STOP_WITHIN)
+
+    def grant(self) -> None:
+        """Gives a slice to the next process, if there is one and the user's program lends it now."""
+        if not self._waiting or self._holder is not None:
+            return
+        seconds = self._slices.try_take(LISTEN)
+        if seconds is None:
+            return
+        worker = self._holder = self._waiting.popleft()
+        worker.deadline = time.monotonic() + worker.task.timeout
+        worker.write({"op": "slice", "seconds": seconds})
+
+    def ended(self, worker: Process) -> None:
+        """A request is over, or its process."""
+        self._waiting = collections.deque(w for w in self._waiting if w is not worker)
+        self._release(worker)
+        apart = self._apart.pop(id(worker), 0.0)
+        if id(worker) in self._beside:
+            self._beside.discard(id(worker))
+            self._slices.charge(time.monotonic() - worker.begun - apart)
+
+    def may_begin(self, platform: str, request: dict[str, Any]) -> bool:
+        """Whether a request may be handed out now."""
+        on_device = platform != "cpu" and request.get("op") in ON_DEVICE
+        return not (on_device and self._slices.sliced) or self._slices.may_use_beside()
+
+    def sent(self, platform: str, worker: Process, request: dict[str, Any]) -> None:
+        """A request was handed out."""
+        if self._slices.sliced and platform != "cpu" and request.get("op") in ON_DEVICE:
+            self._beside.add(id(worker))
+
+    def wait_for_credit(self, queued: bool) -> bool:
+        """Waits a moment where all that is queued has to wait for the account; whether anything is queued."""
+        if queued and self._slices.sliced:
+            time.sleep(LISTEN)
+        return queued and self._slices.sliced
+
+    def _release(self, worker: Process) -> None:
+        asked = self._asked.pop(id(worker), None)
+        if asked is not None:
+            self._apart[id(worker)] = self._apart.get(id(worker), 0.0) + time.monotonic() - asked
+        if worker is self._holder:
+            self._holder = None
+            self._slices.give()

@@ -1,0 +1,53 @@
+"""Environment variables of a measuring process: the user's, less what would change a measurement."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from jcuts.base import errors, knobs
+
+NICE = "JCUTS_WORKER_NICE"
+"""Variable that lowers a process's priority by so much."""
+BESIDE = "10"
+"""... while the user's program runs: nine times less of a core than that asks for."""
+# They would raise on purpose-made NaNs, run without compilation, or fill the user's compilation cache.
+_DROPPED = frozenset(
+    {
+        "JAX_DEBUG_NANS",
+        "JAX_DEBUG_INFS",
+        "JAX_DISABLE_JIT",
+        "JAX_CHECK_TRACER_LEAKS",
+        "JAX_COMPILATION_CACHE_DIR",
+        "JAX_NUMPY_RANK_PROMOTION",
+        "JAX_NUMPY_DTYPE_PROMOTION",
+        "JAX_TRANSFER_GUARD",
+        "JAX_LOG_COMPILES",
+    }
+)
+WARM_BUFFERS = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(64 << 20)}
+"""glibc in a measuring process keeps large results: kernels are timed on warm memory, as in a chain's arena."""
+
+
+def environment(platform: str = "cpu") -> dict[str, str]:
+    """The user's environment, less what would change a measurement, plus what the child must know."""
+    env = {name: value for name, value in os.environ.items() if name not in _DROPPED}
+    env["JAX_PLATFORMS"] = platform
+    env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the parent holds most of a GPU's memory
+    env["JCUTS_WORKER_PARENT"] = str(os.getpid())
+    if platform == "cpu":
+        env.update({name: value for name, value in WARM_BUFFERS.items() if name not in env})
+    current = knobs.current()
+    for name in ("threads", "native", "cache_dir", "cudnn"):  # a `knobs.scope` of the parent is not in its environment
+        value = getattr(current, name)
+        if value is not None:
+            env[knobs.variable(name)] = str(value)
+    # The same packages in the same order as here, but not the folder of the user's script, whose ./queue.py or
+    # ./select.py the child may meet although the parent did not.
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    script = os.path.dirname(os.path.abspath(main)) if main else None
+    root = str(Path(errors.__file__).resolve().parents[2])
+    paths = [path for path in sys.path if path and os.path.abspath(path) != script]
+    env["PYTHONPATH"] = os.pathsep.join([*paths, root] if root not in paths else paths)
+    return env

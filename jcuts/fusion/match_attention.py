@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from jcuts.base.errors import Refusal
 from jcuts.fusion.dag import Dag, NodeSet, is_acyclic_cover, is_convex
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.attention import AttentionMatch, build_attention
+from jcuts.lower.attention.forward import AttentionMatch, build_attention
 from jcuts.lower.builder import descendants
 from jcuts.lower.patterns.attention import match
 from jcuts.lower.region import lower_region

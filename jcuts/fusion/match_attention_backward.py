@@ -1,6 +1,6 @@
 """Matches the backward pass of attention with recomputed weights: dQ of every query, or dK and dV of every key.
 
-`rewrite/attention_backward.py` writes it so.  Two products, of Q K^T and dO V^T, meet in element-wise operations behind
+`rewrite/attention/backward.py` writes it so.  Two products, of Q K^T and dO V^T, meet in element-wise operations behind
 an exponential; what these give is an operand of one product (dQ), or, with the exponential itself in another one, of
 two (dK and dV).
 """
@@ -14,7 +14,7 @@ from jcuts.base.errors import Refusal
 from jcuts.fusion.dag import Dag, NodeSet
 from jcuts.fusion.match_attention import BETWEEN, MOST_BETWEEN, Cover, exclusive_producers, replace_in_partition
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.attention_backward import BackwardMatch, build_attention_backward
+from jcuts.lower.attention.backward import BackwardMatch, build_attention_backward
 from jcuts.lower.patterns.attention_backward import match_backward
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 

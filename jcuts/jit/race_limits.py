@@ -34,16 +34,17 @@ def beyond_race_limit(names: Sequence[str], gains: Mapping[Variant | None, float
     """Programs that do not race where tuning time is limited, with the reason.
 
     Every program costs a compilation of the whole function and a first run, for which libraries compile in turn.  The
-    one whose kernels gain most by measured sums races, and the one of `clear` gains, with compiler options where there
-    are any; the first with those for products in loops (`end_to_end_benchmark.LOOP_OPTIONS`), too; plain XLA always.
+    one whose kernels gain most by measured sums races, with those of attention alone and of `clear` gains, all with
+    compiler options where there are any; the first with those for products in loops
+    (`end_to_end_benchmark.LOOP_OPTIONS`), too; plain XLA always.
     """
     ours = [name for name in names if not is_xla(name)]
     with_options = {name.partition(":")[0] for name in ours if ":" in name}
     racing = [name for name in ours if name not in with_options]  # the others are the same programs without options
     best = max(racing, key=lambda name: gains.get(form_of(name), 0.0), default="")
     form = best.partition(":")[0]
-    clear = {name for name in racing if (made := form_of(name)) is not None and made.regions == CLEAR}
-    kept = {best, *(f"{form}:{option}" for option in IN_LOOPS), *clear}
+    few = {name for name in racing if (made := form_of(name)) is not None and made.regions in (ATTENTION, CLEAR)}
+    kept = {best, *(f"{form}:{option}" for option in IN_LOOPS), *few}
     return {name: "not tried: the time for tuning is limited" for name in ours if name not in kept}
 
 

@@ -247,7 +247,8 @@ def variant_of_clear(found: Mapping[Variant | None, Outcome], plain_seconds: flo
     """The variant of clear gains, where the regions of kernels lie among fusions of XLA's; None elsewhere.
 
     By profiles and whole programs of training steps, a region's border costs there about what a kernel gains that is
-    not much faster: XLA fuses what is left over less.  It has the rewrites of the variant with most measured gain.
+    not much faster: XLA fuses what is left over less.  It has the rewrites of the variant with most measured gain, and
+    those of the one with kernels for attention alone.
 
     Args: found: the outcomes of all that could race; plain_seconds: kernels of plain XLA's program by its profile [s].
     """
@@ -264,9 +265,12 @@ def variant_of_clear(found: Mapping[Variant | None, Outcome], plain_seconds: flo
         if s.seconds and s.xla_seconds and gains_clearly(s.seconds, s.xla_seconds)
     )
     is_among = XLA_TIMES * (ours + gain) < plain_seconds
-    if not is_among or not end_to_end_benchmark.LEAST_GAIN * plain_seconds <= clear < gain:
+    attention = next((form for form in found if form is not None and form.regions == ATTENTION), None)
+    rest = plain_seconds - (0.0 if attention is None else _sums(found[attention])[1])
+    if not is_among or not end_to_end_benchmark.LEAST_GAIN * rest <= clear < gain:
         return None
-    return Variant((best or Variant()).rewrites, CLEAR)
+    rewrites = [r for form in (best, attention) if form is not None for r in form.rewrites]
+    return Variant(tuple(dict.fromkeys(rewrites)), CLEAR)
 
 
 def _form(rewrites: Sequence[str], regions: str) -> Variant:

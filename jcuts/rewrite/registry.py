@@ -34,7 +34,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jcuts.rewrite.attention_backward import recompute_attention
+from jcuts.rewrite.attention.backward import recompute_attention
 from jcuts.rewrite.commute_pool_matmul import commute_pool_matmul
 from jcuts.rewrite.cross_entropy.head import chunk_cross_entropy
 from jcuts.rewrite.fft_conv import fft_conv

@@ -370,11 +370,18 @@ def test_kernels_of_clear_gains_are_a_variant_where_most_time_stays_with_xla():
     assert variant_space.variant_of_clear({fast: outcome(clear)}, 20e-3) is None  # it is the same program
     assert variant_space.variant_of_clear({fast: outcome(close)}, 20e-3) is None
     assert variant_space.variant_of_clear(found, None) is None  # nothing is known of the whole
+    # Kernels of attention gain besides: less of the program is left, of which to gain a share.
+    attention = Variant(("recomputes",), "attention")
+    weights = ("attention", "measured", 1, 1e-3, 20e-3)
+    assert variant_space.variant_of_clear(found, 55e-3) is None
+    both = variant_space.variant_of_clear({**found, attention: outcome(weights)}, 55e-3)
+    assert both == Variant(("turns", "recomputes"), "clear")
     # Its sums are smaller, and it races all the same, with limited time, too.
     both = {fast: outcome(*[clear] * 9, close), made: outcome(clear)}
     assert not variant_space.dominated_variants(both)
     names = ["xla", "jcuts/turns", "jcuts/turns:graphs", "jcuts/turns/clear:graphs", "jcuts/turns/anchored:graphs"]
-    gains = {fast: 2e-3, made: 1e-3, Variant(("turns",), "anchored"): 15e-4}
+    names.append("jcuts/recomputes/attention:graphs")
+    gains = {fast: 2e-3, made: 1e-3, Variant(("turns",), "anchored"): 15e-4, attention: 1e-3}
     assert set(race_limits.beyond_race_limit(names, gains)) == {"jcuts/turns", "jcuts/turns/anchored:graphs"}
 
 

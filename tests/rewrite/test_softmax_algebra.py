@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jcuts.rewrite.softmax_algebra import GRADIENT, ONE, PRODUCT, REMOVED, SUM, WEIGHT, Rows, SoftmaxAlgebra
+from jcuts.rewrite.attention.softmax_algebra import GRADIENT, ONE, PRODUCT, REMOVED, SUM, WEIGHT, Rows, SoftmaxAlgebra
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 

@@ -17,7 +17,7 @@ from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.loop_transforms import map_indices
 from jcuts.kernel_ir.node import Graph, Node
 from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program
-from jcuts.lower.attention import STATISTICS
+from jcuts.lower.attention.forward import STATISTICS
 from jcuts.lower.patterns.gemm import COLUMNS, COPY, ROWS, TYPES
 
 EIGHT = 8

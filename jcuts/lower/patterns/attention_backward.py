@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.program import Axis, Phase, Program
-from jcuts.lower.attention_backward import TEMPLATE
+from jcuts.lower.attention.backward import TEMPLATE
 from jcuts.lower.patterns.attention import Operand, depends_on, factors, operand_of, renamed
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS, TYPES
 

@@ -13,8 +13,8 @@ from functools import cached_property
 from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.kernel_ir.program import Program
 from jcuts.lower import welford
-from jcuts.lower.attention import TEMPLATE as ATTENTION
-from jcuts.lower.attention_backward import TEMPLATE as ATTENTION_BACKWARD
+from jcuts.lower.attention.backward import TEMPLATE as ATTENTION_BACKWARD
+from jcuts.lower.attention.forward import TEMPLATE as ATTENTION
 from jcuts.lower.layer_fusion import TEMPLATE as LAYER_FUSION
 from jcuts.lower.patterns.column_sums import TEMPLATE as COLUMN_SUMS
 from jcuts.lower.patterns.column_sums import as_gemm_with_column_sums

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 
 from jcuts.kernel_ir.program import ITEM_SIZE, Phase, Program
-from jcuts.lower.attention import TEMPLATE as ATTENTION
-from jcuts.lower.attention_backward import TEMPLATE as ATTENTION_BACKWARD
+from jcuts.lower.attention.backward import TEMPLATE as ATTENTION_BACKWARD
+from jcuts.lower.attention.forward import TEMPLATE as ATTENTION
 from jcuts.lower.layer_fusion import TEMPLATE as LAYER_FUSION
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as INVERTED_RESIDUAL
 from jcuts.schedule.cpu.time_estimate import element_steps

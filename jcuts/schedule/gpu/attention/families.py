@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jcuts.lower.attention import TEMPLATE as ATTENTION
-from jcuts.lower.attention_backward import TEMPLATE as ATTENTION_BACKWARD
+from jcuts.lower.attention.backward import TEMPLATE as ATTENTION_BACKWARD
+from jcuts.lower.attention.forward import TEMPLATE as ATTENTION
 from jcuts.schedule.gpu import family_statistics as stats
 from jcuts.schedule.gpu import tensor_core_times as times
 from jcuts.schedule.gpu.attention import backward_schedules, backward_tile, schedules, tile

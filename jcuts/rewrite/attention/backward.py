@@ -21,8 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jcuts.rewrite.attention_equations import BackwardEquations, find_backward_equations
-from jcuts.rewrite.equation_index import EquationIndex
+from jcuts.rewrite.attention.equation_index import EquationIndex
+from jcuts.rewrite.attention.equations import BackwardEquations, find_backward_equations
 from jcuts.rewrite.matmul_patterns import DOT, Program
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline

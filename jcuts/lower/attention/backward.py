@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import Axis, Grid, Program
-from jcuts.lower.attention import AttentionBuilder, add_product, add_scores, index_places, product_point
+from jcuts.lower.attention.forward import AttentionBuilder, add_product, add_scores, index_places, product_point
 from jcuts.lower.builder import Builder, NotLowered, axes_of, descendants, make_buffers
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 from jcuts.ops.registry import IndexTuple

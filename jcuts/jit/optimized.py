@@ -359,7 +359,7 @@ class Optimized:
             decision = self._deciding.select(call, measure=measure, force=force)
         kept = (self._carriers.program(decision.chosen, call.placement, call.platform), decision)
         if decision.deferred:
-            self._waiting[signature] = Postponed.after(waited, *kept)
+            self._waiting[signature] = Postponed.after(waited, *kept, time.monotonic())
         else:
             with self._switching:
                 self._decisions[signature] = kept

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -47,10 +46,10 @@ class Postponed:
     again: float
 
     @classmethod
-    def after(cls, before: Postponed | None, program: Program, decision: Decision) -> Postponed:
-        """The next pause: twice the one before, if there was one."""
+    def after(cls, before: Postponed | None, program: Program, decision: Decision, now: float) -> Postponed:
+        """The next pause, from now on: twice the one before, if there was one."""
         pause = _RETRY_AFTER if before is None else min(_RETRY_MOST, 2 * before.pause)
-        return cls(program, decision, pause, time.monotonic() + pause)
+        return cls(program, decision, pause, now + pause)
 
 
 class VariantCompiler:

@@ -17,7 +17,7 @@ from jcuts.fusion.match_attention_backward import fuse_attention_backward
 from jcuts.lower.patterns.attention import Attention, match
 from jcuts.lower.patterns.attention_backward import AttentionBackward, match_backward
 from jcuts.lower.tensor_graph import build_graph
-from jcuts.rewrite import attention_backward
+from jcuts.rewrite.attention import backward as attention_backward
 from jcuts.rewrite.registry import rewritten
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace import jaxapi

@@ -72,8 +72,8 @@ def optimize(
         strict: raise ``UnsupportedError`` instead of leaving an equation to XLA that no kernel covers (one with too
             little work for a kernel of its own is left to XLA all the same).
         chunk_logits: True computes logits that feed a softmax loss, and their gradient, in chunks of tokens, so that
-            they are never whole in memory (docs/cross_entropy.md), whatever that takes; False never does; None where it
-            is measured to be no slower, or where they would take much of a GPU's memory.
+            they are never whole in memory (docs/cross_entropy.md), whatever that takes; False never does; None where
+            they would take much of a device's memory, or where that wins a race.
 
     Like ``jax.jit``, it knows a function object that it has seen: made again for it with equal options, it gives the
     same ``Optimized``, with all that was planned and compiled.  Bound methods, callable objects, and functions that are

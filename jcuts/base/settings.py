@@ -94,7 +94,7 @@ class Settings:
             vendor's library computes in float32 (``vendor``).
         strict: raise ``UnsupportedError`` instead of leaving an equation to XLA.
         chunk_logits: whether logits of a softmax loss are computed in chunks of tokens, to save memory; None: where
-            that is no slower, and where they would take much of a GPU's memory (`pipeline.chunk_logits`).
+            they would take much of a device's memory, and where that wins a race (`pipeline.chunk_logits`).
         form: the program variant; set by the end-to-end benchmark, not by users; None is the plain variant.
     """
 

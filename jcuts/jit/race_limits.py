@@ -8,7 +8,7 @@ from jcuts.base.settings import ATTENTION, CLEAR, Variant
 from jcuts.jit import end_to_end_benchmark
 from jcuts.jit.paired_timing import ms
 from jcuts.jit.variant_names import form_of, is_xla
-from jcuts.jit.variant_space import LONG
+from jcuts.jit.variant_space import LOGITS, LONG
 
 IN_LOOPS = frozenset(name for options in end_to_end_benchmark.LOOP_OPTIONS.values() for name in options)
 """Compiler options for products in loops: whatever kernels gain, they decide how the products that are left run."""
@@ -19,8 +19,9 @@ def most_rewritten(forms: Sequence[Variant | None]) -> list[Variant | None]:
 
     Of twelve networks at their headline batch, tuned without a limit on an H100, the latter were the fastest or as fast
     within the noise; at batch 1 the plainest sometimes was.  The variant with kernels for attention alone has few
-    problems.
+    problems.  Logits in chunks save memory, and time at best as a by-product: who has time tries them.
     """
+    forms = [form for form in forms if form is None or LOGITS not in form.rewrites]
     counts = [len(form.rewrites) for form in forms if form is not None and form.regions != ATTENTION]
     most = max(counts, default=0)
     return [

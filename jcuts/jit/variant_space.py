@@ -55,10 +55,11 @@ KERNEL_ONLY = ("slots",)  # rewrites that only kernels gain by
 ONLY_COMBINED = ("pools", "siblings")  # rewrites that only race beside all others that apply
 JOINED = "joins"
 TURNED = "turns"
-LOGITS = "logits"
 VECTORS = "vectors"
 """Like `JOINED` and `TURNED` a rewrite that costs passes over arguments in every call, for kernels that then have less
 to do: the three race apart."""
+LOGITS = "logits"
+"""The rewrite that computes logits in chunks of tokens: it saves memory, and has forms of its own."""
 RECOMPUTED = "recomputes"
 """The rewrite of backward passes of attention, for kernels that compute weights again: it races with these alone."""
 PRUNE_GAIN = 0.6  # a form that gains so much less than another, in shares of what the other's kernels take, is left out
@@ -172,7 +173,7 @@ def plan_variants(
     The rules of `WITH_ALL` race only beside all others that apply, in three programs (each costs seconds of
     compilation): left to XLA, with kernels for everything, and with kernels for all but dense products, since larger
     products are what these rules are for.
-    `recomputes` has a form of its own, with kernels for attention alone.
+    `recomputes` has a form of its own, with kernels for attention alone, and `logits` has two.
     Where `turns` takes weights that are arguments, kernels come with it, `vectors` and `joins`, or in the form without
     other rewrites.
     """
@@ -194,7 +195,8 @@ def candidate_variants(closed: jaxapi.Closed, platform: str) -> list[Variant | N
         rules = tuple(name for name in rules if name not in ("rounds", JOINED, TURNED))
     recomputed = RECOMPUTED in rules
     ahead = tuple(name for name in rules if name in (JOINED, TURNED, VECTORS))
-    rules = tuple(name for name in rules if name not in (*ahead, RECOMPUTED))
+    chunked = LOGITS in rules
+    rules = tuple(name for name in rules if name not in (*ahead, RECOMPUTED, LOGITS))
     folded = tuple(name for name in rules if name in ALWAYS_ON)
     found: list[Variant | None] = [Variant(folded) if folded else None]
     if platform in GPUS:
@@ -212,6 +214,7 @@ def candidate_variants(closed: jaxapi.Closed, platform: str) -> list[Variant | N
             found.append(Variant(every[-1], "absorbing"))
             found += [_form(rules, regions) for regions in ("none", "all", "absorbing")] if with_all else []
     found += [Variant((*folded, RECOMPUTED), ATTENTION)] if recomputed else []
+    found += [Variant((*folded, LOGITS), "none"), Variant((*folded, *ahead, LOGITS))] if chunked else []
     return [form for form in dict.fromkeys(found) if form != Variant((), "none")]
 
 

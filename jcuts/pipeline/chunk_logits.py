@@ -2,9 +2,8 @@
 
 What is gained is memory, which no race of programs by time sees.  So it is done, without a race, where the user asks
 (``chunk_logits=True``), and where a device would have to hold logits of more than one `MEMORY_SHARE`-th of its
-memory: these, their exponentials and their gradient are then most of what a step needs.  Of smaller ones, those beyond
-`LEAST_BYTES` are chunked in jcuts' program on a CPU, which races against XLA's as it is; on GPUs they race as the
-rewrite ``logits``.
+memory: these, their exponentials and their gradient are then most of what a step needs.  On GPUs smaller ones, from
+`rewrite.cross_entropy.head.LEAST_BYTES` on, race as the rewrite ``logits`` where tuning time is not limited.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 import jax
 
 from jcuts.base.settings import Settings
-from jcuts.rewrite.cross_entropy.head import CHUNK_BYTES, LEAST_BYTES, Sizes, chunk_heads
+from jcuts.rewrite.cross_entropy.head import CHUNK_BYTES, Sizes, chunk_heads
 from jcuts.rewrite.matmul_patterns import DOT
 from jcuts.rewrite.registry import CONTROL_FLOW, REMAT, everywhere
 from jcuts.rewrite.simplify import simplify
@@ -57,7 +56,7 @@ def is_settled(closed: jaxapi.Closed, settings: Settings, platform: str) -> bool
     """Whether a function's logits are computed in chunks whatever that takes: it is not raced against whole ones."""
     if settings.mode == "no_fusion" and not settings.chunk_logits:
         return False
-    least = _bytes_without_race(settings, platform)
+    least = _least_bytes(settings, platform)
     if least is None or largest_product(closed) < least:
         return False
     return _chunked(simplify(inline(closed)), least)[1] > 0
@@ -86,14 +85,6 @@ def largest_product(closed: jaxapi.Closed) -> int:
 
 
 def _least_bytes(settings: Settings, platform: str) -> int | None:
-    """Logits from which on jcuts' plain program has them in chunks; None where it never does."""
-    least = _bytes_without_race(settings, platform)
-    if settings.chunk_logits is None and platform == "cpu":
-        return LEAST_BYTES if least is None else min(least, LEAST_BYTES)
-    return least
-
-
-def _bytes_without_race(settings: Settings, platform: str) -> int | None:
     """Logits from which on they are in chunks whatever that takes; None where they never are."""
     if settings.chunk_logits is not None:
         return CHUNK_BYTES if settings.chunk_logits else None

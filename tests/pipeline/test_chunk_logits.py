@@ -10,6 +10,7 @@ import pytest
 import jcuts
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import Settings, Variant
+from jcuts.jit.race_limits import most_rewritten
 from jcuts.jit.variant_space import allowed, candidate_variants
 from jcuts.pipeline import chunk_logits as pass_of
 from jcuts.pipeline.chunk_logits import chunk_logits, is_settled, largest_product
@@ -73,13 +74,10 @@ def test_the_option_decides(memory, platform):
     assert not is_settled(traced(96), Settings(chunk_logits=False), platform)
 
 
-def test_large_logits_are_chunked_on_a_cpu_and_raced_on_a_gpu(memory):
-    assert is_chunked(96, "cpu")
-    assert not is_chunked(48, "cpu")
-    assert not is_chunked(96, "cpu", mode="no_fusion")
-    assert not is_chunked(96, "cuda")
-    assert not is_settled(traced(96), Settings(), "cpu")
-    assert not is_settled(traced(96), Settings(), "cuda")
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_logits_that_a_device_holds_with_ease_stay_whole_in_the_plain_program(memory, platform):
+    assert not is_chunked(96, platform)
+    assert not is_settled(traced(96), Settings(), platform)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
@@ -105,7 +103,8 @@ def test_the_reason_is_told_where_the_user_asks():
 
 def test_variants_race_on_a_gpu_unless_they_are_not_wanted():
     forms = candidate_variants(traced(96), "cuda")
-    assert Variant(("logits",), "none") in forms
+    assert Variant(("logits",), "none") in forms and Variant(("logits",)) in forms
+    assert not any(form and "logits" in form.rewrites for form in most_rewritten(forms))  # who has time tries them
     assert allowed(forms, Settings()) == forms
     assert [form for form in allowed(forms, Settings(chunk_logits=False)) if form and form.rewrites] == []
 

@@ -18,6 +18,7 @@ from jcuts.schedule.gpu.families import FAMILIES, family_of
 from jcuts.schedule.gpu.kernel_time import kernel_time
 from jcuts.schedule.gpu.machine import GpuMachine
 from tests import programs
+from tests.gpu import cases
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -87,6 +88,26 @@ def test_predicted_times_are_no_less_than_their_bounds(name, gpu):
         assert sum(time_model.breakdown(time.root).values()) > 0 and time_model.text(time.root).count("\n") >= 1
 
 
+@pytest.mark.parametrize("gpu", ["H200", "A100"])
+@pytest.mark.parametrize("template", ["attention", "queries", "keys"])
+def test_predicted_times_of_attention_are_no_less_than_their_bounds(template, gpu):
+    """Of the forward kernel, and of those for dQ and for dK and dV; more tokens take more time."""
+    machine, best = GpuMachine.named(gpu), []
+    for length in (256, 1024):
+        x, rows = zeros(2, length, 4, 64), zeros(2, 4, length, 1)
+        if template == "attention":
+            made = programs.trace(cases.attention(), x, x, x).attention()[1]
+        else:
+            made = programs.trace(cases.attention_backward(template), x, x, x, x, rows, rows)
+            made = made.attention("attention_backward")[1]
+        found = [kernel_time(program, machine) for program, _ in enumerate_schedules(made, machine)]
+        assert found
+        for time in found:
+            assert 0 < time.bound(machine.arch, resident=time.compulsory) <= time.seconds < math.inf
+        best.append(min(time.seconds for time in found))
+    assert best[1] > 2 * best[0]
+
+
 ONE_SCALE = ("copy", "transpose", "row sum", "softmax", "column softmax", "batch norm", "cumulative sum")
 """Whose candidates have scores on one scale: no family is rescaled, nothing is moved back for being like another."""
 
@@ -113,6 +134,7 @@ def test_every_family_has_a_case():
         "b2b_gemm",
         "b2b_wgmma",
         "flash_attention",
+        "attention_backward",
     }
     assert {*FAMILIES} - seen <= elsewhere, sorted(seen)
 

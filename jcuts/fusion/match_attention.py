@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from jcuts.base.errors import Refusal
 from jcuts.fusion.dag import Dag, NodeSet, is_acyclic_cover, is_convex
@@ -35,25 +36,63 @@ def fuse_attention(
 
     What is left of a subset that gave operations away becomes a subset of its own, or several.
     """
-    seconds = [n for n in graph.nodes if n.op is not None and n.op.family == "contraction"]
-    found, dag = dict(cover), None
-    for node in seconds if len(seconds) > 1 else []:
+
+    def fusion(node: OpNode) -> ProductFusion | Refusal | None:
         pair = find(graph, node)
-        if isinstance(pair, Refusal):
-            log.info("no attention: %s", pair)
         if not isinstance(pair, AttentionMatch):
+            return pair
+        core = pair.between | {pair.first, pair.second}
+        return ProductFusion(core, (pair.second,), lambda members: build_attention(graph, members, pair), match)
+
+    return fuse_products(graph, cover, fusion, 2, "attention", fuel)
+
+
+@dataclass(frozen=True)
+class ProductFusion:
+    """Several contractions that may be one region.
+
+    Attributes:
+        core: their equations and those between them; ends: contractions whose epilogues may join.
+        build: makes the program of a region; match: why no kernel supports a program, as a `Refusal`.
+    """
+
+    core: NodeSet
+    ends: tuple[int, ...]
+    build: Callable[[NodeSet], Program | Refusal]
+    match: Callable[[Program], object]
+
+    def lowered(self, members: NodeSet) -> Program | Refusal:
+        """The program of a region, if a kernel supports it."""
+        made = self.build(members)
+        known = self.match(made) if isinstance(made, Program) else made
+        return known if isinstance(known, Refusal) else made
+
+
+def fuse_products(
+    graph: TensorGraph,
+    cover: Sequence[tuple[NodeSet, Program]],
+    fusion: Callable[[OpNode], ProductFusion | Refusal | None],
+    fewest: int,
+    what: str,
+    fuel: Callable[[], bool],
+) -> Cover:
+    """The partition with every fusion of contractions that is found and supported as one region.
+
+    Args:
+        fusion: the one that a contraction ends; fewest: contractions of one; what: its name in the log.
+    """
+    products = [n for n in graph.nodes if n.op is not None and n.op.family == "contraction"]
+    found, dag = dict(cover), None
+    for node in products if len(products) >= fewest else []:
+        one = fusion(node)
+        if isinstance(one, Refusal):
+            log.info("no %s: %s", what, one)
+        if not isinstance(one, ProductFusion):
             continue
         dag = dag or Dag.of((n.number for n in graph.nodes), graph.edges())
-
-        def build(members: NodeSet, pair: AttentionMatch = pair) -> Program | Refusal:
-            made = build_attention(graph, members, pair)
-            known = match(made) if isinstance(made, Program) else made
-            return known if isinstance(known, Refusal) else made
-
-        core = pair.between | {pair.first, pair.second}
-        made = replace_in_partition(graph, found, core, (pair.second,), build, dag)
+        made = replace_in_partition(graph, found, one.core, one.ends, one.lowered, dag)
         if isinstance(made, Refusal):
-            log.info("no attention: %s", made)
+            log.info("no %s: %s", what, made)
         elif fuel():
             found = made
     return sorted(found.items(), key=lambda item: max(item[0]))

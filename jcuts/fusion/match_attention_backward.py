@@ -11,8 +11,15 @@ import logging
 from collections.abc import Callable, Sequence
 
 from jcuts.base.errors import Refusal
-from jcuts.fusion.dag import Dag, NodeSet
-from jcuts.fusion.match_attention import BETWEEN, MOST_BETWEEN, Cover, exclusive_producers, replace_in_partition
+from jcuts.fusion.dag import NodeSet
+from jcuts.fusion.match_attention import (
+    BETWEEN,
+    MOST_BETWEEN,
+    Cover,
+    ProductFusion,
+    exclusive_producers,
+    fuse_products,
+)
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.attention.backward import BackwardMatch, build_attention_backward
 from jcuts.lower.patterns.attention_backward import match_backward
@@ -25,28 +32,17 @@ def fuse_attention_backward(
     graph: TensorGraph, cover: Sequence[tuple[NodeSet, Program]], fuel: Callable[[], bool] = lambda: True
 ) -> Cover:
     """The partition with every recomputing backward pass of an attention that a GPU kernel supports as one region."""
-    products = [n for n in graph.nodes if n.op is not None and n.op.family == "contraction"]
-    found, dag = dict(cover), None
-    for node in products if len(products) > 2 else []:
+
+    def fusion(node: OpNode) -> ProductFusion | Refusal | None:
         pair = find_backward(graph, node)
-        if isinstance(pair, Refusal):
-            log.info("no backward pass of attention: %s", pair)
         if not isinstance(pair, BackwardMatch):
-            continue
-        dag = dag or Dag.of((n.number for n in graph.nodes), graph.edges())
+            return pair
         ends = tuple(number for number, _ in pair.products)
+        return ProductFusion(
+            pair.core, ends, lambda members: build_attention_backward(graph, members, pair), match_backward
+        )
 
-        def build(members: NodeSet, pair: BackwardMatch = pair) -> Program | Refusal:
-            made = build_attention_backward(graph, members, pair)
-            known = match_backward(made) if isinstance(made, Program) else made
-            return known if isinstance(known, Refusal) else made
-
-        made = replace_in_partition(graph, found, pair.core, ends, build, dag)
-        if isinstance(made, Refusal):
-            log.info("no backward pass of attention: %s", made)
-        elif fuel():
-            found = made
-    return sorted(found.items(), key=lambda item: max(item[0]))
+    return fuse_products(graph, cover, fusion, 3, "backward pass of attention", fuel)
 
 
 def find_backward(graph: TensorGraph, product: OpNode) -> BackwardMatch | Refusal | None:

@@ -261,12 +261,7 @@ def variant_of_clear(found: Mapping[Variant | None, Outcome], plain_seconds: flo
     sums = {form: _sums(found[form]) for form in whole}
     best = max(sums, key=lambda form: sums[form][1])
     ours, gain = sums[best]
-    won = [s for s in found[best].report.subsets if s.chosen != end_to_end_benchmark.XLA]
-    clear = sum(
-        s.count * (s.xla_seconds - s.seconds)
-        for s in won
-        if s.seconds and s.xla_seconds and gains_clearly(s.seconds, s.xla_seconds)
-    )
+    clear = _sums(found[best], gains_clearly)[1]
     is_among = XLA_TIMES * (ours + gain) < plain_seconds
     attention = next((form for form in found if form is not None and form.regions == ATTENTION), None)
     rest = plain_seconds - (0.0 if attention is None else _sums(found[attention])[1])
@@ -378,8 +373,15 @@ def _is_derived(outcome: Outcome) -> bool:
     return any(s.chosen != end_to_end_benchmark.XLA and s.derived for s in outcome.report.subsets)
 
 
-def _sums(outcome: Outcome) -> tuple[float, float]:
-    """What the kernels of a program were measured to take together, and what they gain on XLA's code [s]."""
+def _sums(outcome: Outcome, counts: Callable[[float, float], bool] = lambda kernel, xla: True) -> tuple[float, float]:
+    """What the kernels of a program were measured to take together, and what they gain on XLA's code [s].
+
+    Args: counts: which do, by a kernel's time and that of XLA's code.
+    """
     won = [s for s in outcome.report.subsets if s.chosen != end_to_end_benchmark.XLA and s.origin == "measured"]
-    pairs = [(s.count * s.seconds, s.count * s.xla_seconds) for s in won if s.seconds and s.xla_seconds]
+    pairs = [
+        (s.count * s.seconds, s.count * s.xla_seconds)
+        for s in won
+        if s.seconds and s.xla_seconds and counts(s.seconds, s.xla_seconds)
+    ]
     return sum(ours for ours, _ in pairs), sum(xla - ours for ours, xla in pairs)

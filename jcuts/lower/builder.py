@@ -7,12 +7,13 @@ raises `NotLowered`, which carries the reason and which `lower.region.lower_regi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jcuts.base.errors import IRError, Refusal
 from jcuts.kernel_ir.index import Index, flatten
 from jcuts.kernel_ir.node import Graph, Guard, Node, Scalar
-from jcuts.kernel_ir.program import Acc, Axis, Buffer
+from jcuts.kernel_ir.program import Acc, Axis, Buffer, Program
 from jcuts.lower.patterns.strided_concat import StridedConcat
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 from jcuts.ops.registry import FLOATS, IndexTuple, Op, TensorType
@@ -26,6 +27,20 @@ class NotLowered(Exception):
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(str(refusal))
         self.refusal = refusal
+
+
+def built_or_refused(
+    graph: TensorGraph, subset: frozenset[int], build: Callable[[], Program | Refusal]
+) -> Program | Refusal:
+    """What ``build`` makes of a region, or the refusal of one of its equations, or of the recursive descent."""
+    for number in sorted(subset):
+        refusal = graph.nodes[number].refusal
+        if refusal is not None:
+            return refusal
+    try:
+        return build()
+    except NotLowered as declined:
+        return declined.refusal
 
 
 @dataclass

@@ -19,7 +19,7 @@ from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import Axis, Grid, Program
 from jcuts.lower.attention.forward import AttentionBuilder, add_product, add_scores, index_places, product_point
-from jcuts.lower.builder import Builder, NotLowered, axes_of, descendants, make_buffers
+from jcuts.lower.builder import Builder, axes_of, built_or_refused, descendants, make_buffers
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 from jcuts.ops.registry import IndexTuple
 
@@ -54,14 +54,7 @@ def build_attention_backward(
     graph: TensorGraph, subset: frozenset[int], found: BackwardMatch, name: str = "attention_backward"
 ) -> Program | Refusal:
     """The unscheduled program of a region that holds a matched backward pass, or a refusal with the reason."""
-    for number in sorted(subset):
-        refusal = graph.nodes[number].refusal
-        if refusal is not None:
-            return refusal
-    try:
-        return _build(graph, subset, found, name)
-    except NotLowered as declined:
-        return declined.refusal
+    return built_or_refused(graph, subset, lambda: _build(graph, subset, found, name))
 
 
 def _build(graph: TensorGraph, subset: frozenset[int], match: BackwardMatch, name: str) -> Program | Refusal:

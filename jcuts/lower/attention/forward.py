@@ -21,6 +21,7 @@ from jcuts.lower.builder import (
     NotLowered,
     acc_node,
     axes_of,
+    built_or_refused,
     descendants,
     local_dtype,
     make_buffers,
@@ -64,14 +65,7 @@ def build_attention(
     graph: TensorGraph, subset: frozenset[int], pair: AttentionMatch, name: str = "attention"
 ) -> Program | Refusal:
     """The unscheduled program of a region that holds a matched attention, or a refusal with the reason."""
-    for number in sorted(subset):
-        refusal = graph.nodes[number].refusal
-        if refusal is not None:
-            return refusal
-    try:
-        return _build(graph, subset, pair, name)
-    except NotLowered as declined:
-        return declined.refusal
+    return built_or_refused(graph, subset, lambda: _build(graph, subset, pair, name))
 
 
 def _build(graph: TensorGraph, subset: frozenset[int], pair: AttentionMatch, name: str) -> Program | Refusal:

@@ -15,8 +15,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jcuts.base.errors import CompileRejected, Refusal
-from jcuts.codegen.cuda.attention.block_walk import counted_loop, head_frame, next_stage
+from jcuts.codegen.cuda.attention.block_walk import checked_tile, counted_loop, head_frame, next_stage
 from jcuts.codegen.cuda.attention.kv_tiles import LineReader, TileCopier
 from jcuts.codegen.cuda.attention.online_softmax import tiles_of
 from jcuts.codegen.cuda.attention.score_mod import Tile, TilePlace, apply_to_tiles, mask_columns
@@ -38,13 +37,7 @@ Fragments = list[list[list[L.Value]]]
 
 def backward_shape(program: Program) -> BackwardTile:
     """The block tile of a schedule. Raises CompileRejected where its parameters are inconsistent."""
-    shape = backward_tile(program)
-    if isinstance(shape, Refusal):
-        raise CompileRejected(f"{program.name}: {shape}")
-    params = dict(program.params)
-    if not shape.fits or shape.threads != int(str(params["threads"])):
-        raise CompileRejected(f"{program.name}: no tiles {params['tile']} by {params['warps']} warps")
-    return shape
+    return checked_tile(program, backward_tile(program), "tiles")
 
 
 class AttentionBackwardKernel:

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from jcuts.base.errors import CompileRejected, Refusal
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.llvm import lanes as L
-from jcuts.kernel_ir.program import Axis
+from jcuts.kernel_ir.program import Axis, Program
 from jcuts.lower.patterns.gemm import ROWS
+
+
+def checked_tile(program: Program, tile: Any, what: str) -> Any:
+    """The block tile of a schedule, which fits and has its number of threads.
+
+    Raises: CompileRejected: its parameters are inconsistent. Args: what: said of the tiles there.
+    """
+    if isinstance(tile, Refusal):
+        raise CompileRejected(f"{program.name}: {tile}")
+    params = dict(program.params)
+    if not tile.fits or tile.threads != int(str(params["threads"])):
+        raise CompileRejected(f"{program.name}: no {what} {params['tile']} by warps {params['warps']}")
+    return tile
 
 
 def head_frame(

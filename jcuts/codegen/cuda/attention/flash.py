@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jcuts.base.errors import CompileRejected, Refusal
-from jcuts.codegen.cuda.attention.block_walk import counted_loop, head_frame, next_stage
+from jcuts.codegen.cuda.attention.block_walk import checked_tile, counted_loop, head_frame, next_stage
 from jcuts.codegen.cuda.attention.kv_tiles import LineReader, TileCopier, queries
 from jcuts.codegen.cuda.attention.online_softmax import (
     FOUR,
@@ -43,13 +42,7 @@ from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STEP, FlashTile, s
 
 def attention_shape(program: Program) -> FlashTile:
     """The block tile of a schedule. Raises CompileRejected where its parameters are inconsistent."""
-    shape = shape_of(program)
-    if isinstance(shape, Refusal):
-        raise CompileRejected(f"{program.name}: {shape}")
-    params = dict(program.params)
-    if not shape.fits or shape.threads != int(str(params["threads"])):
-        raise CompileRejected(f"{program.name}: no attention of tiles {params['tile']} by warps {params['warps']}")
-    return shape
+    return checked_tile(program, shape_of(program), "attention of tiles")
 
 
 class FlashAttentionKernel:

@@ -14,20 +14,24 @@ import itertools
 from collections.abc import Iterator
 
 from jcuts.base.errors import Refusal
-from jcuts.estimate.time_model import Resource, TimeTerm, longest, overlap, per_sm, repeat, serial, soft_maximum, term
+from jcuts.estimate.time_model import Resource, TimeTerm, overlap, per_sm, repeat, serial, soft_maximum, term
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.attention_backward import AttentionBackward, match_backward
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.attention.backward_tile import FORM, BackwardTile
-from jcuts.schedule.gpu.attention.schedules import QUARTERS
+from jcuts.schedule.gpu.attention.schedules import (
+    FEW_SHARED,
+    HIGH,
+    QUARTERS,
+    bound_of_work,
+    launch_time,
+    resident_blocks,
+)
 from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STEP
 from jcuts.schedule.gpu.gemm.mma import (
     AGAIN,
-    BLOCKS,
-    LATENCY,
     MOST,
     MOST_SHARED,
-    NOT_SHARED,
     OVERLAP,
     REGISTERS,
     bound_rates,
@@ -36,15 +40,11 @@ from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine, scheduled, u
 
 _FIT = fit.coefficients("gpu/attention", "cycles")
 _REGISTERS = fit.coefficients("gpu/attention", "backward_registers")
-HIGH = (16, 32)
-"""Rows of a warp."""
 COLUMNS = (16, 32, 64)
 """Columns of a tile."""
 WARPS = (2, 4, 8)
 STAGES = (2, 3, 1)
 """One where two do not fit: copies of a tile then wait for the products of the one before."""
-MOST_SHARED_HOPPER = 208 << 10
-"""Bytes of shared memory of a block where a multiprocessor has more than Ampere's smallest."""
 EACH_ALIKE = 2
 """Schedules of equal rows and columns of a warp that are kept."""
 
@@ -82,7 +82,7 @@ def shapes(attention: AttentionBackward, machine: GpuMachine) -> Iterator[Backwa
     """All block tiles within registers and shared memory."""
     rounded = (False, True) if attention.kind == "tf32" else (False,)
     room = machine.limits.smem_per_block_bytes
-    most = min(MOST_SHARED_HOPPER, room) if machine.capability >= (9, 0) else min(MOST_SHARED, room)
+    most = min(FEW_SHARED, room) if machine.capability >= (9, 0) else min(MOST_SHARED, room)
     for high, columns, warps in itertools.product(HIGH, COLUMNS, WARPS):
         rows = high * warps
         if (rows > SIXTEEN and rows >= 2 * attention.rows) or (columns > SIXTEEN and columns >= 2 * attention.columns):
@@ -114,10 +114,7 @@ def _factors(shape: BackwardTile) -> tuple:
 def bound(attention: AttentionBackward, program: Program, machine: GpuMachine) -> float:
     """Lower bound on any schedule's cycles: tensor cores, memory."""
     work = attention.batches * attention.rows * attention.columns * sum(attention.products)
-    moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
-    rates = bound_rates(machine)
-    unit = 2 * unit_rate(rates, attention.scores.item)
-    return max(work / (machine.sms * unit), moved / rates.memory_bytes_per_cycle, LATENCY)
+    return bound_of_work(work, attention.scores.item, program, machine)
 
 
 def _issued(shape: BackwardTile) -> tuple[float, float, float]:
@@ -148,14 +145,8 @@ def time(shape: BackwardTile, program: Program, machine: GpuMachine) -> TimeTerm
     read += 0 if shape.held else shape.row_bytes
     chain = _FIT.k_tile_chain_cycles + _FIT.product_chain_cycles * products + _FIT.instruction_chain_cycles * each
     own = serial([repeat(shape.tiles, term(Resource.CHAIN, chain)), term(Resource.START, _FIT.block_ends_cycles)])
-    taken = -(-registers(shape) // EIGHT) * EIGHT * WARP
-    beside = QUARTERS * int(REGISTERS // QUARTERS // taken) // shape.warps
-    room = machine.limits.smem_per_sm_bytes - NOT_SHARED
-    fitting = (room // (shape.shared + 1024), beside, BLOCKS, machine.threads_per_sm // shape.threads)
-    resident = max(1, min(fitting))
-    full, rest_blocks = divmod(-(-shape.block_count // machine.sms), resident)
 
-    def wave(times: int, blocks: int, of_all: float) -> TimeTerm:
+    def wave(times: int, blocks: int, of_all: int) -> TimeTerm:
         uneven = -(-blocks * shape.warps // QUARTERS) * QUARTERS / (blocks * shape.warps)
         limits = [
             term(Resource.COMPUTE, multiplied / (2 * unit_rate(bound_rates(machine), item)), 2 * multiplied),
@@ -166,13 +157,8 @@ def time(shape: BackwardTile, program: Program, machine: GpuMachine) -> TimeTerm
         work = repeat(blocks * shape.tiles, overlap(OVERLAP, limits))
         return per_sm(times, soft_maximum(2, work, own), resident=blocks, blocks=of_all, sms=machine.sms)
 
-    every = shape.block_count
-    waves = [wave(full, resident, min(every, full * resident * machine.sms))] if full else []
-    if rest_blocks:
-        waves.append(wave(1, rest_blocks, every - full * resident * machine.sms))
-    moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
-    memory = term(Resource.DRAM, moved / bound_rates(machine).memory_bytes_per_cycle, moved)
-    return longest((serial(waves), serial([memory, term(Resource.LATENCY, LATENCY)])))
+    resident = resident_blocks(shape.shared, registers(shape), shape.threads, machine)
+    return launch_time(wave, shape.block_count, resident, program, machine)
 
 
 def cycles(shape: BackwardTile, program: Program, machine: GpuMachine) -> float:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jcuts.base.errors import Refusal
 from jcuts.estimate.time_model import Resource, TimeTerm, longest, overlap, per_sm, repeat, serial, soft_maximum, term
@@ -126,10 +126,38 @@ def register_budget(shape: FlashTile) -> float:
 def bound(attention: Attention, program: Program, machine: GpuMachine) -> float:
     """Lower bound on any schedule's cycles: tensor cores, memory."""
     work = attention.batches * attention.rows * attention.keys * (attention.key.length + attention.value.length)
+    return bound_of_work(work, attention.key.item, program, machine)
+
+
+def bound_of_work(work: int, item: int, program: Program, machine: GpuMachine) -> float:
+    """Lower bound on the cycles of so many multiply-adds of operands of ``item`` bytes, and of a program's memory."""
     moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
     rates = bound_rates(machine)
-    unit = 2 * unit_rate(rates, attention.key.item)
-    return max(work / (machine.sms * unit), moved / rates.memory_bytes_per_cycle, LATENCY)
+    return max(work / (machine.sms * 2 * unit_rate(rates, item)), moved / rates.memory_bytes_per_cycle, LATENCY)
+
+
+def resident_blocks(shared: int, registers: float, threads: int, machine: GpuMachine) -> int:
+    """Blocks that a multiprocessor holds at once. Args: shared: bytes of a block; registers: of a thread."""
+    taken = -(-registers // EIGHT) * EIGHT * WARP
+    beside = QUARTERS * int(REGISTERS // QUARTERS // taken) // (threads // WARP)
+    room = machine.limits.smem_per_sm_bytes - NOT_SHARED
+    return max(1, min(room // (shared + 1024), beside, BLOCKS, machine.threads_per_sm // threads))
+
+
+def launch_time(
+    wave: Callable[[int, int, int], TimeTerm], blocks: int, resident: int, program: Program, machine: GpuMachine
+) -> TimeTerm:
+    """Cycles of a launch in waves, or of its memory.
+
+    Args: wave: of how often, with how many blocks per multiprocessor, for how many of all blocks.
+    """
+    full, rest = divmod(-(-blocks // machine.sms), resident)
+    waves = [wave(full, resident, min(blocks, full * resident * machine.sms))] if full else []
+    if rest:
+        waves.append(wave(1, rest, blocks - full * resident * machine.sms))
+    moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
+    memory = term(Resource.DRAM, moved / bound_rates(machine).memory_bytes_per_cycle, moved)
+    return longest((serial(waves), serial([memory, term(Resource.LATENCY, LATENCY)])))
 
 
 def time(shape: FlashTile, program: Program, machine: GpuMachine) -> TimeTerm:
@@ -153,14 +181,8 @@ def time(shape: FlashTile, program: Program, machine: GpuMachine) -> TimeTerm:
     chain = _FIT.k_tile_chain_cycles + _FIT.product_chain_cycles * products + _FIT.instruction_chain_cycles * each
     ends = _FIT.block_ends_cycles * (1 if parts == 1 else 2)
     own = serial([repeat(shape.tiles, term(Resource.CHAIN, chain)), term(Resource.START, ends)])
-    taken = -(-registers(shape) // EIGHT) * EIGHT * WARP
-    beside = QUARTERS * int(REGISTERS // QUARTERS // taken) // count
-    room = machine.limits.smem_per_sm_bytes - NOT_SHARED
-    resident = max(1, min(room // (shape.shared + 1024), beside, BLOCKS, machine.threads_per_sm // shape.threads))
-    all_blocks = math.prod(shape.blocks)
-    full, rest = divmod(-(-all_blocks // machine.sms), resident)
 
-    def wave(times: int, blocks: int, of_all: float) -> TimeTerm:
+    def wave(times: int, blocks: int, of_all: int) -> TimeTerm:
         uneven = -(-blocks * count // QUARTERS) * QUARTERS / (blocks * count)  # a quarter has whole warps
         limits = [
             term(
@@ -175,12 +197,8 @@ def time(shape: FlashTile, program: Program, machine: GpuMachine) -> TimeTerm:
         work = repeat(blocks * shape.tiles, overlap(OVERLAP, limits))
         return per_sm(times, soft_maximum(2, work, own), resident=blocks, blocks=of_all, sms=machine.sms)
 
-    waves = [wave(full, resident, min(all_blocks, full * resident * machine.sms))] if full else []
-    if rest:
-        waves.append(wave(1, rest, all_blocks - full * resident * machine.sms))
-    moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
-    memory = term(Resource.DRAM, moved / bound_rates(machine).memory_bytes_per_cycle, moved)
-    return longest((serial(waves), serial([memory, term(Resource.LATENCY, LATENCY)])))
+    resident = resident_blocks(shape.shared, registers(shape), shape.threads, machine)
+    return launch_time(wave, math.prod(shape.blocks), resident, program, machine)
 
 
 def cycles(shape: FlashTile, program: Program, machine: GpuMachine) -> float:

@@ -17,6 +17,7 @@ import jax
 from jcuts.base.errors import JcutsError, summary
 from jcuts.base.settings import Variant
 from jcuts.jit import end_to_end_benchmark, paired_timing
+from jcuts.jit.accuracy.plain_comparison import to_host, wrong_result
 from jcuts.jit.decision import Decision
 from jcuts.jit.paired_timing import ms
 from jcuts.jit.variant_names import form_of, is_xla, name_of
@@ -112,14 +113,14 @@ def _wrong(
     def result_of(name: str) -> Any:
         return paired_timing.run_once(calls[name], fresh_args)
 
-    reference = jax.tree.map(end_to_end_benchmark.to_host, result_of(end_to_end_benchmark.XLA))
+    reference = jax.tree.map(to_host, result_of(end_to_end_benchmark.XLA))
     try:
         result = result_of(single)
     except JcutsError:
         raise
     except Exception as error:
         return summary(error)
-    return end_to_end_benchmark.wrong_result(single, reference, result, verify, second_opinion)
+    return wrong_result(single, reference, result, verify, second_opinion)
 
 
 def _margin(*errors: float) -> float:

@@ -8,26 +8,25 @@ whatever single regions gained.  Candidates are whole programs: plain XLA, jcuts
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 
 from jcuts.base.errors import JcutsError, summary
 from jcuts.jit import paired_timing
-from jcuts.jit.accuracy.result_norms import Norms, norms
+from jcuts.jit.accuracy.plain_comparison import to_host, wrong_result
 from jcuts.jit.decision import JCUTS, XLA, Decision
 from jcuts.jit.decision import MOST_TRIES as MOST_TRIES
 from jcuts.jit.decision import DecisionStore as DecisionStore
 from jcuts.jit.decision import MemoryStore as MemoryStore
 from jcuts.jit.paired_timing import ms
 from jcuts.tune.measure import statistics as measure_statistics
-from jcuts.tune.verify.tolerances import GROSS_SQRT_EPS
 
 log = logging.getLogger("jcuts")
 
@@ -63,6 +62,8 @@ _LONG = 3.0
 # float64.
 HOPELESS = 1.05
 HOPELESS_SECONDS = 1e-3
+# Samples of each, interleaved.
+_QUICK_ROUNDS = 2
 # Compiler options do not make up for a program that needs this many times the best time in each of two runs.
 OPTIONS_GAIN = 2.0
 # Two standard errors of a ratio beyond this: the machine was too busy to decide for good.
@@ -109,6 +110,7 @@ def benchmark_variants(
 
     Returns: the fastest candidate, or the first in order within the noise margin of it.  Nothing rests on one run.
     """
+    sample = functools.partial(_sample, calls, fresh_args, donates, clock)
     rejected = {name: why for name, why in barred.items() if name in calls}
     calls = {name: call for name, call in calls.items() if name == XLA or name not in barred}
     runs: dict[str, Callable[[], Any]] = {}
@@ -136,10 +138,9 @@ def benchmark_variants(
         if not runs:
             reference = jax.tree.map(to_host, result)
         else:
-            slowest = math.inf if XLA in barred else _hopeless(quick.get(XLA, math.inf))
-            if (
-                why := wrong_result(name, reference, result, verify, _of_hopeful(second_opinion, run, slowest, clock))
-            ) is not None:
+            inner = paired_timing.executions(quick.get(XLA, _LONG), size)
+            judge = _of_hopeful(second_opinion, sample, [] if XLA in barred else [XLA, name], inner)
+            if (why := wrong_result(name, reference, result, verify, judge)) is not None:
                 rejected[name] = why
                 continue
         if ":" not in name and quick.get(XLA, 0.0) <= _LONG:
@@ -148,12 +149,9 @@ def benchmark_variants(
     runs = {name: runs[name] for name in calls if name in runs}  # back in tie order
     warm = paired_timing.warm(runs, clock)
     best = min((min(times) for name, times in warm.items() if name not in barred), default=min(warm[XLA]))
-    for name in [n for n, times in warm.items() if min(times) > PRUNE_RATIO * best and n != XLA]:
-        rejected[name] = (
-            f"{min(warm[name]) / best:.1f} times the time of the best program in the shortest of "
-            f"{len(warm[name])} runs ({ms(min(warm[name]))} against {ms(best)})"
-        )
-        del runs[name]
+    slow = _far_behind(warm, best)
+    rejected |= slow
+    runs = {name: run for name, run in runs.items() if name not in slow}
     if len(runs) == 1:
         return _choose({name: measure_statistics.Samples(tuple(warm[name])) for name in runs}, rejected)
     # Where even the longest run of the leader is far below the shortest of plain XLA, a short session settles it.
@@ -161,18 +159,25 @@ def benchmark_variants(
     is_clear = min(warm[XLA]) > PRUNE_RATIO * max(warm[leader])
     rounds = max(2, min(5, int(limit / 3 / sum(min(warm[name]) for name in runs))))
 
-    def sample(names: Sequence[str], seconds: float) -> dict[str, measure_statistics.Samples]:
-        chosen = {name: calls[name] for name in names}
-        return paired_timing.sample(
-            chosen, fresh_args, paired_timing.executions(best, size), donates, seconds, rounds, clock
-        )
-
-    first = _choose(sample(list(runs), seconds / 3 if is_clear else seconds), rejected, barred)
+    inner = paired_timing.executions(best, size)
+    first = _choose(sample(list(runs), inner, seconds / 3 if is_clear else seconds, rounds), rejected, barred)
     if first.chosen == XLA or (is_clear and first.speed[first.chosen][1] > PRUNE_RATIO) or clock() - start > limit:
         return first
-    # A gain has to show twice: one burst of another process must not send the user away from plain jax.jit.
+    return _shown_twice(first, runs, functools.partial(sample, inner=inner, seconds=seconds / 2, rounds=rounds), barred)
+
+
+def _shown_twice(
+    first: Decision,
+    names: Iterable[str],
+    sample: Callable[[Sequence[str]], Mapping[str, measure_statistics.Samples]],
+    barred: Mapping[str, str],
+) -> Decision:
+    """The decision of a second session between plain XLA, the one that was chosen and the fastest of the first.
+
+    One burst of another process must not send the user away from plain ``jax.jit``.
+    """
     leader = max(first.speed, key=lambda name: first.speed[name][0])
-    second = _choose(sample([n for n in runs if n in (XLA, first.chosen, leader)], seconds / 2), rejected, barred)
+    second = _choose(sample([n for n in names if n in (XLA, first.chosen, leader)]), first.rejected, barred)
     base = second.seconds[XLA]
     others = {name: base / ratio[0] for name, ratio in first.speed.items() if name not in second.seconds}
     noisy = first.noisy or second.noisy or second.chosen == XLA
@@ -186,45 +191,56 @@ def _hopeless(seconds: float) -> float:
     return max(HOPELESS * seconds, seconds + HOPELESS_SECONDS)
 
 
+def _far_behind(warm: Mapping[str, Sequence[float]], best: float) -> dict[str, str]:
+    """Programs that are timed no further, with the reason. Args: warm: their first runs [s]; best: shortest [s]."""
+    return {
+        name: f"{min(times) / best:.1f} times the time of the best program in the shortest of {len(times)} runs "
+        f"({ms(min(times))} against {ms(best)})"
+        for name, times in warm.items()
+        if min(times) > PRUNE_RATIO * best and name != XLA
+    }
+
+
+def _sample(
+    calls: Mapping[str, Callable[..., Any]],
+    fresh_args: Callable[[], Any],
+    donates: bool,
+    clock: Callable[[], float],
+    names: Sequence[str],
+    inner: int,
+    seconds: float,
+    rounds: int,
+) -> dict[str, measure_statistics.Samples]:
+    """Interleaved samples of some of the programs (`paired_timing.sample`)."""
+    chosen = {name: calls[name] for name in names}
+    return paired_timing.sample(chosen, fresh_args, inner, donates, seconds, rounds, clock)
+
+
 def _of_hopeful(
     second_opinion: Callable[[Any, Any], str | None] | None,
-    run: Callable[[], Any],
-    limit: float,
-    clock: Callable[[], float],
+    sample: Callable[..., Mapping[str, measure_statistics.Samples]],
+    pair: Sequence[str],
+    inner: int,
 ) -> Callable[[Any, Any], str | None] | None:
-    """The second opinion, which takes seconds, for a program that may win: one of two runs is below the limit [s]."""
-    if second_opinion is None:
-        return None
+    """The second opinion, which takes seconds, for a program that may win.
+
+    Donated arguments pass from call to call while it is timed: with copies of its own in each call a CUDA graph would
+    be updated for new addresses every time, which a training loop never asks for.
+
+    Args: sample: `_sample`; pair: plain XLA and the program, or none where any program may win; inner: executions per
+        sample.
+    """
+    if second_opinion is None or not pair:
+        return second_opinion
 
     def judged(reference: Any, result: Any) -> str | None:
-        if min(paired_timing.timed(run, clock) for _ in range(2)) > limit:
-            return "it is slower than plain jax.jit in two runs, and is not judged by float64"
+        plain, mine = (min(samples.seconds) for samples in sample(pair, inner, 0.0, _QUICK_ROUNDS).values())
+        if mine > _hopeless(plain):
+            times = f"{ms(mine)} against {ms(plain)}"
+            return f"it is slower than plain jax.jit in two samples ({times}): not judged by float64"
         return second_opinion(reference, result)
 
     return judged
-
-
-def wrong_result(
-    name: str,
-    reference: Any,
-    result: Any,
-    verify: Callable[[str, Any, Any], str | None] | None,
-    second_opinion: Callable[[Any, Any], str | None] | None,
-) -> str | None:
-    """Why a program's result is not accepted, or None.
-
-    What differs grossly from plain XLA's result may be as right as that: gradients that are zero but for rounding, and
-    sums of TF32 products through many layers, differ as much between two of XLA's own programs.
-    """
-    found = differences(reference, result)
-    if (why := nan_mismatch(found)) is not None:
-        return why
-    if (gross := gross_mismatch(found)) is None:
-        return verify(name, reference, result) if verify is not None else None
-    if second_opinion is None:
-        return gross
-    why = second_opinion(reference, result)
-    return None if why is None else f"{gross}; {why}"
 
 
 def _not_worth_options(base: str, quick: Mapping[str, float], gain: float, barred: Mapping[str, str]) -> str | None:
@@ -298,46 +314,6 @@ def _reason(
         )
         return f"nothing was faster than plain jax.jit beyond the noise; {other} was {text(other)}{but}"
     return text(chosen) + ("" if best == chosen else f"; {best} ({speed[best][0]:.2f}) is equal within the noise")
-
-
-def to_host(x: Any) -> Any:
-    """A result's numbers on the host, None for what has none."""
-    return np.asarray(x) if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, np.number) else None
-
-
-class Difference(NamedTuple):
-    """Norms of an output's difference from plain XLA's. Args: number: of the output; eps: of its type."""
-
-    number: int
-    eps: float
-    norms: Norms
-
-
-def differences(reference: Any, result: Any) -> list[Difference]:
-    """Of every floating or complex output. Args: reference: plain XLA's, None for outputs without numbers."""
-    pairs = zip(jax.tree.leaves(reference, is_leaf=lambda x: x is None), jax.tree.leaves(result), strict=False)
-    return [
-        Difference(i, float(jax.numpy.finfo(got.dtype).eps), norms(want, got))
-        for i, (want, got) in enumerate(pairs)
-        if want is not None and jax.numpy.issubdtype(got.dtype, np.inexact)
-    ]
-
-
-def nan_mismatch(found: Sequence[Difference]) -> str | None:
-    """Whether an output has NaN where plain ``jax.jit`` has none, or the reverse."""
-    first = next((d.number for d in found if d.norms.nan_differs), None)
-    return None if first is None else f"output {first} has NaN where plain jax.jit has none, or the reverse"
-
-
-def gross_mismatch(found: Sequence[Difference]) -> str | None:
-    """A last net under the per-kernel checks: a floating output that differs by more than 64 sqrt(eps) in relative L2
-    norm, where both are finite.
-    """
-    for number, eps, apart in found:
-        allowed = GROSS_SQRT_EPS * math.sqrt(eps) * apart.size
-        if apart.errors[0] > allowed:
-            return f"output {number} differs from plain jax.jit by {apart.errors[0]:.3g} in norm, allowed {allowed:.3g}"
-    return None
 
 
 def copies_fit(leaves: Sequence[Any]) -> bool:

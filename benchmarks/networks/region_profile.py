@@ -49,7 +49,7 @@ def measure(spec: str, dry: bool) -> dict[str, Any]:
     top = state.top
     planned = time.perf_counter()
 
-    seconds, text = xla_profile.instruction_profile(top.closed, leaves)
+    seconds, text = xla_profile.instruction_profile(xla_profile.lowered_in_scopes(top.closed, leaves).compile(), leaves)
     done = time.perf_counter()
     times = equation_seconds(text, seconds)
     by_kind = xla_profile.OperationTimes.of(top.closed, times)

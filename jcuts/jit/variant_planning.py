@@ -39,6 +39,9 @@ FLOAT64_RUN = "float64"
 """... and what keeps the device busy."""
 COMPILATIONS_AFTER = 2
 """Compilations' time that follows tuning: a program with kernels is lowered, compiled, and compared with float64."""
+PLANS_PER_FINISH = 2
+"""Planning with measured choices takes at most this fraction of planning: 0.2 to 0.5 were measured (CNN and encoder
+training steps)."""
 PROFILE = "profile"
 """The profile of plain XLA's program (`tune.baseline.xla_profile`): it runs on the device."""
 
@@ -188,21 +191,24 @@ def background_tasks(
     programs = {name: traced.compiler.program(name, call.placement, traced.platform, more).call for name in names}
     lowered = {name: program.lower(*call.args, **call.kwargs) for name, program in programs.items()}
     compiled: dict[str, Any] = {}
+    second = names[0] if profiler is not None else names[-1]  # the first whose algorithms are known
 
     def compile_(name: str) -> None:
         start = time.monotonic()
         compiled[name] = lowered[name].compile()
-        if name != names[0]:
+        if name == second:
             budget.reserve(COMPILATIONS_AFTER * (time.monotonic() - start))
 
     def first_run(name: str) -> None:  # not the jitted function: it would be traced again where contexts differ
         mine, named = traced.arguments.split(*traced.copies())[0]
         jax.block_until_ready(compiled[name](*mine, **named))
 
-    compiles = {f"{n}{COMPILED}": functools.partial(compile_, n) for n in names}
-    first = next(iter(compiles))  # whose algorithms all others find in memory
-    todo: dict[str, Callable[[], object]] = {first: compiles[first]}
-    todo |= ({} if profiler is None else {PROFILE: profiler.run}) | compiles
+    # The first times algorithms, which all others find in memory; tuning waits for the profile.
+    todo: dict[str, Callable[[], object]] = {}
+    if profiler is not None:
+        profiler.lower()
+        todo |= {f"{PROFILE}{COMPILED}": profiler.compile, PROFILE: profiler.run}
+    todo |= {f"{n}{COMPILED}": functools.partial(compile_, n) for n in names}
     todo |= {f"{n} run": functools.partial(first_run, n) for n in names}
     return todo | ({FLOAT64: exact.compile, FLOAT64_RUN: exact.precompute} if exact is not None else {})
 
@@ -229,7 +235,7 @@ def _tune_and_plan(
                     if (problems := started[form].problems) is not None:
                         session.warm_workers(problems)
         log.info("variants planned in %.2f s", time.monotonic() - start)
-        time_budget.current().reserve(time.monotonic() - start)  # they are planned again with measured choices
+        time_budget.current().reserve((time.monotonic() - start) / PLANS_PER_FINISH)
         # What most is rewritten in is expected to win: its problems come first.
         ordered = sorted(started, key=lambda form: -len(form.rewrites) if form is not None else 0)
         collected = [planning.problems for planning in started.values() if planning.problems is not None]

@@ -11,6 +11,7 @@ import jcuts
 from jcuts.jit import variant_planning
 from jcuts.jit.background_work import BackgroundWork
 from jcuts.jit.traced_call import Call, TracedCall
+from jcuts.tune.baseline.xla_profile import RegionProfiler
 
 
 def test_pieces_run_in_turn_and_one_that_fails_costs_only_itself():
@@ -151,4 +152,7 @@ def test_plain_xla_runs_early_with_static_and_donated_arguments(monkeypatch, opt
         assert "xla run" in todo
         for piece in todo.values():
             piece()
+        profiler = RegionProfiler(traced.closed, traced.leaves)
+        first = list(variant_planning.background_tasks(traced, None, profiler))[:2]
+        assert first == ["profile compiled", "profile"]  # tuning waits for it
     assert x.sum() == 5  # it was a copy that was donated

@@ -155,6 +155,8 @@ def test_a_profile_tells_the_times_of_regions(monkeypatch):
         xla_profile, "equation_seconds", lambda text, seconds: dict.fromkeys(range(99), seconds["first"])
     )
     profiler = RegionProfiler(closed, arguments())
+    profiler.lower()
+    profiler.compile()
     profiler.run()
     assert profiler.seconds(flat.jaxpr.eqns) == pytest.approx(len(flat.jaxpr.eqns))
 
@@ -164,10 +166,16 @@ def test_where_nothing_can_be_recorded_nothing_is_known_and_nobody_waits(monkeyp
     monkeypatch.setattr(xla_profile, "instruction_seconds", lambda *_: {})
     closed = jax.make_jaxpr(network)(*arguments())
     profiler = RegionProfiler(closed, arguments())
+    profiler.lower()
+    profiler.compile()
     with pytest.raises(RuntimeError, match="recorded no kernel"):
         profiler.run()
     assert profiler.seconds(closed.jaxpr.eqns) is None
     assert not profiler.is_known
+    never_compiled = RegionProfiler(closed, arguments())
+    with pytest.raises(RuntimeError, match="was not compiled"):
+        never_compiled.run()
+    assert not never_compiled.is_known
     closed_early = RegionProfiler(closed, arguments())
     closed_early.close()
     assert closed_early.seconds(closed.jaxpr.eqns) is None

@@ -88,15 +88,12 @@ def _extents(aval: Any) -> list[Any]:
     return [aval.dtype.name, math.prod(aval.shape), *sorted(n for n in aval.shape if n > 1)]
 
 
-def equation_times(closed: jaxapi.Closed, leaves: Sequence[Any]) -> dict[int, float]:
+def equation_times(seconds: Mapping[str, float], text: str) -> dict[int, float]:
     """Seconds that plain XLA's program spends on every equation of a flat jaxpr, by its number.
 
-    Args: closed: without effects; leaves: concrete arguments, which are not used up.
-    Raises: RuntimeError: nothing was recorded, or another profile is being taken; JAX's own errors where the program
-        does not fit into the memory.
+    Args: seconds: of every HLO instruction; text: its optimised module, with name scopes.
+    Raises: RuntimeError: nothing was recorded, or too little of it belongs to equations.
     """
-
-    seconds, text = instruction_profile(closed, leaves)
     if not seconds:
         raise RuntimeError("the profiler recorded no kernel")
     times = equation_seconds(text, seconds)
@@ -106,17 +103,25 @@ def equation_times(closed: jaxapi.Closed, leaves: Sequence[Any]) -> dict[int, fl
     return times
 
 
-def instruction_profile(closed: jaxapi.Closed, leaves: Sequence[Any]) -> tuple[dict[str, float], str]:
-    """Device time of every HLO instruction of a flat jaxpr's program [s], and its optimised module, with name scopes.
+def lowered_in_scopes(closed: jaxapi.Closed, leaves: Sequence[Any]) -> Any:
+    """A flat jaxpr's program (`jax.stages.Lowered`) whose HLO instructions carry their equations' numbers.
 
-    Args, Raises: as of `equation_times`; nothing recorded is no error.
+    Args: closed: without effects; leaves: concrete arguments, which a call does not use up.
     """
 
     def jcuts_profile(*args: Any) -> Any:
         return jaxapi.eval_in_scopes(closed, SCOPE, *args)
 
     options = {**autotune_cache.known_options(NO_GRAPHS), **autotune_cache.options()}
-    compiled = jax.jit(jcuts_profile, compiler_options=options or None).lower(*leaves).compile()
+    return jax.jit(jcuts_profile, compiler_options=options or None).lower(*leaves)
+
+
+def instruction_profile(compiled: Any, leaves: Sequence[Any]) -> tuple[dict[str, float], str]:
+    """Device time of every HLO instruction of a program [s], and its optimised module, with name scopes.
+
+    Args: compiled: a program of `lowered_in_scopes`; leaves: its arguments.
+    Raises: RuntimeError: another profile is being taken; JAX's own errors.  Nothing recorded is no error.
+    """
     return instruction_seconds(lambda: compiled(*leaves), MODULE), compiled.as_text() or ""
 
 
@@ -193,22 +198,34 @@ class RegionProfiler:
     """
 
     def __init__(self, closed: jaxapi.Closed, leaves: Sequence[Any]) -> None:
-        self._closed, self._leaves = closed, leaves
+        self._flat, self._leaves = inline(closed), leaves
+        self._lowered: Any = None
+        self._compiled: Any = None
         self._times: OperationTimes | None = None
         self._done = threading.Event()
         self.total: float | None = None
         """Seconds of all kernels in one execution; None as long as nothing is known."""
 
+    def lower(self) -> None:
+        """Traces the program that is profiled, on the thread that plans."""
+        self._lowered = lowered_in_scopes(self._flat, self._leaves)
+
+    def compile(self) -> None:
+        """Compiles it, on the GPU. Raises: JAX's own errors, as where it does not fit into the memory."""
+        self._compiled = self._lowered.compile()
+
     def run(self) -> None:
-        """Takes the profile. Raises: as `equation_times`; then nothing is known."""
+        """Takes the profile. Raises: as `equation_times` and `instruction_profile`; then nothing is known."""
         try:
             start = time.perf_counter()
-            flat = inline(self._closed)
-            times = equation_times(flat, self._leaves)
-            self._times = OperationTimes.of(flat, times)
+            if self._compiled is None:
+                raise RuntimeError("the program was not compiled")
+            times = equation_times(*instruction_profile(self._compiled, self._leaves))
+            self._times = OperationTimes.of(self._flat, times)
             self.total = math.fsum(times.values())
             _log.info("profile of plain XLA: %.6f s of kernels in %.2f s", self.total, time.perf_counter() - start)
         finally:
+            self._lowered = self._compiled = None  # its memory
             self._done.set()
 
     @property

@@ -191,38 +191,38 @@ class TuningQueue:
                     self._check(job, label)
             self._finish(job)
 
-        place = str(autotune_cache.folder()) if job.problem.device else ""
         request = {
             "op": "reference",
             "problem": str(job.file),
             "folder": str(job.folder),
             "seed": self.seed,
-            "autotuned": place,
+            "autotuned": str(autotune_cache.folder()) if job.problem.device else "",
             "timed": not job.expected,
             "grouped": job.problem.has_grouped_convolution,
         }
         self._submit(REFERENCE if self.pool.sizes.get(REFERENCE) else XLA, request, done)
 
     def _submit(self, group: str, request: dict[str, Any], done: Callable[[Answer | CandidateRejected], None]) -> None:
-        """Asks a group; where memory does not suffice for its several processes, the one that has its share."""
+        """Asks a group; where memory does not suffice for its several processes half of them, at last XLA's own."""
 
         def heard(answer: Answer | CandidateRejected) -> None:
             short = isinstance(answer, CandidateRejected) and answer.values.get("reason") == "memory"
-            if short and group in (REFERENCE, DEVICE):
-                anew = bool(self.pool.sizes.get(REFERENCE)) and not self.pool.is_busy(XLA)
-                self._make_room()
-                if anew:
-                    self.pool.stop(XLA)  # which keeps the memory that it has measured with
-                self.pool.submit(XLA, request, self.timeout, done)
-            else:
+            if not short or group not in (REFERENCE, DEVICE):
                 done(answer)
+                return
+            if self.pool.sizes.get(REFERENCE) and not self.pool.is_busy(XLA):
+                self.pool.stop(XLA)  # which keeps the memory that it has measured with
+            alone = self.pool.sizes[group] <= 1
+            self._make_room()
+            self._submit(XLA if alone else group, request, done)
 
         self.pool.submit(group, request, self.timeout, heard)
 
     def _make_room(self) -> None:
-        """After a shortage: every process takes some hundred megabytes of a GPU for itself."""
-        self.pool.shrink(REFERENCE, 0, XLA)
-        self.pool.shrink(DEVICE, 1)
+        """After a shortage: every process takes some hundred megabytes of a GPU for itself, and what it works with."""
+        self.pool.shrink(REFERENCE, self.pool.sizes.get(REFERENCE, 0) // 2, XLA)
+        self.pool.shrink(DEVICE, max(1, self.pool.sizes[DEVICE] // 2))
+        _log.info("out of the GPU's memory: processes are left: %s", self.pool.sizes)
 
     def _check_next(self, job: TuningJob) -> None:
         label = job.next_to_verify(self.mode)

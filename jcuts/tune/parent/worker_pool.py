@@ -274,14 +274,14 @@ class WorkerPool:
                 workers.remove(worker)
         for group, waiting in self.queues.items():
             while waiting:
+                if sum(w.task is not None for w in self.workers[group]) >= self.sizes[group]:
+                    break
                 worker = next((w for w in self.workers[group] if w.task is None), None)
                 if worker is None:
-                    if len(self.workers[group]) >= self.sizes[group]:
-                        break
                     worker = self._start(group)
-                    if worker is None:
-                        self._give_up(group)
-                        break
+                if worker is None:
+                    self._give_up(group)
+                    break
                 if not self.turns.may_begin(self.platform, waiting[0].request):
                     break
                 task = waiting.popleft()

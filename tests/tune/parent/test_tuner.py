@@ -471,6 +471,34 @@ def test_after_a_shortage_the_measuring_process_starts_anew_without_what_it_meas
         assert [answer["pid"] for answer in answers[-2:]] == [pids[1]] * 2
 
 
+def test_after_a_shortage_half_of_the_processes_go_on_and_no_more_of_them_at_once(tmp_path):
+    class Narrow(WorkerPool):
+        most = 0
+
+        def submit(self, group, request, timeout, done):
+            if group == REFERENCE and self.sizes[REFERENCE] > 2:
+                done(WorkerFailed("full", reason="memory", running=""))
+            else:
+                super().submit(group, request, timeout, done)
+
+        def _dispatch(self):
+            super()._dispatch()
+            self.most = max(self.most, sum(worker.task is not None for worker in self.workers[REFERENCE]))
+
+    answers: list[Any] = []
+    with Narrow(tmp_path, {XLA: 1, DEVICE: 5, REFERENCE: 8}) as pool:
+        for _ in range(4):  # which are idle then
+            WorkerPool.submit(pool, REFERENCE, {"op": "hello"}, 60.0, lambda _: None)
+        pool.drain()
+        pool.most = 0
+        session = TuningQueue(pool, QUICK, None)
+        for _ in range(5):
+            session._submit(REFERENCE, {"op": "hello"}, answers.append)
+        pool.drain()
+        assert pool.sizes == {XLA: 1, DEVICE: 1, REFERENCE: 2} and pool.most == 2 and not pool.workers[XLA]
+    assert [answer["ok"] for answer in answers] == [True] * 5
+
+
 def test_pool_reports_a_worker_that_answers_nonsense(tmp_path, monkeypatch):
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nread line\necho nonsense\nsleep 60\n")

@@ -121,7 +121,31 @@ def match(program: Program) -> Attention | Refusal:
     if any(n.op == "load" and n.buffer not in kept for n in statistics.exit.nodes):
         return _reject("statistics of its rows are made of more than their maximum and sum")
     (row,) = {a.name for a in scores.axes[:-1]} - {a.name for a in found.batch}
+    statistics = _in_float32(statistics, program)
     return replace(found, statistics=renamed(statistics, {row: ROWS}), row_values=kept)
+
+
+def _in_float32(phase: Phase, program: Program) -> Phase:
+    """Statistics of rows in float32, with one rounding, where they are stored (excess precision).
+
+    The online softmax rounds neither the scores' maximum nor the sum to 16 bits: a logsumexp of a maximum that is
+    rounded does not belong to the sum of exponentials of scores less the one that is not.
+    """
+    graph, numbers = Graph(), dict[int, int]()
+    for number, node in enumerate(phase.exit.nodes):
+        below = node.args[0] if node.args else number
+        if node.op in BESIDE and not node.declared and {node.dtype, phase.exit.nodes[below].dtype} <= TYPES.keys():
+            numbers[number] = numbers[below]
+        else:
+            dtype = "float32" if node.dtype in TYPES else node.dtype
+            numbers[number] = graph.add(replace(node, dtype=dtype, args=tuple(numbers[a] for a in node.args)))
+    stores = []
+    for store in phase.stores:
+        value, dtype = numbers[store.value], program.buffer(store.buffer).dtype
+        if dtype != graph.nodes[value].dtype:
+            value = graph.add(Node("convert", dtype, (value,), attrs=(("source", graph.nodes[value].dtype),)))
+        stores.append(replace(store, value=value))
+    return replace(phase, exit=graph, stores=tuple(stores))
 
 
 def _reject(reason: str) -> Refusal:

@@ -125,6 +125,34 @@ def test_16_bits(name, dtype):
         compare(got, exact(attention(), *arrays), LIMIT[dtype])
 
 
+def with_logsumexp(q, k, v):
+    """Attention with the logsumexp of its rows, in float32, as the rewrite for its gradient makes it."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    largest = scores.max(-1, keepdims=True)
+    powers = jnp.exp(scores - largest)
+    total = powers.astype(np.float32).sum(-1, keepdims=True)
+    out = jnp.einsum("bhqk,bkhd->bqhd", powers / total.astype(powers.dtype), v)
+    return out, jnp.log(total) + largest.astype(np.float32)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_logsumexp_of_16_bit_scores_is_rounded_once(dtype):
+    query, key, features = SHAPES["bert"]  # whose scale is a power of two
+    arrays = [4 * normal(*query), normal(*key, seed=1), normal(*key[:3], features, seed=2)]
+    arrays = [a.astype(jnp.dtype(dtype)) for a in arrays]
+    program, operands = traced(with_logsumexp, *arrays)
+    out, lse = results(shaped(program, *TILES[1]), operands)
+    wide = [round_tf32(a).astype(np.float64) if dtype == "float32" else a.astype(np.float64) for a in arrays]
+    scores = np.einsum("bqhd,bkhd->bhqk", *wide[:2]) * query[-1] ** -0.5
+    powers = np.exp(scores)
+    total = powers.sum(-1, keepdims=True)
+    assert scores.max() > 8 and lse.dtype == np.float32  # where bfloat16 numbers are 1/16 apart
+    error = np.abs(lse - np.log(total).reshape(lse.shape)).max()
+    assert error < (2e-2 if dtype == "float16" else 5e-3)  # every float16 operation rounds its score
+    compare(out, np.einsum("bhqk,bkhd->bqhd", powers / total, wide[2]), 3 * LIMIT[dtype])
+
+
 def _masked(mask):
     def fn(q, k, v, m):
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5

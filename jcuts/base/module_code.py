@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -38,12 +39,12 @@ class ModuleCode:
 
 def read_code(source: bytes) -> ModuleCode:
     """The code of a module's text. Raises SyntaxError, ValueError where it is no Python."""
-    tree = ast.parse(source)
     parts: list[str] = []
-    _write(tree, parts)
+    asked: list[ast.AST] = []
+    _write(ast.parse(source), parts, asked)
     imports: set[tuple[str, tuple[str, ...]]] = set()
     tables: set[tuple[str, str]] = set()
-    for node in ast.walk(tree):
+    for node in asked:
         if isinstance(node, ast.Import):
             imports |= {(alias.name, ()) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -63,22 +64,41 @@ def _text(node: ast.expr) -> str:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
-def _write(value: object, parts: list[str]) -> None:
-    """Appends a syntax tree as text; absent and empty fields are left out, as each Python adds some of its own."""
+_ASKED = frozenset({ast.Import, ast.ImportFrom, ast.Call})
+"""Kinds of nodes that imports and tables are read from."""
+
+
+@functools.cache
+def _fields(kind: type[ast.AST]) -> tuple[str, ...]:
+    return tuple(name for name in kind._fields if name not in ("ctx", "type_comment"))
+
+
+def _write(value: object, parts: list[str], asked: list[ast.AST]) -> None:
+    """Appends a syntax tree as text; absent and empty fields are left out, as each Python adds some of its own.
+
+    Args: asked: the nodes of kinds in `_ASKED` are appended to it.
+    """
+    kind = type(value)
     if isinstance(value, ast.Constant):
         parts.append(f"{type(value.value).__name__} {value.value!r}")
     elif isinstance(value, ast.AST):
-        parts.append(type(value).__name__)
-        for name in value._fields:
-            inner = _joined(value) if isinstance(value, ast.JoinedStr) else getattr(value, name, None)
-            if inner is not None and inner != [] and name not in ("ctx", "type_comment"):
-                parts.append(name)
-                _write(inner, parts)
+        if kind in _ASKED:
+            asked.append(value)
+        parts.append(kind.__name__)
+        for name in _fields(kind):
+            inner = _joined(value) if kind is ast.JoinedStr else getattr(value, name, None)
+            if inner is None or inner == []:
+                continue
+            parts.append(name)
+            if isinstance(inner, str):
+                parts.append(repr(inner))
+            else:
+                _write(inner, parts, asked)
         parts.append(")")
     elif isinstance(value, list):
         for item in value:
-            if not (isinstance(item, ast.Expr) and _text(item.value)):  # a docstring, of a module or of a constant
-                _write(item, parts)
+            if not (type(item) is ast.Expr and _text(item.value)):  # a docstring, of a module or of a constant
+                _write(item, parts, asked)
         parts.append("]")
     else:
         parts.append(repr(value))

@@ -61,7 +61,7 @@ class GreedyFusion:
         self.of: dict[int, int] = {}
         self.clusters: dict[int, FusionGroup] = {}
         self.memo: dict[frozenset[int], Program | Refusal] = {}
-        self.readers: dict[frozenset[int], tuple[int, ...]] = {}
+        self.readers: dict[int, tuple[int, ...]] = {}
         # A topological order of the quotient graph: clusters, and equations that are in none.
         self.order = [node.number for node in graph.nodes]
         self.place = {number: place for place, number in enumerate(self.order)}
@@ -177,8 +177,10 @@ class GreedyFusion:
         if not self.fuel():
             return False
         merged = FusionGroup(first, union, a.roots + b.roots, program)
+        read = (*self._readers_of(first), *self._readers_of(second))
         del self.clusters[second]
         self.clusters[first] = merged
+        self.readers[first] = tuple({reader for reader in read if reader not in union})
         self._reorder(first, second, between)
         for member in union:
             self.of[member] = first
@@ -193,14 +195,17 @@ class GreedyFusion:
         """
         low, high = sorted((first, second), key=self.place.__getitem__)
         last = self.place[high]
-        stack, seen, of, place = [low], set[int](), self.of, self.place
+        stack, seen, of, place, readers = [low], set[int](), self.of, self.place, self.readers
         while stack:
             key = stack.pop()
-            for reader in self._readers_of(key):
+            for reader in readers[key] if key in readers else self._readers_of(key):
                 found = of.get(reader, reader)
-                if found == high and key != low:
-                    return None
-                if found not in seen and place[found] < last:
+                if found in seen:
+                    continue
+                if found == high:
+                    if key != low:
+                        return None
+                elif place[found] < last:
                     seen.add(found)
                     stack.append(found)
         return seen
@@ -208,25 +213,25 @@ class GreedyFusion:
     def _reorder(self, first: int, second: int, reached: set[int]) -> None:
         """Puts a merged cluster behind all that it does not reach, in the topological order."""
         low, high = sorted((self.place[first], self.place[second]))
-        ends = {first, second}
-        segment = [key for key in self.order[low : high + 1] if key not in ends]
+        self.order[low], self.place[second] = second, low  # it is no cluster any more; its place stays taken
+        self.order[high], self.place[first] = first, high
+        if not reached:
+            return
+        begin = min(self.place[key] for key in reached)
+        segment = self.order[begin:high]
         made = [*(k for k in segment if k not in reached), first, *(k for k in segment if k in reached)]
-        self.order[low : high + 1] = [*made, second]  # the second is no cluster any more; its place stays taken
-        for place, key in enumerate(self.order[low : high + 1], low):
-            self.place[key] = place
+        self.order[begin : high + 1] = made
+        self.place.update(zip(made, range(begin, high + 1), strict=True))
 
     def _readers_of(self, key: int) -> tuple[int, ...]:
-        """Equations that read the results of a cluster, or of an equation in none."""
-        cluster = self.clusters.get(key)
-        return self._readers(cluster.members if cluster is not None else frozenset({key}))
-
-    def _readers(self, members: frozenset[int]) -> tuple[int, ...]:
-        """Users of a set's results outside it."""
-        found = self.readers.get(members)
+        """Equations that read the results of a cluster, or of an equation in none, outside it."""
+        found = self.readers.get(key)
         if found is None:
+            cluster = self.clusters.get(key)
+            members = cluster.members if cluster is not None else frozenset({key})
             outputs = (t for m in members for t in self.graph.nodes[m].outputs)
             found = tuple({u for t in outputs for u in self.graph.tensors[t].users if u not in members})
-            self.readers[members] = found
+            self.readers[key] = found
         return found
 
 

@@ -20,6 +20,8 @@ from jcuts.base.errors import IRError
 Ranges = Mapping[str, int]
 FLATTENED = 1 << 14
 """Offsets of multi-dimensional indices that are kept: regions of a network address tensors of the same shapes alike."""
+AXES = 1 << 10
+"""Loop axes whose expression is kept."""
 
 
 @dataclass(frozen=True, order=False)
@@ -34,8 +36,20 @@ class Atom:
 
     def key(self) -> tuple[object, ...]:
         """Total order used for the canonical form."""
-        inner = self.inner.key() if self.inner is not None else ()
-        return (self.kind, self.name, self.modulus, self.value, inner)
+        found = self.__dict__.get("_key")
+        if found is None:
+            inner = self.inner.key() if self.inner is not None else ()
+            found = self.__dict__["_key"] = (self.kind, self.name, self.modulus, self.value, inner)
+        return found
+
+    def __hash__(self) -> int:
+        found = self.__dict__.get("_hash")
+        if found is None:  # dictionaries of nodes and of terms ask for it many times
+            found = self.__dict__["_hash"] = hash((self.kind, self.name, self.inner, self.modulus, self.value))
+        return found
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Atom, (self.kind, self.name, self.inner, self.modulus, self.value)  # hashes differ between processes
 
     def __str__(self) -> str:
         if self.kind == "axis":
@@ -53,7 +67,17 @@ class Index:
     terms: tuple[tuple[Atom, int], ...] = ()
 
     # -- construction ---------------------------------------------------------------------------------------
+    def __hash__(self) -> int:
+        found = self.__dict__.get("_hash")
+        if found is None:
+            found = self.__dict__["_hash"] = hash((self.const, self.terms))
+        return found
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Index, (self.const, self.terms)  # hashes differ between processes
+
     @staticmethod
+    @functools.lru_cache(maxsize=AXES)
     def axis(name: str) -> Index:
         """The loop axis ``name``."""
         return Index(0, ((Atom("axis", name), 1),))
@@ -71,6 +95,8 @@ class Index:
     def __add__(self, other: Index | int) -> Index:
         if not isinstance(other, Index):  # jaxprs of derivatives carry numpy integers
             return Index(self.const + int(other), self.terms)
+        if not self.terms or not other.terms:
+            return Index(self.const + other.const, self.terms or other.terms)
         return _collect(self.const + other.const, self.terms + other.terms)
 
     __radd__ = __add__
@@ -252,8 +278,13 @@ def _collect(const: int, terms: tuple[tuple[Atom, int], ...]) -> Index:
     for atom, coef in terms:
         merged[atom] = merged.get(atom, 0) + coef
     merged = {atom: coef for atom, coef in merged.items() if coef}
-    merged, const = _rejoin(merged, const)
-    return Index(const, tuple(sorted(merged.items(), key=lambda item: item[0].key())))
+    if any(atom.kind == "mod" for atom in merged):
+        merged, const = _rejoin(merged, const)
+    return Index(const, tuple(sorted(merged.items(), key=_term_key) if len(merged) > 1 else merged.items()))
+
+
+def _term_key(term: tuple[Atom, int]) -> tuple[object, ...]:
+    return term[0].key()
 
 
 def _rejoin(merged: dict[Atom, int], const: int) -> tuple[dict[Atom, int], int]:
@@ -270,8 +301,8 @@ def _rejoin(merged: dict[Atom, int], const: int) -> tuple[dict[Atom, int], int]:
                 continue
             del merged[atom], merged[partner]
             whole = (
-                Index(const, tuple(merged.items()))
-                + atom.inner * coef
+                _collect(const, (*merged.items(), *(atom.inner * coef).terms))
+                + atom.inner.const * coef
                 + (gap.const // atom.modulus) * atom.modulus * coef
             )
             return dict(whole.terms), whole.const

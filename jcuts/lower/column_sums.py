@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jcuts.base.errors import Refusal
-from jcuts.kernel_ir.node import Graph
+from jcuts.kernel_ir.node import Graph, Node
 from jcuts.kernel_ir.program import Buffer, Grid, Phase, Program, Store
-from jcuts.lower.builder import NotLowered, descendants, make_buffers, op_rule
+from jcuts.lower.builder import NotLowered, built_or_refused, descendants, make_buffers, op_rule
 from jcuts.lower.patterns.column_sums import TEMPLATE, as_row_major_gemm, match_column_sums, sums_all_rows
 from jcuts.lower.region import MAX_RECOMPUTED_OPS, MEMO, lower_reduction, lower_region
 from jcuts.lower.row_reduction import build_rows
@@ -87,7 +87,7 @@ def _composed(graph: TensorGraph, subset: frozenset[int], parts: _Parts, name: s
     points = _lowered_points(graph, parts, wanted, name, cheap)
     if isinstance(points, Refusal):
         return points
-    columns = build_rows(graph, parts.columns, parts.reductions, of_columns, name)
+    columns = _lowered_columns(graph, parts, of_columns, name)
     if isinstance(columns, Refusal):
         return columns
     ins, outs, buffers = make_buffers(graph, subset, outputs)
@@ -118,8 +118,6 @@ def _composed(graph: TensorGraph, subset: frozenset[int], parts: _Parts, name: s
 
 def _lowered_points(graph: TensorGraph, parts: _Parts, wanted: list[int], name: str, cheap: float) -> Program | Refusal:
     """The contraction with its epilogue; a refusal where kernels with column sums cannot be made of it."""
-    touched = {t for n in parts.points for t in (*graph.nodes[n].inputs, *graph.nodes[n].outputs)}
-    rank = {tensor: place for place, tensor in enumerate(sorted(touched))}
 
     def lower() -> Program | Refusal:
         made = lower_reduction(graph, parts.points, parts.root, wanted, name, cheap)
@@ -129,7 +127,24 @@ def _lowered_points(graph: TensorGraph, parts: _Parts, wanted: list[int], name: 
             return Refusal(parts.root.prim, "no GEMM of the default precision whose columns are contiguous")
         return made
 
-    return MEMO.lowered(graph, parts.points, (name, cheap, TEMPLATE, tuple(rank[t] for t in wanted)), lower)
+    return MEMO.lowered(graph, parts.points, (name, cheap, TEMPLATE, _ranks(graph, parts.points, wanted)), lower)
+
+
+def _lowered_columns(graph: TensorGraph, parts: _Parts, wanted: list[int], name: str) -> Program | Refusal:
+    """The column reductions and what is computed of them: a region that grows at its points has the same ones."""
+
+    def lower() -> Program | Refusal:
+        return build_rows(graph, parts.columns, parts.reductions, wanted, name)
+
+    options = (name, TEMPLATE, _ranks(graph, parts.columns, wanted))
+    return MEMO.lowered(graph, parts.columns, options, lambda: built_or_refused(graph, parts.columns, lower))
+
+
+def _ranks(graph: TensorGraph, subset: frozenset[int], wanted: list[int]) -> tuple[int, ...]:
+    """Results as numbers of the region's own."""
+    touched = {t for n in subset for t in graph.touched[n]}
+    rank = {tensor: place for place, tensor in enumerate(sorted(touched))}
+    return tuple(rank[t] for t in wanted)
 
 
 def _with_kept(phase: Phase, both: Mapping[str, str]) -> Phase:
@@ -144,7 +159,10 @@ def _renamed(phase: Phase, names: Mapping[str, str]) -> Phase:
     def graph(source: Graph) -> Graph:
         made = Graph()
         for node in source.nodes:
-            made.add(replace(node, buffer=names.get(node.buffer, node.buffer)))
+            buffer = names.get(node.buffer, node.buffer)
+            if buffer != node.buffer:
+                node = Node(node.op, node.dtype, node.args, buffer, node.index, node.guards, node.value, node.attrs)
+            made.add(node)
         return made
 
     stores = tuple(Store(names.get(s.buffer, s.buffer), s.address, s.value, s.guards) for s in phase.stores)

@@ -24,21 +24,21 @@ MOST = 8192
 
 def region_key(graph: TensorGraph, subset: frozenset[int]) -> bytes | None:
     """The structure of a region; None where an equation's parameters have no key."""
-    members, nodes, kinds = sorted(subset), graph.nodes, graph.node_keys
-    touched = sorted({t for n in members for t in (*nodes[n].inputs, *nodes[n].outputs)})
+    members, nodes, kinds, touches = sorted(subset), graph.nodes, graph.node_keys, graph.touched
+    touched = sorted({t for n in members for t in touches[n]})
     rank = {tensor: place for place, tensor in enumerate(touched)}
     place = {number: k for k, number in enumerate(members)}
-    parts: list[int] = []
+    parts: list[int] = [len(members)]
     for number in members:
         node, kind = nodes[number], kinds[number]
         if kind is None or (node.pieces is not None and node.pieces.slices <= subset):
             return None
-        parts += (kind, len(node.inputs), *[rank[t] for t in node.inputs], *[rank[t] for t in node.outputs])
-    outputs, tensors, types = set(graph.subset_outputs(subset)), graph.tensors, graph.tensor_keys
-    for tensor in touched:
-        made = tensors[tensor].producer
-        parts += (types[tensor], -1 if made is None else place.get(made, -1), tensor in outputs)
-    return array("q", [len(members), *parts]).tobytes()
+        parts += (kind, len(node.inputs), *[rank[t] for t in touches[number]])
+    types, producers = graph.tensor_keys, graph.producers
+    parts += [types[t] for t in touched]
+    parts += [place.get(producers[t], -1) for t in touched]
+    parts += [rank[t] for t in graph.subset_outputs(subset)]
+    return array("q", parts).tobytes()
 
 
 class RegionMemo:
@@ -47,12 +47,20 @@ class RegionMemo:
     def __init__(self, most: int = MOST) -> None:
         self.most, self.found = most, OrderedDict[Hashable, Program | Refusal]()
         self.lock = threading.Lock()
+        self.last: tuple[TensorGraph, frozenset[int], bytes | None] | None = None
+
+    def _structure(self, graph: TensorGraph, subset: frozenset[int]) -> bytes | None:
+        """`region_key`; the last one again where the same region is looked up under other options."""
+        last = self.last
+        if last is None or last[0] is not graph or last[1] is not subset:
+            last = self.last = graph, subset, region_key(graph, subset)
+        return last[2]
 
     def lowered(
         self, graph: TensorGraph, subset: frozenset[int], options: Hashable, lower: Callable[[], Program | Refusal]
     ) -> Program | Refusal:
         """What ``lower`` gives, or gave for an isomorphic region. Args: options: what else the result depends on."""
-        structure = region_key(graph, subset)
+        structure = self._structure(graph, subset)
         if structure is None:
             return lower()
         key = (structure, options)
@@ -72,3 +80,4 @@ class RegionMemo:
         """Forgets all."""
         with self.lock:
             self.found.clear()
+            self.last = None

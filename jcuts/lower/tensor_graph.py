@@ -78,6 +78,16 @@ class TensorGraph:
         """Interned `OpNode.kind` of every equation; None where it has none, or a refusal."""
         return [None if n.kind is None or n.refusal is not None else intern_key(n.kind) for n in self.nodes]
 
+    @functools.cached_property
+    def touched(self) -> list[tuple[int, ...]]:
+        """Operands and results of every equation."""
+        return [(*node.inputs, *node.outputs) for node in self.nodes]
+
+    @functools.cached_property
+    def producers(self) -> list[int]:
+        """Equation that defines every tensor; -1 for none."""
+        return [-1 if tensor.producer is None else tensor.producer for tensor in self.tensors]
+
     def producer(self, tensor: int) -> OpNode | None:
         """The equation that defines a tensor."""
         number = self.tensors[tensor].producer

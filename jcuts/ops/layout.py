@@ -4,12 +4,16 @@ miss.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.index import Index, flatten, unflatten
 from jcuts.kernel_ir.node import Guard
 from jcuts.ops.registry import Context, Equation, IndexTuple, Op, PushRule, op_rule
+
+REGROUPED = 1 << 14
+"""Indices in another shape that are kept: fusion lowers regions that grow by one equation after the other."""
 
 
 @op_rule("broadcast_in_dim")
@@ -61,7 +65,15 @@ def regroup(index: IndexTuple, old: tuple[int, ...], new: tuple[int, ...], range
     Works group by group (smallest runs of dimensions with equal products), so that a dimension which the reshape does
     not touch keeps its own expression.
     """
+    return _regrouped(index, old, new, tuple(ranges.items()))
+
+
+@functools.lru_cache(maxsize=REGROUPED)
+def _regrouped(
+    index: IndexTuple, old: tuple[int, ...], new: tuple[int, ...], extents: tuple[tuple[str, int], ...]
+) -> IndexTuple:
     result: list[Index] = []
+    ranges = dict(extents)
     i = j = 0
     while i < len(old) or j < len(new):
         i0, j0 = i, j

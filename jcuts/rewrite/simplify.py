@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jcuts.trace import jaxapi
+from jcuts.trace.canonical import is_immutable
 
 CHEAP = ("broadcast_in_dim", "iota")
 CONVERT = "convert_element_type"
@@ -105,6 +106,24 @@ def _pure(eqn: Any) -> bool:
     return not any(isinstance(p, (np.ndarray, jax.Array)) for p in eqn.params.values())
 
 
+MOST_PARAMS = 1 << 15
+"""Equations whose parameters' text is kept: programs of all variants share their equations."""
+_params_texts: dict[int, tuple[Any, str]] = {}
+"""By the identity of the parameters, which are kept with it."""
+
+
+def _params_text(params: dict[str, Any]) -> str:
+    known = _params_texts.get(id(params))
+    if known is not None and known[0] is params:
+        return known[1]
+    text = str(sorted(params.items(), key=str))
+    if all(map(is_immutable, params.values())):
+        if len(_params_texts) >= MOST_PARAMS:
+            _params_texts.clear()
+        _params_texts[id(params)] = params, text
+    return text
+
+
 def _merge_equal(closed: jaxapi.Closed) -> jaxapi.Closed:
     """CSE: equal equations on equal operands are computed once (one activation that three layers apply)."""
     seen: dict[Any, Any] = {}
@@ -125,7 +144,7 @@ def _merge_equal(closed: jaxapi.Closed) -> jaxapi.Closed:
         if any(a is not b for a, b in zip(invars, eqn.invars, strict=True)):
             eqn = eqn.replace(invars=invars)
         if _pure(eqn) and len(eqn.outvars) == 1 and not jaxapi.is_dropvar(eqn.outvars[0]):
-            key = (jaxapi.primitive_name(eqn), tuple(name(a) for a in invars), str(sorted(eqn.params.items(), key=str)))
+            key = (jaxapi.primitive_name(eqn), tuple(name(a) for a in invars), _params_text(eqn.params))
             first = seen.setdefault(key, eqn.outvars[0])
             if first is not eqn.outvars[0] and first.aval == eqn.outvars[0].aval:
                 renamed[eqn.outvars[0]] = first

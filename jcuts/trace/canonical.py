@@ -106,7 +106,7 @@ class _Writer:
                 eqn.params,
                 [f"{k}={self.value(eqn.params[k], indent)}" for k in sorted(eqn.params) if k not in skip],
             )
-            if all(_is_immutable(value) for value in eqn.params.values()):
+            if all(is_immutable(value) for value in eqn.params.values()):
                 _keep_params(*known)
         parts = list(known[1])
         context = getattr(eqn, "ctx", None)
@@ -151,10 +151,10 @@ _params_parts: dict[int, tuple[Any, list[str]]] = {}
 """By the identity of the parameters, which are kept with it."""
 
 
-def _is_immutable(value: Any) -> bool:
+def is_immutable(value: Any) -> bool:
     """Whether a parameter is a plain number, name or type, or a tuple of such: its text depends on nothing else."""
     if isinstance(value, tuple):
-        return all(map(_is_immutable, value))
+        return all(map(is_immutable, value))
     return value is None or isinstance(value, (bool, int, float, str, enum.Enum, np.dtype))
 
 
@@ -169,10 +169,22 @@ def _mesh_of(eqn: Any) -> Any:
     return None if mesh is None or mesh.empty else mesh
 
 
+MOST_AVALS = 1 << 14
+"""Types whose text is kept: regions of all variants of a program share their variables."""
+_aval_texts: dict[int, tuple[Any, str]] = {}
+"""By the identity of the type, which is kept with it."""
+
+
 def _aval_text(aval: Any) -> str:
+    known = _aval_texts.get(id(aval))
+    if known is not None and known[0] is aval:
+        return known[1]
     text = aval.str_short(short_dtypes=True) if hasattr(aval, "str_short") else str(aval)
     weak = "~" if getattr(aval, "weak_type", False) else ""
     # A sharding-in-types aval prints its sharding; Auto meshes print nothing, which is what lowering sees of them.
+    if len(_aval_texts) >= MOST_AVALS:
+        _aval_texts.clear()
+    _aval_texts[id(aval)] = aval, weak + text
     return weak + text
 
 

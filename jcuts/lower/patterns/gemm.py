@@ -19,7 +19,7 @@ exchanged for that.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,8 @@ WIDE = "float64"
 COPY = (16, 8, 4)
 """Bytes of one asynchronous copy into shared memory."""
 LEAST_TERMS = 8
+MOST_OPERANDS = 1 << 10
+"""GEMMs whose operands are kept."""
 CARRIED = frozenset({"load", "const", "convert", "widen", "add", "sub", "mul", "neg", "abs", "max", "min", "clamp"})
 """What may stand before a product of bfloat16: computed in float32 and rounded once, at its end."""
 
@@ -157,9 +159,21 @@ def k_extent(program: Program) -> int:
 
 def gemm_operands(program: Program) -> tuple[GemmOperand, GemmOperand]:
     """A (left) and B (right) operand of a GEMM."""
+    phase = program.phases[0]
+    key = id(phase.body), len(phase.body.nodes), phase.accs, tuple(phase.ranges().items()), k_extent(program)
+    known = _operands.get(key)
+    if known is not None and known[0] is phase.body:
+        return known[1]
     left, right = _sides(program)
     assert left is not None and right is not None
+    if len(_operands) >= MOST_OPERANDS:
+        _operands.clear()
+    _operands[key] = phase.body, (left, right)
     return left, right
+
+
+_operands: dict[Hashable, tuple[Graph, tuple[GemmOperand, GemmOperand]]] = {}
+"""By the identity of the body graph, which is kept with it: all schedules of a GEMM share it."""
 
 
 def _factors(phase: Phase, dtype: str = "float32") -> tuple[Node, Node] | None:

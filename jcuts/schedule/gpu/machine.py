@@ -150,7 +150,8 @@ def _column_sums(program: Program) -> tuple[tuple[str, object], ...]:
 
 def unrolled(program: Program, unroll: Mapping[str, int]) -> Program:
     phase = program.phases[0]
-    axes = tuple(replace(a, unroll=min(unroll.get(a.name, 1), a.extent)) for a in phase.axes)
+    # Not `replace`, which looks at every field: enumerations make thousands of tiles.
+    axes = tuple(Axis(a.name, a.extent, min(unroll.get(a.name, 1), a.extent), a.vector) for a in phase.axes)
     return replace(program, phases=(replace(phase, axes=axes),))
 
 

@@ -35,6 +35,8 @@ log = logging.getLogger("jcuts")
 COMPILED = " compiled"
 FLOAT64 = f"float64{COMPILED}"
 """What a first call does early that needs no device: nothing is timed in that program."""
+FLOAT64_AHEAD = f"{FLOAT64} ahead"
+"""... and begins on a thread of its own."""
 FLOAT64_RUN = "float64"
 """... and what keeps the device busy."""
 COMPILATIONS_AFTER = 2
@@ -143,7 +145,7 @@ def _plan_variants(traced: TracedCall) -> PlanningResult:
         todo = beyond_plain_jit(background_tasks(traced, judge, profiler, budget), budget) if may else {}
         # The first times algorithms, which the next finds in memory; first runs keep the host busy.
         light = [name for name in list(todo)[1:] if name != FLOAT64_RUN]
-        quiet = [name for name in light if name == FLOAT64 or name.endswith(COMPILED)]
+        quiet = [name for name in light if name == FLOAT64_AHEAD or name.endswith(COMPILED)]
         try:
             with background_work.BackgroundWork(todo, light=light, quiet=quiet) as busy:
                 result = _tune_and_plan(traced, worth, busy, profiler)
@@ -208,7 +210,10 @@ def background_tasks(
     if profiler is not None:
         profiler.lower()
         todo |= {f"{PROFILE}{COMPILED}": profiler.compile, PROFILE: profiler.run}
-    todo |= {f"{n}{COMPILED}": functools.partial(compile_, n) for n in names}
+    compiles = {f"{n}{COMPILED}": functools.partial(compile_, n) for n in names}
+    todo |= dict(list(compiles.items())[:1])
+    todo |= {FLOAT64_AHEAD: exact.compile_ahead} if exact is not None else {}  # planning has ended when it is traced
+    todo |= compiles
     todo |= {f"{n} run": functools.partial(first_run, n) for n in names}
     return todo | ({FLOAT64: exact.compile, FLOAT64_RUN: exact.precompute} if exact is not None else {})
 

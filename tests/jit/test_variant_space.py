@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 
 import jax
@@ -398,6 +399,25 @@ def test_float64_results_that_cannot_be_had_early_are_asked_for_again(monkeypatc
     monkeypatch.undo()
     (found,) = again.reference()
     np.testing.assert_allclose(found, np.sin(np.asarray(x).astype(np.float64)), rtol=1e-15)
+
+
+def test_the_float64_program_compiles_once_on_a_thread_of_its_own(monkeypatch):
+    x = jnp.linspace(0.0, 1.0, 7)
+    judge = variant_space.Float64Judge(jax.make_jaxpr(jnp.sin)(x), [x], 2.0, "cpu")
+    made, wide = [], judge._wide
+    monkeypatch.setattr(judge, "_wide", lambda: made.append(threading.current_thread().name) or wide())
+    judge.compile_ahead()
+    judge.compile()
+    assert made == ["jcuts-float64"] and judge.compare([jnp.sin(x)], [jnp.sin(x)]) is None
+
+    def full():
+        raise RuntimeError("no memory")
+
+    judge = variant_space.Float64Judge(jax.make_jaxpr(jnp.sin)(x), [x], 2.0, "cpu")
+    monkeypatch.setattr(judge, "_wide", full)
+    judge.compile_ahead()  # which fails there, unseen
+    with pytest.raises(RuntimeError, match="no memory"):
+        judge.compile()
 
 
 def test_weights_that_are_arguments_are_turned_in_forms_of_their_own(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -55,6 +56,7 @@ class Float64Judge:
         self._reference: list[np.ndarray] | None = None
         self._program: Any = None
         self._failure = ""
+        self._ahead: threading.Thread | None = None
 
     @property
     def failure(self) -> str:
@@ -64,6 +66,7 @@ class Float64Judge:
     def at(self, leaves: Sequence[Any]) -> Float64Judge:
         """The judge of other arguments of the same types, with the same compiled program."""
         other = Float64Judge(self.closed, leaves, self.tolerance, self.platform, self.roles)
+        self._wait()
         if self._program is None:
             with jax.enable_x64(True):
                 self._program = self._wide()[0]
@@ -121,8 +124,29 @@ class Float64Judge:
                 self._failure = summary(error)
         return self._reference
 
+    def compile_ahead(self) -> None:
+        """Begins to compile the float64 program on a thread of its own, beside XLA's other compilations."""
+
+        def compiled() -> None:
+            try:
+                self._compile()
+            except Exception as error:  # `compile` meets it again
+                log.info("the program in float64 is not compiled ahead: %s", summary(error))
+
+        self._ahead = threading.Thread(target=compiled, name="jcuts-float64", daemon=True)
+        self._ahead.start()
+
     def compile(self) -> None:
-        """Compiles the float64 program, which takes longer than its run."""
+        """Compiles the float64 program, which takes longer than its run, or waits for that."""
+        self._wait()
+        if self._program is None:
+            self._compile()
+
+    def _wait(self) -> None:
+        if self._ahead is not None:
+            self._ahead.join()
+
+    def _compile(self) -> None:
         with jax.enable_x64(True):
             program, operands = self._wide()
             self._program = program.lower(operands).compile()
@@ -133,6 +157,7 @@ class Float64Judge:
             self._failure = ""
 
     def _run(self) -> list[np.ndarray]:
+        self._wait()
         with jax.enable_x64(True):
             program, operands = self._wide()
             return [np.asarray(x) for x in (self._program or program)(operands)]

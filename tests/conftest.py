@@ -15,7 +15,7 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, print_b
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 
-pytest_plugins = ("tests.golden_files", "tests.host_cudnn", "tests.quick_xla")
+pytest_plugins = ("tests.golden_files", "tests.host_cudnn", "tests.ptx.compile_once", "tests.quick_xla")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,6 +40,13 @@ def cache_dir(tmp_path, monkeypatch):
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    compiled = [item for item in items if item.get_closest_marker("cuda_compilers") is not None]
+    if compiled:
+        from jcuts.codegen.cuda import compile as compiler
+
+        why = compiler.available()
+        for item in compiled if why else ():
+            item.add_marker(pytest.mark.skip(reason=why))
     # Marked slow or gpu: left out unless a -m expression speaks of them, or one test is asked for by name.
     if any("::" in arg for arg in config.args):
         return

@@ -86,7 +86,7 @@ def _write(value: object, parts: list[str], asked: list[ast.AST]) -> None:
             asked.append(value)
         parts.append(kind.__name__)
         for name in _fields(kind):
-            inner = _joined(value) if kind is ast.JoinedStr else getattr(value, name, None)
+            inner = _joined(value) if isinstance(value, ast.JoinedStr) else getattr(value, name, None)
             if inner is None or inner == []:
                 continue
             parts.append(name)

@@ -1,14 +1,15 @@
 """Reference interpreter of kernel programs in NumPy: slow, for tests and for locating miscompiles.
 
 It runs unscheduled and scheduled programs alike: a schedule changes how points are grouped, never what they compute.
-All points of a phase are evaluated together, reduction points one after the other.  It is stricter than a kernel: an
-unguarded load outside its buffer, a result element that is written twice or never, and a read of scratch memory that
-the task has not written are IRErrors.
+All points of a phase are evaluated together, of reduction points as many as `_AT_ONCE` allows; their terms are combined
+one after the other.  It is stricter than a kernel: an unguarded load outside its buffer, a result element that is
+written twice or never, and a read of scratch memory that the task has not written are IRErrors.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from jcuts.kernel_ir.numpy_semantics import apply, carried, combine, numpy_dtype
 from jcuts.kernel_ir.program import Axis, Buffer, Phase, Program
 
 Values = dict[int, Any]
+_AT_ONCE = 1 << 16
+"""Elements that a node of a reduction has at most, unless a single reduction point has more."""
 
 
 class _Memory:
@@ -118,14 +121,19 @@ def _phase(
         shape.append(points.size)
         env[axis.name] = points.reshape([-1 if k == place else 1 for k in range(len(loops))])
     totals: list[tuple[Any, ...]] = []
-    for point in itertools.product(*(range(r.extent) for r in phase.reds)) if phase.reds else ():
-        here = {**env, **{r.name: p for r, p in zip(phase.reds, point, strict=True)}}
+    points = list(itertools.product(*(range(r.extent) for r in phase.reds))) if phase.reds else []
+    several = max(1, _AT_ONCE // max(1, math.prod(shape)))
+    for some in (points[k : k + several] for k in range(0, len(points), several)):
+        numbers = np.array(some, np.int64).reshape(len(some), len(phase.reds), *(1 for _ in loops))
+        here = {**env, **{r.name: numbers[:, k] for k, r in enumerate(phase.reds)}}
         values = _graph(phase.body, here, memory, [])
-        terms = [tuple(np.broadcast_to(values[v], shape) for v in acc.values) for acc in phase.accs]
-        if not totals:
-            totals = [tuple(np.array(t) for t in term) for term in terms]
-        else:
-            totals = [combine(a.combine, a.dtype, t, n) for a, t, n in zip(phase.accs, totals, terms, strict=True)]
+        found = [tuple(np.broadcast_to(values[v], (len(some), *shape)) for v in acc.values) for acc in phase.accs]
+        for number in range(len(some)):
+            terms = [tuple(value[number] for value in acc) for acc in found]
+            if not totals:
+                totals = [tuple(np.array(t) for t in term) for term in terms]
+            else:
+                totals = [combine(a.combine, a.dtype, t, n) for a, t, n in zip(phase.accs, totals, terms, strict=True)]
     results = _graph(phase.exit, env, memory, [t[-1] for t in totals])
     for store in phase.stores:
         address = np.broadcast_to(_index(store.address, env, results), shape)

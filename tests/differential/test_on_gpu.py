@@ -13,8 +13,7 @@ from jcuts.xla import devices as xla_devices
 from tests import programs
 
 SEED = 70_000_000
-_WHY = compiler.available()
-pytestmark = [pytest.mark.skipif(bool(_WHY), reason=_WHY or "-"), pytest.mark.usefixtures("xla_as_shipped")]
+pytestmark = [pytest.mark.cuda_compilers, pytest.mark.usefixtures("xla_as_shipped")]
 
 
 @pytest.mark.parametrize("start, transform", [(SEED, "plain"), (SEED + 20, "plain"), (SEED, "vmap"), (SEED, "grad")])

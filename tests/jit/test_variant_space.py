@@ -96,6 +96,7 @@ def test_impossible_regions_are_an_error():
 
 
 def test_forms_race_and_the_decision_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("JCUTS_MAX_CANDIDATES", "2")  # programs race here, not kernels
     monkeypatch.setattr(variant_space, "GPUS", ("cpu",))
     store = end_to_end_benchmark.MemoryStore()
     api.set_default_store(store)
@@ -290,6 +291,7 @@ def mlp(x, w, b):
 
 @pytest.mark.parametrize("worth", [True, False])
 def test_a_program_with_every_kernel_competes(monkeypatch, worth):
+    monkeypatch.setenv("JCUTS_MAX_CANDIDATES", "2")
     monkeypatch.setattr(variant_space, "near_ties", lambda report: worth)
     seen = []
     monkeypatch.setattr(

@@ -74,6 +74,17 @@ def test_unscheduled_scheduled_and_compiled_agree(name):
                 np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5, err_msg=str(program.params))
 
 
+@pytest.mark.parametrize("name", ["gemm", "argmax", "softmax of columns", "statistics of columns"])
+def test_reduction_points_are_combined_in_order_however_many_are_evaluated_at_once(name, monkeypatch):
+    fn, arguments = FUNCTIONS[name]
+    trace = programs.trace(fn, *arguments)
+    expected = interpret(trace.program(), trace.operands())
+    for elements in (1, 500):
+        monkeypatch.setattr("jcuts.kernel_ir.interpret._AT_ONCE", elements)
+        for got, want in zip(interpret(trace.program(), trace.operands()), expected, strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
 def copy_program(extent=8, size=8, address=None, grid=()):
     graph = Graph()
     index = Index.axis("i") if address is None else address

@@ -317,7 +317,7 @@ def test_small_pieces_that_are_cut_off_stay_with_xla_at_its_time(clock, monkeypa
     assert summary.seconds == pytest.approx(kept + sum(s.choice.seconds(LIBRARY) for s in tails))
 
 
-@pytest.mark.skipif(bool(compiler.available()), reason=str(compiler.available()))
+@pytest.mark.cuda_compilers
 @pytest.mark.parametrize(
     ("function", "seconds", "kernels"),
     [(tailed, slow_if_fused, 4), (siblings, lambda region: (1e-6, 1.0), 1)],

@@ -22,7 +22,7 @@ from jcuts.pipeline import offline_ranking
 from tests.ops.cases import conv
 
 _WHY = compiler.available()
-compiled = pytest.mark.skipif(bool(_WHY), reason=_WHY or "-")
+compiled = pytest.mark.cuda_compilers
 OF_LATER_GPUS = ("cp.async", ".NaN.", "mma.sync", "bf16", "tf32", "f16x2.f32", "ldmatrix")
 
 
@@ -114,12 +114,14 @@ def test_volta_is_ranked_and_says_why_it_is_not_assembled(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.more_with_cuda_compilers
 def test_newer_gpus_multiply_on_matrix_units():
     found = offline_ranking.rank(block, *block_arguments(), arch=load_gpu("A100"), limit=2)
     forms = {dict(c.program.params)["cuda"] for o in found.operations for c in o.candidates}
     assert forms & {"product", "skinny"} and not any(o.refused for o in found.operations)
 
 
+@pytest.mark.more_with_cuda_compilers
 @pytest.mark.parametrize("name", ["V100", "own file"])
 def test_the_command_ranks(name, tmp_path, monkeypatch, capsys):
     module = types.ModuleType("ranked_module")

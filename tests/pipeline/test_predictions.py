@@ -37,7 +37,7 @@ def on_an(monkeypatch):
     return on
 
 
-@pytest.mark.skipif(bool(compiler.available()), reason=str(compiler.available()))
+@pytest.mark.cuda_compilers
 def test_a_gpu_kernel_has_the_pul_of_its_cubin(on_an):
     plain = programs.trace(lambda x: jnp.tanh(x) + 1, jnp.zeros((4096, 4096))).program()
     program, _ = candidates.candidates(plain, GpuMachine.named("H200"), 1, 100.0)[0]

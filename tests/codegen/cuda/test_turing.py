@@ -17,8 +17,7 @@ from tests import programs
 from tests.gpu import cases
 from tests.ptx import machine as ptx_machine
 
-_WHY = compiler.available()
-compiled = pytest.mark.skipif(bool(_WHY), reason=_WHY or "-")
+compiled = pytest.mark.cuda_compilers
 SM75 = CudaTarget((7, 5))
 RTX_2080 = gpu_candidates.GpuMachine(46, 1024, (7, 5))
 SPECIAL = np.array([0.0, -0.0, 1.5, -2.0, np.inf, -np.inf, np.nan, 88.0, -104.5, 1e-3, 3e38, 7.0, -1.0], np.float32)

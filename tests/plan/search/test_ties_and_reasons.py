@@ -16,6 +16,13 @@ from jcuts.plan.spec.cluster import GIB, Gpu, Link, NodeGroup
 from jcuts.plan.spec.workload import Training
 
 A100 = cluster.load("dgx-a100")
+GPT3, THESIS = model.load("gpt3-175b"), cluster.load("thesis-a")
+
+
+@pytest.fixture(scope="module")
+def large_search():
+    """The plans of GPT-3 175B on thesis-a: the largest search of these tests, made once."""
+    return search(GPT3, THESIS, Training(1536), top=5, explain=0)
 
 
 def test_of_equally_fast_plans_the_one_with_least_memory_over_all_tiers_is_first():
@@ -81,12 +88,12 @@ def test_a_neighbour_changes_one_thing_only():
             assert other.group == micro_batches(other, 256), label
 
 
-def test_the_scheduling_policy_is_a_neighbour_with_a_price():
+@pytest.mark.xdist_group("large search")
+def test_the_scheduling_policy_is_a_neighbour_with_a_price(large_search):
     """Parameter-resident against activation-resident, where parameters stream from storage (audit: 8.9 times)."""
-    made, where, work = model.load("gpt3-175b"), cluster.load("thesis-a"), Training(1536)
-    best = search(made, where, work).best
+    best = large_search.best
     assert best.plan.group > 1
-    reasons = {r.changed: r for r in explain_neighbours(made, where, work, best, Space(), None)}
+    reasons = {r.changed: r for r in explain_neighbours(GPT3, THESIS, Training(1536), best, Space(), None)}
     policy = reasons["policy activation-resident"]
     assert policy.gain is not None and policy.gain < -1 and "tiers" in policy.reason
     assert "equal time" not in policy.reason
@@ -114,9 +121,10 @@ def test_the_nearest_plan_is_short_of_the_tier_that_lacks_least_of_its_capacity(
     assert search(model.load("gpt3-175b"), enough, Training(64), space=Space(micro=1), explain=0).best.seconds > 0
 
 
-def test_plans_that_differ_in_a_variant_only_are_listed_once():
-    found = search(model.load("gpt3-175b"), cluster.load("thesis-a"), Training(1536), top=5, explain=0)
-    assert len({ranked.kind for ranked in found.ranked}) == len(found.ranked) == 5
+@pytest.mark.xdist_group("large search")
+def test_plans_that_differ_in_a_variant_only_are_listed_once(large_search):
+    found = large_search.ranked
+    assert len({ranked.kind for ranked in found}) == len(found) == 5
 
 
 def test_slower_plans_of_the_same_axes_are_listed_only_where_they_save_memory():

@@ -48,7 +48,7 @@ def level(monkeypatch, tmp_path):
         yield computation.group(closed, SETTINGS, computation.Fuel(), "cuda")
 
 
-@pytest.mark.skipif(bool(compiler.available()), reason="kernels for GPUs cannot be compiled here")
+@pytest.mark.cuda_compilers
 def test_processes_of_a_session_compile_what_writes_into_larger_arrays(level, monkeypatch):
     computation.add_candidates(level.subsets, "cuda")
     for subset in level.subsets:
@@ -71,6 +71,7 @@ def test_processes_of_a_session_compile_what_writes_into_larger_arrays(level, mo
         assert made.inputs == tuple((b.shape, b.dtype) for b in program.inputs) and made.object_code
 
 
+@pytest.mark.more_with_cuda_compilers
 def test_what_does_not_compile_is_not_compiled_again(level, monkeypatch):
     computation.add_candidates(level.subsets, "cuda")
     program = next(s.ranked[0][0] for s in level.subsets if s.ranked)

@@ -24,8 +24,7 @@ from tests.ptx.tensor_core import round_tf32
 
 MACHINE = gpu_candidates.GpuMachine(132)
 SM80, SM90 = CudaTarget((8, 0)), CudaTarget((9, 0))
-_WHY = compiler.available()
-compiled = pytest.mark.skipif(bool(_WHY), reason=_WHY or "-")
+compiled = pytest.mark.cuda_compilers
 MANTISSA = {"float32": 10, "bfloat16": 7, "float16": 10}
 """Bits to which P and dS are rounded before they are multiplied."""
 LIMIT = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 4e-3}

@@ -24,8 +24,7 @@ from tests.ptx.tensor_core import round_tf32
 
 MACHINE = gpu_candidates.GpuMachine(132)
 SM80, SM90 = CudaTarget((8, 0)), CudaTarget((9, 0))
-_WHY = compiler.available()
-compiled = pytest.mark.skipif(bool(_WHY), reason=_WHY or "-")
+compiled = pytest.mark.cuda_compilers
 LIMIT = {"float32": 1e-3, "bfloat16": 2e-2, "float16": 6e-3}
 """Allowed error over the root mean square: weights are rounded to 11 or 8 bits, 16-bit scores and results as well."""
 

@@ -26,8 +26,7 @@ from tests.ptx.tensor_core import TensorFault, round_tf32
 
 MACHINE = GpuMachine(132)
 SM80, SM90 = CudaTarget((8, 0)), CudaTarget((9, 0))
-_WHY = compiler.available()
-compiled = pytest.mark.skipif(bool(_WHY), reason=_WHY or "-")
+compiled = pytest.mark.cuda_compilers
 HALF = jnp.bfloat16
 LIMITS = {4: (2e-6, 2e-3), 2: (4e-6, 3e-2)}
 """Allowed errors over the root mean square, by bytes of an operand: of most results (sums of float32), and of those for

@@ -23,8 +23,7 @@ from tests.ptx.tensor_core import TensorFault, round_tf32
 
 MACHINE = gpu_candidates.GpuMachine(132)
 SM80, SM90 = CudaTarget((8, 0)), CudaTarget((9, 0))
-_WHY = compiler.available()
-compiled = pytest.mark.skipif(bool(_WHY), reason=_WHY or "-")
+compiled = pytest.mark.cuda_compilers
 LIMIT = 2e-6
 """Allowed error over the root mean square: float32 sums of exact products."""
 

@@ -26,8 +26,7 @@ from jcuts.trace.inline import inline
 from tests.ptx import machine as ptx_machine
 
 SM90 = CudaTarget((9, 0))
-_WHY = compiler.available()
-compiled = pytest.mark.skipif(bool(_WHY), reason=_WHY or "-")
+compiled = pytest.mark.cuda_compilers
 RNG = np.random.default_rng(29)
 WIDTHS = (96, 1, 1000, 256, 257, 31)
 

@@ -16,8 +16,7 @@ from tests import programs
 from tests.ptx import machine as ptx_machine
 
 MACHINE, SM90 = gpu_candidates.GpuMachine(132), CudaTarget((9, 0))
-_WHY = compiler.available()
-compiled = pytest.mark.skipif(bool(_WHY), reason=_WHY or "-")
+compiled = pytest.mark.cuda_compilers
 RNG = np.random.default_rng(8)
 
 

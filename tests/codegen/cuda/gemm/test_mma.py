@@ -34,7 +34,7 @@ from tests.ptx.tensor_core import TensorFault, round_tf32
 MACHINE = gpu_candidates.GpuMachine(132)
 SM80, SM90 = CudaTarget((8, 0)), CudaTarget((9, 0))
 _WHY = compiler.available()
-compiled = pytest.mark.skipif(bool(_WHY), reason=_WHY or "-")
+compiled = pytest.mark.cuda_compilers
 LIMIT = 2e-6
 """Allowed error over the root mean square: float32 sums of exact products."""
 TILINGS = [
@@ -259,6 +259,7 @@ def test_the_machine_sees_what_pipelines_do_wrong():
         ptx_machine.run_kernel(ptx.replace("bar.sync 0;", ""), kernel, [x, w])
 
 
+@pytest.mark.more_with_cuda_compilers
 def test_refusals():
     x, w = normal(64, 64), normal(64, 64)
     program = product_of(lambda x, w: x @ w, x, w)

@@ -17,8 +17,7 @@ from tests.ptx import machine as ptx_machine
 from tests.ptx.tensor_core import round_tf32
 
 MACHINE, SM90 = gpu_candidates.GpuMachine(132), CudaTarget((9, 0))
-_WHY = compiler.available()
-pytestmark = pytest.mark.skipif(bool(_WHY), reason=_WHY or "-")
+pytestmark = pytest.mark.cuda_compilers
 SUMS = (
     "mk,kn->mn",
     "km,kn->mn",

@@ -27,8 +27,7 @@ from tests.ptx import machine as ptx_machine
 from tests.ptx.tensor_core import round_tf32
 
 SM90 = CudaTarget((9, 0))
-_WHY = compiler.available()
-compiled = pytest.mark.skipif(bool(_WHY), reason=_WHY or "-")
+compiled = pytest.mark.cuda_compilers
 
 
 def normal(*shape, seed=0):

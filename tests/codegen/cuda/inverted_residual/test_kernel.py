@@ -28,8 +28,7 @@ from tests.ptx.tensor_core import TensorFault, round_tf32
 
 MACHINE = GpuMachine(132)
 SM80, SM90 = CudaTarget((8, 0)), CudaTarget((9, 0))
-_WHY = compiler.available()
-compiled = pytest.mark.skipif(bool(_WHY), reason=_WHY or "-")
+compiled = pytest.mark.cuda_compilers
 LIMIT, OTHER_WAY = 2e-6, 2e-3
 """Allowed errors over the root mean square: of most results (sums of float32), and of those for which a value between
 the products, less exact here than in float64, rounds the other way."""

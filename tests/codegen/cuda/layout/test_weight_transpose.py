@@ -19,8 +19,7 @@ from jcuts.rewrite.tf32_weights import round_tf32
 from tests.ptx import machine as ptx_machine
 
 SM80, SM90 = CudaTarget((8, 0)), CudaTarget((9, 0))
-_WHY = compiler.available()
-compiled = pytest.mark.skipif(bool(_WHY), reason=_WHY or "-")
+compiled = pytest.mark.cuda_compilers
 RNG = np.random.default_rng(3)
 
 SHAPES = [

@@ -24,8 +24,7 @@ from tests.ops.cases import conv
 from tests.ptx import machine as ptx_machine
 
 SM80, SM90 = CudaTarget((8, 0)), CudaTarget((9, 0))
-_WHY = compiler.available()
-compiled = pytest.mark.skipif(bool(_WHY), reason=_WHY or "-")
+compiled = pytest.mark.cuda_compilers
 
 
 def values(*shape, dtype="float32", seed=0):

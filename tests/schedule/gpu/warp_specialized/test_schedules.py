@@ -140,6 +140,7 @@ def test_what_does_not_come_by_the_stages():
         fed_shape(tiling.of(turned))
 
 
+@pytest.mark.more_with_cuda_compilers
 @pytest.mark.parametrize("size", [(8192, 544, 512), (12544, 256, 1024), (3136, 512, 2048)])
 def test_several_matrices_get_smaller_tiles(size):
     """The assembler has no registers for two of them beside 64 totals of a thread."""

@@ -172,7 +172,10 @@ def test_where_nothing_can_be_recorded_nothing_is_known_and_nobody_waits(monkeyp
         profiler.run()
     assert profiler.seconds(closed.jaxpr.eqns) is None
     assert not profiler.is_known
+    monkeypatch.setattr(xla_profile, "lowered_in_scopes", lambda *_: 1 / 0)
     never_compiled = RegionProfiler(closed, arguments())
+    never_compiled.lower()  # which must not end planning
+    never_compiled.compile()
     with pytest.raises(RuntimeError, match="was not compiled"):
         never_compiled.run()
     assert not never_compiled.is_known

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 
+from jcuts.base.errors import summary
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 from jcuts.trace.precision import asked
@@ -198,7 +199,8 @@ class RegionProfiler:
     """
 
     def __init__(self, closed: jaxapi.Closed, leaves: Sequence[Any]) -> None:
-        self._flat, self._leaves = inline(closed), leaves
+        self._closed, self._leaves = closed, leaves
+        self._flat: jaxapi.Closed | None = None
         self._lowered: Any = None
         self._compiled: Any = None
         self._times: OperationTimes | None = None
@@ -207,18 +209,23 @@ class RegionProfiler:
         """Seconds of all kernels in one execution; None as long as nothing is known."""
 
     def lower(self) -> None:
-        """Traces the program that is profiled, on the thread that plans."""
-        self._lowered = lowered_in_scopes(self._flat, self._leaves)
+        """Traces the program that is profiled, on the thread that plans; without it there is no profile."""
+        try:
+            self._flat = inline(self._closed)
+            self._lowered = lowered_in_scopes(self._flat, self._leaves)
+        except Exception as error:
+            _log.info("plain XLA is not profiled: %s", summary(error))
 
     def compile(self) -> None:
         """Compiles it, on the GPU. Raises: JAX's own errors, as where it does not fit into the memory."""
-        self._compiled = self._lowered.compile()
+        if self._lowered is not None:
+            self._compiled = self._lowered.compile()
 
     def run(self) -> None:
         """Takes the profile. Raises: as `equation_times` and `instruction_profile`; then nothing is known."""
         try:
             start = time.perf_counter()
-            if self._compiled is None:
+            if self._compiled is None or self._flat is None:
                 raise RuntimeError("the program was not compiled")
             times = equation_times(*instruction_profile(self._compiled, self._leaves))
             self._times = OperationTimes.of(self._flat, times)

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from jcuts.jit.accuracy import result_norms
+from jcuts.tune.verify import blocked_numpy
 
 
-@pytest.fixture(params=["host", "device"])
+@pytest.fixture(params=["host", "slabs", "device"])
 def norms(request, monkeypatch):
     monkeypatch.setattr(result_norms, "LARGE", 1 if request.param == "device" else 10**9)
+    monkeypatch.setattr(blocked_numpy, "SLAB", 60 if request.param == "slabs" else blocked_numpy.SLAB)
     return result_norms.norms
 
 

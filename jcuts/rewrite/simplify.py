@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jcuts.base.identity_memo import IdentityMemo
 from jcuts.trace import jaxapi
 from jcuts.trace.canonical import is_immutable
 
@@ -108,20 +109,14 @@ def _pure(eqn: Any) -> bool:
 
 MOST_PARAMS = 1 << 15
 """Equations whose parameters' text is kept: programs of all variants share their equations."""
-_params_texts: dict[int, tuple[Any, str]] = {}
-"""By the identity of the parameters, which are kept with it."""
+_params_texts: IdentityMemo[str] = IdentityMemo(MOST_PARAMS)
 
 
 def _params_text(params: dict[str, Any]) -> str:
-    known = _params_texts.get(id(params))
-    if known is not None and known[0] is params:
-        return known[1]
+    if (known := _params_texts.get(params)) is not None:
+        return known
     text = str(sorted(params.items(), key=str))
-    if all(map(is_immutable, params.values())):
-        if len(_params_texts) >= MOST_PARAMS:
-            _params_texts.clear()
-        _params_texts[id(params)] = params, text
-    return text
+    return _params_texts.keep(text, params) if all(map(is_immutable, params.values())) else text
 
 
 def _merge_equal(closed: jaxapi.Closed) -> jaxapi.Closed:

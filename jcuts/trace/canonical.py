@@ -21,6 +21,7 @@ from jax.extend import core as _core
 
 from jcuts.base import keys
 from jcuts.base.errors import UsageError
+from jcuts.base.identity_memo import IdentityMemo
 
 _ADDRESS = re.compile(r"\s*(at )?0x[0-9a-fA-F]+")
 
@@ -100,15 +101,12 @@ class _Writer:
 
     def params(self, eqn: Any, indent: str) -> str:
         skip = _NOT_SEMANTIC if eqn.primitive.name in _CALLS else frozenset({"name", "debug_info"})
-        known = _params_parts.get(id(eqn.params))
-        if known is None or known[0] is not eqn.params:
-            known = (
-                eqn.params,
-                [f"{k}={self.value(eqn.params[k], indent)}" for k in sorted(eqn.params) if k not in skip],
-            )
+        known = _params_parts.get(eqn.params)
+        if known is None:
+            known = [f"{k}={self.value(eqn.params[k], indent)}" for k in sorted(eqn.params) if k not in skip]
             if all(is_immutable(value) for value in eqn.params.values()):
-                _keep_params(*known)
-        parts = list(known[1])
+                _params_parts.keep(known, eqn.params)
+        parts = list(known)
         context = getattr(eqn, "ctx", None)
         for key in ("compute_type", "xla_metadata"):
             if getattr(context, key, None):
@@ -147,8 +145,7 @@ class _Writer:
 
 MOST_PARAMS = 1 << 14
 """Equations whose parameters' text is kept: regions of all variants of a program share their equations."""
-_params_parts: dict[int, tuple[Any, list[str]]] = {}
-"""By the identity of the parameters, which are kept with it."""
+_params_parts: IdentityMemo[list[str]] = IdentityMemo(MOST_PARAMS)
 
 
 def is_immutable(value: Any) -> bool:
@@ -158,12 +155,6 @@ def is_immutable(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str, enum.Enum, np.dtype))
 
 
-def _keep_params(params: Any, parts: list[str]) -> None:
-    if len(_params_parts) >= MOST_PARAMS:
-        _params_parts.clear()
-    _params_parts[id(params)] = params, parts
-
-
 def _mesh_of(eqn: Any) -> Any:
     mesh = getattr(getattr(eqn, "ctx", None), "cur_abstract_mesh", None)
     return None if mesh is None or mesh.empty else mesh
@@ -171,21 +162,16 @@ def _mesh_of(eqn: Any) -> Any:
 
 MOST_AVALS = 1 << 14
 """Types whose text is kept: regions of all variants of a program share their variables."""
-_aval_texts: dict[int, tuple[Any, str]] = {}
-"""By the identity of the type, which is kept with it."""
+_aval_texts: IdentityMemo[str] = IdentityMemo(MOST_AVALS)
 
 
 def _aval_text(aval: Any) -> str:
-    known = _aval_texts.get(id(aval))
-    if known is not None and known[0] is aval:
-        return known[1]
+    if (known := _aval_texts.get(aval)) is not None:
+        return known
     text = aval.str_short(short_dtypes=True) if hasattr(aval, "str_short") else str(aval)
     weak = "~" if getattr(aval, "weak_type", False) else ""
     # A sharding-in-types aval prints its sharding; Auto meshes print nothing, which is what lowering sees of them.
-    if len(_aval_texts) >= MOST_AVALS:
-        _aval_texts.clear()
-    _aval_texts[id(aval)] = aval, weak + text
-    return weak + text
+    return _aval_texts.keep(weak + text, aval)
 
 
 def _array_text(value: Any) -> str:

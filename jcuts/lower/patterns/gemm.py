@@ -19,12 +19,13 @@ exchanged for that.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from jcuts.base.identity_memo import IdentityMemo
 from jcuts.kernel_ir.index import Atom, Index, unflatten
 from jcuts.kernel_ir.loop_transforms import collapse_program, map_indices
 from jcuts.kernel_ir.node import Graph, Guard, Node
@@ -160,20 +161,16 @@ def k_extent(program: Program) -> int:
 def gemm_operands(program: Program) -> tuple[GemmOperand, GemmOperand]:
     """A (left) and B (right) operand of a GEMM."""
     phase = program.phases[0]
-    key = id(phase.body), len(phase.body.nodes), phase.accs, tuple(phase.ranges().items()), k_extent(program)
-    known = _operands.get(key)
-    if known is not None and known[0] is phase.body:
-        return known[1]
+    key = phase.body, len(phase.body.nodes), phase.accs, tuple(phase.ranges().items()), k_extent(program)
+    if (known := _operands.get(*key)) is not None:
+        return known
     left, right = _sides(program)
     assert left is not None and right is not None
-    if len(_operands) >= MOST_OPERANDS:
-        _operands.clear()
-    _operands[key] = phase.body, (left, right)
-    return left, right
+    return _operands.keep((left, right), *key)
 
 
-_operands: dict[Hashable, tuple[Graph, tuple[GemmOperand, GemmOperand]]] = {}
-"""By the identity of the body graph, which is kept with it: all schedules of a GEMM share it."""
+_operands: IdentityMemo[tuple[GemmOperand, GemmOperand]] = IdentityMemo(MOST_OPERANDS)
+"""By the body graph, which all schedules of a GEMM share."""
 
 
 def _factors(phase: Phase, dtype: str = "float32") -> tuple[Node, Node] | None:

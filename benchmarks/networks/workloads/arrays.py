@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 Workload = tuple[Callable[..., Any], tuple[Any, ...]]
+BLOCK = 1 << 20
+"""Values that one thread draws at a time, each block from a generator of its own."""
 
 
 def array(*shape: int, seed: int = 0, scale: float = 1.0, dtype: Any = jnp.float32) -> jax.Array:
@@ -26,8 +29,17 @@ class Normal:
 
     def __call__(self, *shape: int, scale: float = 1.0) -> jax.Array:
         """Normal values."""
-        values = self.rng.standard_normal(shape, dtype=np.float32)
-        return jnp.asarray(values * np.float32(scale), self.dtype)
+        values = np.empty(shape, np.float32)
+        flat = values.reshape(-1)
+        blocks = [flat[at : at + BLOCK] for at in range(0, flat.size, BLOCK)]
+
+        def draw(rng: np.random.Generator, block: np.ndarray) -> None:
+            rng.standard_normal(dtype=np.float32, out=block)
+            block *= np.float32(scale)
+
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(draw, self.rng.spawn(len(blocks)), blocks))
+        return jnp.asarray(values, self.dtype)
 
     def dense(self, fan_in: int, width: int) -> dict[str, jax.Array]:
         """Weights and bias of a dense layer."""

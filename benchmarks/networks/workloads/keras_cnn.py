@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -21,6 +23,44 @@ SMALLEST = {"InceptionV3": 75}
 """Height and width of the smallest images, where not 32."""
 
 
+def fans(shape: Sequence[int], mode: str) -> float:
+    """Inputs and outputs of one weight (``fan_in``, ``fan_out``, or the mean ``fan_avg``), counted as keras does."""
+    window = math.prod(shape[:-2])
+    fan_in, fan_out = (shape[-2] * window, shape[-1] * window) if len(shape) > 1 else (shape[0], shape[0])
+    return {"fan_in": fan_in, "fan_out": fan_out}.get(mode, (fan_in + fan_out) / 2)
+
+
+def initializers() -> dict[str, type]:
+    """Keras' initializers of convolutions and Dense layers, drawn by NumPy: nothing is compiled per shape of weights.
+
+    ``jax.random`` compiles a program for every shape, which is most of the time that a keras network takes to build.
+    """
+    import keras
+
+    class OnHost:
+        """Variance scaling (uniform, or normal and clipped at twice its deviation) on the host."""
+
+        scale: float
+        mode: str
+        distribution: str
+        seed: Any
+
+        def __call__(self, shape: Sequence[int], dtype: Any = None) -> jax.Array:
+            """Weights of a shape."""
+            rng, variance = np.random.default_rng(self.seed), self.scale / max(1.0, fans(shape, self.mode))
+            if self.distribution == "uniform":
+                return jnp.asarray(math.sqrt(3 * variance) * rng.uniform(-1, 1, shape), dtype)
+            return jnp.asarray(math.sqrt(variance) * np.clip(rng.standard_normal(shape), -2, 2), dtype)
+
+    class GlorotUniform(OnHost, keras.initializers.GlorotUniform):
+        """The default of keras' layers."""
+
+    class VarianceScaling(OnHost, keras.initializers.VarianceScaling):
+        """What EfficientNet asks for."""
+
+    return {"glorot_uniform": GlorotUniform, "GlorotUniform": GlorotUniform, "VarianceScaling": VarianceScaling}
+
+
 def keras_model(name: str, dtype: str, size: int | None, **options: Any) -> Any:
     """A ``keras.applications`` network with random weights. Args: size: of its images, where not the network's own."""
     import keras
@@ -28,7 +68,8 @@ def keras_model(name: str, dtype: str, size: int | None, **options: Any) -> Any:
     keras.utils.set_random_seed(1)
     keras.config.set_dtype_policy(dtype)
     shape = {} if size is None else {"input_shape": (size, size, 3)}
-    return getattr(keras.applications, name)(weights=None, **shape, **options)
+    with keras.saving.custom_object_scope(initializers()):
+        return getattr(keras.applications, name)(weights=None, **shape, **options)
 
 
 def variables(model: Any, dtype: str, *, fresh: bool = False) -> tuple[list[jax.Array], list[jax.Array]]:

@@ -159,7 +159,7 @@ def modes(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
     for row in rows:
         if row.get("part") != "modes":
             continue
-        for mode, made in row["modes"].items():
+        for mode, made in row.get("modes", {}).items():
             table = made["by_kind"]
             heavy = ("complex", "complex (fusion)")
             vendor, ours = sums(table, "vendor"), sums(table, "ours_alone")
@@ -208,7 +208,7 @@ def kinds(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
                     f"{seen['per_step']:.0f}",
                 ]
             )
-        for mode, made in row["modes"].items() if not profiles else ():
+        for mode, made in row.get("modes", {}).items() if not profiles else ():
             found = {n: made["by_kind"][n]["jcuts"] + made["by_kind"][n]["xla"] for n in names}
             body.append(
                 [

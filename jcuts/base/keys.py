@@ -223,7 +223,7 @@ def convolution_library(cudnn: str, jaxlib: str, timing: str, tolerance: str) ->
 def plan(function: str, settings: str, platform: str) -> str:
     """A planned function, but for the state of databases: program, options, platform, knobs that change plans."""
     here = knobs.current()
-    return digest(function, settings, platform, here.fuel, here.chunk, here.chains)
+    return digest(function, settings, platform, here.fuel, here.chunk, here.chains, here.restore_convs)
 
 
 def remembered_plan(plan: str, tuning: str, convolutions: Any) -> str:

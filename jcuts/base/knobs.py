@@ -66,11 +66,14 @@ def _path(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def _level(text: str) -> str:
-    lowered = text.strip().lower()
-    if lowered not in LOG_LEVELS:
-        raise ValueError(f"expected one of {', '.join(LOG_LEVELS)}")
-    return lowered
+def _one_of(*words: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        lowered = text.strip().lower()
+        if lowered not in words:
+            raise ValueError(f"expected one of {', '.join(words)}")
+        return lowered
+
+    return parse
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -112,6 +115,11 @@ class Knobs:
     )
     verify: bool = _knob(_boolean, "check programs and partitions after every pass", default=False)
     chains: bool = _knob(_boolean, "one call for kernels that can follow each other", default=True)
+    restore_convs: str = _knob(
+        _one_of("auto", "all", "off"),
+        "products of 1x1 convolutions that no kernel takes are convolutions again: where that is faster, all, or none",
+        default="auto",
+    )
     disable: bool = _knob(_boolean, "leave every function to XLA as it is", default=False)
     native: Path | None = _knob(_path, "native library to load instead of the installed one", default=None)
     cudnn: Path | None = _knob(_path, "cuDNN library to open instead of the one that JAX uses", default=None)
@@ -146,7 +154,9 @@ class Knobs:
     cache_max_mb: float = _knob(
         _number(0.0, 1e9), "size of the object cache; the least recently used are dropped", default=512.0
     )
-    log: str = _knob(_level, "level of the `jcuts` logger: debug, info, warning or error", default="warning")
+    log: str = _knob(
+        _one_of(*LOG_LEVELS), "level of the `jcuts` logger: debug, info, warning or error", default="warning"
+    )
     seed: int = _knob(_integer(0), "seed of every random choice while tuning", default=0)
 
 

@@ -14,6 +14,7 @@
     prepare     kernels for weights that are arguments (GPU)          weight_prep.py
     compile     winners -> object code                                rebuild.py, xla/kernel_cache.py
     rebuild     jaxpr with calls of the winners                       rebuild.py, xla/rebuild.py
+    restore     1x1 convolutions whose products no kernel took        restore_convs.py, rewrite/pointwise_conv.py
     chain       one call for kernels that follow each other (GPU)     rebuild.py, xla/chains/fuse.py
 
 Bodies of scan, while and cond go through the same list; all their regions are tuned in one session.  A new pass is one
@@ -46,6 +47,7 @@ from jcuts.pipeline import (
     microbatch_convs,
     rebuild,
     report_rows,
+    restore_convs,
     weight_prep,
 )
 from jcuts.pipeline.computation import Fuel, group
@@ -93,7 +95,8 @@ def _rewrite(state: State) -> State:
     closed = _once(f"{state.digest} {rules} numbers", form, lambda: splat_constants(rewrites.closed))
     if state.platform != "cpu":
         closed = _once(f"{state.digest} {rules} deviations", form, lambda: separate_deviations(closed))
-    state = replace(state, closed=closed, rewrites=sum(rewrites.counts.values()))
+    count, convolutions = sum(rewrites.counts.values()), rewrites.convolutions
+    state = replace(state, closed=closed, rewrites=count, convolutions=convolutions)
     return state.noted(rewrites if rewrites.counts else None)
 
 
@@ -206,6 +209,7 @@ REWRITES = _jaxpr_stage("rewrites", lambda state: bool(state.rewrites))
 CHUNKS = _jaxpr_stage("pieces", lambda state: state.chunked)
 DIVIDED = _jaxpr_stage("divided", lambda state: state.division is not None and bool(state.division.count))
 SUBSETS = DumpedStage("subsets", _programs_text, runs=lambda state: _programs_file(_region_programs(state)))
+RESTORED = _jaxpr_stage("restored", lambda state: bool(state.restored))
 REWRITTEN = DumpedStage("rewritten", lambda state: as_source(state.closed, state.name))
 KERNELS = DumpedStage(
     "kernels",
@@ -229,6 +233,7 @@ PASSES = (
     Pass("prepare", _prepare, _has_winners, stage="select"),
     Pass("compile", _compile, nothing, stage="rebuild"),
     Pass("rebuild", _rebuild, _is_jaxpr),
+    Pass("restore", restore_convs.restore_convs, _is_jaxpr, (RESTORED,), stage="rebuild"),
     Pass("chain", _chain, _is_jaxpr, (REWRITTEN, KERNELS), stage="rebuild"),
 )
 COLLECTED = 1 + [p.name for p in PASSES].index("collect")

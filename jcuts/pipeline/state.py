@@ -14,6 +14,7 @@ from jcuts.pipeline.computation import Computation
 from jcuts.pipeline.kernel_selection import Partition
 from jcuts.pipeline.microbatch_convs import Divided
 from jcuts.pipeline.rebuild import Calls
+from jcuts.rewrite.pointwise_conv import Convolutions
 from jcuts.trace import jaxapi
 from jcuts.tune.session import RegionProblems, TunedChoices
 
@@ -28,6 +29,7 @@ class State:
         unusable: why there are no kernels here, '' where there are: then convolutions alone are looked at.
         digest: of the original with its constants: what variants of a function have in common is kept by it.
         notes: what to tell the user, in the order of the passes. rewrites: how many were applied.
+        convolutions: those that the rewrites made products of; restored: how many of these are convolutions again.
         chunked: whether the batch runs in chunks.
         computation, partition, problems, tuned, calls: made by the passes 'group', 'partition', 'collect', 'tune'
             and 'compile', None before.
@@ -45,6 +47,8 @@ class State:
     dump: Dump
     notes: tuple[str, ...] = ()
     rewrites: int = 0
+    convolutions: Convolutions = field(default_factory=dict)
+    restored: int = 0
     chunked_logits: int = 0
     chunked: bool = False
     division: Divided | None = None

@@ -2,7 +2,7 @@
 
     logits   softmax loss of h . W, and its gradient  ->  a loop over chunks of tokens         (`cross_entropy.head`)
     scales   y = conv(x, w) * s   ->  conv(x, w * s)          w, s constants, s one factor per output channel
-    dots     conv(x, w), 1x1      ->  dot(x, w)               no padding, stride, dilation or groups
+    dots     conv(x, w), 1x1      ->  dot(x, w)               no padding, stride, dilation or groups (`pointwise_conv`)
     pools    pool(x . w), pool(x) . w  ->  each other, where that is less work         (`commute_pool_matmul`)
     siblings x . w1, x . w2, ...  ->  slices of x . [w1 w2 ...]                          (`horizontal_matmul`)
     rounds   x . w                ->  x . v^T, where v is w^T rounded to TF32                 (`tf32_weights`)
@@ -18,7 +18,8 @@
 Which of them are applied together is decided in `jit.variant_space`, by measurement.  `scales` (scale folding) turns an
 inference batch norm, also one behind a bias, into one addition, which XLA and jcuts fuse into its producer or user.
 Weights and factors must be constants: an argument would be multiplied again in every call.  `dots` makes pointwise
-convolutions available to GEMM libraries and to XLA's own fused matmuls; `pools` and `siblings` come after it, and take
+convolutions available to GEMM libraries and to XLA's own fused matmuls; some of those that no kernel takes are
+convolutions again in the end (`pipeline.restore_convs`).  `pools` and `siblings` come after it, and take
 convolutions as well.  `winograd` and `ffts` are for convolutions that ask for more precision than TF32's.  `rounds`
 does once what libraries do in every call, for kernels that ask for it.  All but `slots` and `vectors` change roundings
 (of a weight; of the order of a sum), so results are checked against float64.  A scan's body is rewritten with the
@@ -31,7 +32,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 
 from jcuts.rewrite.attention.backward import recompute_attention
@@ -43,13 +43,15 @@ from jcuts.rewrite.horizontal_matmul import horizontal_matmul
 from jcuts.rewrite.horizontal_matmul_args import horizontal_matmul_args
 from jcuts.rewrite.inplace_concat import undo_eliminated_concat
 from jcuts.rewrite.inplace_concat_chain import inplace_concat_chain
-from jcuts.rewrite.matmul_patterns import CONVOLUTION, Program, channel_of, constant_of, is_point_by_point, new_value
+from jcuts.rewrite.matmul_patterns import Program, channel_of, constant_of, new_value
+from jcuts.rewrite.pointwise_conv import Convolutions, conv1x1_to_dot, pointwise_convolutions
 from jcuts.rewrite.simplify import simplify
 from jcuts.rewrite.tf32_weight_args import tf32_weight_args
 from jcuts.rewrite.tf32_weights import tf32_weights
 from jcuts.rewrite.winograd_conv import winograd_conv
 from jcuts.trace import jaxapi
 
+DOTS = "dots"
 CONTROL_FLOW = ("scan", "while", "cond")
 REMAT = ("checkpoint", "remat2")
 MULTIPLY = "mul"
@@ -64,10 +66,12 @@ class Rewritten:
     Attributes:
         closed: the program.
         counts: rule -> how often it was applied (rules that found nothing are missing).
+        convolutions: those that `dots` lowered, as they were before it.
     """
 
     closed: jaxapi.Closed
     counts: dict[str, int] = field(default_factory=dict)
+    convolutions: Convolutions = field(default_factory=dict)
 
     def __str__(self) -> str:
         if not self.counts:
@@ -84,17 +88,20 @@ def rewritten(closed: jaxapi.Closed, rules: Sequence[str]) -> Rewritten:
     Raises: KeyError for a rule that there is not.
     """
     counts: dict[str, int] = {}
+    convolutions: Convolutions = {}
     unknown = set(rules) - set(RULES)
     if unknown:
         raise KeyError(f"unknown rewrites {sorted(unknown)}: choose from {list(RULES)}")
     for name in (name for name in RULES if name in rules):
+        if name == DOTS:
+            convolutions = pointwise_convolutions(closed)
         closed, count = _applied(closed, name)
         if count:
             counts[name] = count
             closed = simplify(closed)  # products of constants that a rule made, broadcasts that it left behind
-    return Rewritten(
-        everywhere(closed, lambda body: (undo_eliminated_concat(body), 1))[0] if "slots" in counts else closed, counts
-    )
+    if "slots" in counts:
+        closed, _ = everywhere(closed, lambda body: (undo_eliminated_concat(body), 1))
+    return Rewritten(closed, counts, convolutions)
 
 
 def applicable(closed: jaxapi.Closed) -> tuple[str, ...]:
@@ -174,61 +181,6 @@ def _in_scan(
     rest = [a for a, k in zip(eqn.invars, kept, strict=True) if k]
     fixed = len(operands) + sum(kept[:fixed])
     return jaxapi.with_scan_body(eqn, [*operands, *rest], fixed, opened), count
-
-
-# -- a pointwise convolution as a product ---------------------------------------------------------------------------
-def _is_pointwise(eqn: Any) -> bool:
-    lhs, rhs = eqn.invars
-    numbers = eqn.params["dimension_numbers"]
-    return (
-        is_point_by_point(eqn)
-        and lhs.aval.size > 0
-        and rhs.aval.size > 0
-        # Features innermost on both sides: the product then reads and writes both as they lie.
-        and numbers.lhs_spec[1] == numbers.out_spec[1] == len(numbers.lhs_spec) - 1
-        and _kept_order(numbers)
-    )
-
-
-def _kept_order(numbers: Any) -> bool:
-    """Whether batch and spatial dimensions have the same order in operand and result."""
-    return (numbers.lhs_spec[0], *numbers.lhs_spec[2:]) == (numbers.out_spec[0], *numbers.out_spec[2:])
-
-
-def _conv1x1_to_dot(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
-    eqns: list[Any] = []
-    count = 0
-    for eqn in closed.jaxpr.eqns:
-        if jaxapi.primitive_name(eqn) == CONVOLUTION and _is_pointwise(eqn):
-            eqns.extend(_as_dot(eqn))
-            count += 1
-        else:
-            eqns.append(eqn)
-    return (jaxapi.with_eqns(closed, eqns), count) if count else (closed, 0)
-
-
-def _as_dot(eqn: Any) -> list[Any]:
-    """(N, H, W, C) x (C, K) -> (N, H, W, K): all dimensions but the features are rows, without a transpose."""
-    lhs, rhs = eqn.invars
-    spec = eqn.params["dimension_numbers"].rhs_spec
-    features, made = rhs.aval.shape[spec[1]], rhs.aval.shape[spec[0]]
-    swapped = spec[0] < spec[1]  # weights lie as (K, C)
-    weights = new_value((made, features) if swapped else (features, made), rhs.aval)
-    params = {
-        "dimension_numbers": (((lhs.aval.ndim - 1,), (1 if swapped else 0,)), ((), ())),
-        "precision": eqn.params["precision"],
-        "preferred_element_type": eqn.params["preferred_element_type"],
-        "out_sharding": None,
-    }
-    return [
-        _reshape(rhs, weights, eqn),
-        jaxapi.new_eqn([lhs, weights], eqn.outvars, jax.lax.dot_general_p, params, like=eqn),
-    ]
-
-
-def _reshape(source: Any, target: Any, like: Any) -> Any:
-    params = {"new_sizes": tuple(target.aval.shape), "dimensions": None, "sharding": None}
-    return jaxapi.new_eqn([source], [target], jax.lax.reshape_p, params, like=like)
 
 
 # -- a factor per channel in the weights ----------------------------------------------------------------------------
@@ -375,7 +327,7 @@ def _scaled(product: Any, scale: np.ndarray, constants: dict[Any, Any]) -> Any:
 RULES: dict[str, Rule] = {
     "logits": chunk_cross_entropy,
     "scales": _fold_scale,
-    "dots": _conv1x1_to_dot,
+    DOTS: conv1x1_to_dot,
     "pools": commute_pool_matmul,
     "siblings": horizontal_matmul,
     "recomputes": recompute_attention,

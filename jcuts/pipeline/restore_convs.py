@@ -1,0 +1,78 @@
+"""Restores 1x1 convolutions: products of the rewrite `dots` that no kernel took, where XLA's convolution is faster.
+
+    y = dot(x, w)  of `rewrite.pointwise_conv`, left to XLA   ->  y = conv(x, w)
+
+`dots` is for kernels.  Where none takes a product, XLA runs it by a GEMM library or a fused matmul, the convolution by
+cuDNN; which is faster was measured with whole programs without kernels (float32 on H100 and H200, pairs of programs
+with and without `dots` in ``benchmarks/results/networks``), as the time with convolutions over the time with products:
+
+    batch 1       four networks, products up to 0.21 GFLOP          0.96 to 1.64, median of 17 pairs 1.11
+    batch 64      ResNet-50, DenseNet-121, InceptionV3: 0.4 to 13   0.77 to 1.00, median of 13 pairs 0.97
+    batch 64      MobileNetV2, EfficientNet-B0: 0.1 to 2.6          0.98 to 1.06, median of 8 pairs 1.01
+    training 64   ResNet-50, MobileNetV2                            0.96, 0.98
+
+Sizes are GFLOP of one product.  So small products stay, and large ones are convolutions again.  Those between stay
+where XLA may fuse the operand's element-wise operations into the product, and are convolutions where a convolution that
+XLA keeps reads the operand, too: it is in memory then.  In training that is the rule, for the gradient of the weights
+reads what the product reads.
+
+That holds for GPUs on which XLA gives convolutions the layout of products and kernels, channels innermost, and for the
+precision that was measured.  A variant without kernels keeps its products: it is there to race them against XLA's own
+convolutions.  ``JCUTS_RESTORE_CONVS`` restores ``all`` that it can, or none (``off``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from jcuts.base import knobs
+from jcuts.pipeline.state import State
+from jcuts.rewrite.matmul_patterns import CONVOLUTION
+from jcuts.rewrite.pointwise_conv import Product, dot_to_conv
+from jcuts.trace import jaxapi, precision
+from jcuts.xla import devices as xla_devices
+
+CHANNELS_LAST = (9, 0)
+"""Compute capability from which on XLA's convolutions have channels innermost in every type but float64."""
+TYPES = ("float32", "bfloat16", "float16")
+SMALL = 1 << 28
+"""Operations of a product up to which XLA's products are faster."""
+LARGE = 3 << 30
+"""Operations from which on XLA's convolutions are."""
+
+
+def restore_convs(state: State) -> State:
+    """The pass: products that XLA keeps as convolutions, where that is faster."""
+    mode = knobs.current().restore_convs
+    if mode == "off" or not state.convolutions or not (mode == "all" or _is_wanted(state)):
+        return state
+    wanted = (lambda product: True) if mode == "all" else is_faster
+    closed, count = dot_to_conv(state.closed, state.convolutions, wanted)
+    if not count:
+        return state
+    note = f"{count} products of 1x1 convolutions that XLA keeps are convolutions again"
+    return replace(state, closed=closed, rewrites=state.rewrites - count, restored=count).noted(note)
+
+
+def _is_wanted(state: State) -> bool:
+    """Whether a variant's products are there for kernels, on a GPU for which the rule is known."""
+    has_kernels = state.settings.form is None or state.settings.form.regions != "none"
+    return has_kernels and state.platform != "cpu" and xla_devices.machine().capability >= CHANNELS_LAST
+
+
+def is_faster(product: Product) -> bool:
+    """Whether XLA's convolution is expected to be faster than its product."""
+    eqn = product.eqn
+    if str(eqn.invars[0].aval.dtype) not in TYPES or precision.asked(eqn.params["precision"]):
+        return False
+    operations = _operations(eqn)
+    if operations >= LARGE:
+        return True
+    return operations >= SMALL and any(jaxapi.primitive_name(reader) == CONVOLUTION for reader in product.readers)
+
+
+def _operations(eqn: Any) -> int:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)

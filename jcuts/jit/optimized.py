@@ -283,7 +283,9 @@ class Optimized:
         if known is None:
             # Another thread may be deciding (a host callback inside the timed function, even): waiting for it could
             # deadlock, so this call runs the jcuts program without a decision.
-            if not self._lock.acquire(blocking=False):
+            # Several processes must agree: they wait.
+            together = self._arguments.placement(args, kwargs).spans_processes
+            if not self._lock.acquire(blocking=together):
                 return self._carriers.nested(*args, **kwargs)
             with isolated_trace():
                 try:

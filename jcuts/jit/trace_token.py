@@ -9,6 +9,8 @@ from typing import Any
 
 from jcuts.primitive.sharding import Placement, expected
 from jcuts.trace.capture import Capture
+from jcuts.tune import agreed_store
+from jcuts.tune.agreed_store import AgreedStore
 
 
 class NeedsDecision(Exception):
@@ -38,29 +40,36 @@ def isolated_trace() -> Iterator[None]:
 
 
 class AuthorizedCall:
-    """A jitted carrier with the token that lets the slow path trace and lower it."""
+    """A jitted carrier with the token that lets the slow path trace and lower it.
+
+    Attributes: agreed: the choices by which all processes lower it, where several run it.
+    """
 
     def __init__(self, jitted: Any, token: object, placement: Placement) -> None:
         self.jitted = jitted
         self._token = token
         self._placement = placement
+        self.agreed: AgreedStore | None = None
 
     def permitted(self, *args: Any, **kwargs: Any) -> Any:
-        before = permission.program, expected.placement
-        permission.program, expected.placement = self._token, self._placement
-        try:
+        with self._permission():
             return self.jitted(*args, **kwargs)
-        finally:
-            permission.program, expected.placement = before
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """``jax.stages.Lowered`` of the carrier; what it compiles to is what a call with these arguments runs."""
-        before = permission.program, expected.placement
-        permission.program, expected.placement = self._token, self._placement
-        try:
+        with self._permission():
             return self.jitted.lower(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _permission(self) -> Iterator[None]:
+        before = permission.program, expected.placement, expected.agreed
+        permission.program, expected.placement = self._token, self._placement
+        expected.agreed = self.agreed is not None
+        try:
+            with agreed_store.using(self.agreed):
+                yield
         finally:
-            permission.program, expected.placement = before
+            permission.program, expected.placement, expected.agreed = before
 
     def clear_cache(self) -> None:
         self.jitted.clear_cache()

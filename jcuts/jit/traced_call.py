@@ -6,8 +6,6 @@ import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
-
 from jcuts.base.settings import Settings, Variant
 from jcuts.jit import end_to_end_benchmark, variant_space
 from jcuts.jit.call_signature import CallSignature, Signature
@@ -81,7 +79,7 @@ class TracedCall:
         """Why whole programs of this function cannot be timed, or None."""
         if jaxapi.has_effects(self.closed):
             return f"the function has effects ({', '.join(jaxapi.effects_of(self.closed))}): it is never run twice"
-        if jax.process_count() > 1:
+        if self.call.placement.spans_processes:
             return "several processes: each must compile the same program, so whole functions are not timed"
         if chunk_logits.is_settled(self.closed, self.settings, self.platform):
             return "its logits are computed in chunks to save memory: not compared with whole ones"

@@ -5,6 +5,7 @@ store.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ from jcuts.jit.accuracy.float64_check import output_roles
 from jcuts.jit.call_signature import CallSignature
 from jcuts.jit.decision import JCUTS, XLA, Decision, DecisionStore
 from jcuts.jit.decision_cache import DecisionCache
+from jcuts.jit.multi_controller.agreement import Participant, agree
+from jcuts.jit.multi_controller.process_group import group_of
 from jcuts.jit.trace_token import permission
 from jcuts.jit.traced_call import Call, TracedCall
 from jcuts.jit.variant_benchmark import benchmark
@@ -26,7 +29,8 @@ from jcuts.pipeline import passes
 from jcuts.primitive import shard_local
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import Capture, function_name
-from jcuts.tune import device_slices, time_budget
+from jcuts.tune import device_slices, session, time_budget
+from jcuts.tune.agreed_store import AgreedStore
 
 log = logging.getLogger("jcuts")
 
@@ -54,13 +58,34 @@ class VariantSelector:
         self.decisions = DecisionCache(settings, options, store)
         self._fn = fn
         self._arguments = arguments
+        self._agreed: AgreedStore | None = None
 
     def select(self, call: Call, *, measure: bool, force: bool = False, tune_seconds: float | None = None) -> Decision:
-        """Which program runs for a call.
+        """Which program runs for a call; one that all processes agree on, where several make it.
 
         Args: measure: whether it may be measured; force: whatever was decided before; tune_seconds: that tuning may
             take, None for what the options say.
         """
+        alone = functools.partial(self._select_alone, call, measure=measure, force=force, tune_seconds=tune_seconds)
+        if call.placement.spans_processes:
+            return self._select_together(call, alone)
+        return alone()
+
+    def _select_together(self, call: Call, alone: Callable[[], Decision]) -> Decision:
+        """The decision of all processes that make a call. Args: alone: decides in one, the leader."""
+        own = session.store()
+        agreed = self._agreed = self._agreed or AgreedStore(device=own.device, versions=own.versions)
+        group = group_of(call.placement.processes, jax.process_index())
+
+        def lower(decision: Decision) -> str:
+            program = self.carriers.program(decision.chosen, call.placement, call.platform).call
+            program.agreed = agreed
+            return program.lower(*call.args, **call.kwargs).as_text()
+
+        identity = jaxapi.canonical_digest(self._trace(call).closed)
+        return agree(group, Participant(identity, alone, lower, agreed))
+
+    def _select_alone(self, call: Call, *, measure: bool, force: bool, tune_seconds: float | None) -> Decision:
         if knobs.current().disable:
             return Decision(XLA, "JCUTS_DISABLE is set")
         if jaxapi.jit_disabled():

@@ -44,7 +44,7 @@ def lower(
     planned = jaxpr
     if left_to_xla(ctx) is None:
         planned = plan(jaxpr, settings, site.platforms[0], may_measure=False).closed
-    elif placement and lowering_is_partitioned(ctx) and not knobs.current().disable:
+    elif placement and lowering_is_partitioned(ctx) and may_split(site):
         found = shard_local.split(jaxpr, placement)
         if not isinstance(found, str) and _any_kernel(found, settings, site.platforms[0]):
             # Each part is a call of this primitive again, planned when its own lowering finds local types.  (Its
@@ -54,6 +54,11 @@ def lower(
                 lambda part, xs: ctx.primitive.bind(*xs, jaxpr=part, settings=settings, name=name, placement=None),
             )
     return jaxapi.lower_closed(ctx, args, planned, name)
+
+
+def may_split(site: jaxapi.LoweringSite) -> bool:
+    """Whether kernels may run in the local parts of a program that is spread over devices."""
+    return not knobs.current().disable and (expected.agreed or not site.processes)
 
 
 def _any_kernel(found: shard_local.Split, settings: Settings, platform: str) -> bool:
@@ -72,6 +77,8 @@ def left_to_xla(ctx: Any) -> str | None:
         return f"lowered for several platforms at once: {', '.join(site.platforms)}"
     if site.symbolic:
         return "shapes have symbolic dimensions"
+    if site.processes and not expected.agreed:
+        return "several processes run it, and only a call of its own has a program that all of them agree on"
     if lowering_is_partitioned(ctx):
         return f"the partitioner spreads the program over {site.devices} devices"
     return None

@@ -32,6 +32,17 @@ class Placement(NamedTuple):
             return cls(())
         return cls(tuple(leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in leaves))
 
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Numbers of the processes whose devices hold the arguments (`jax.process_index`), in order."""
+        sets = [sharding.device_set for sharding in self.shardings if sharding is not None]
+        return tuple(sorted({device.process_index for devices in sets for device in devices}))
+
+    @property
+    def spans_processes(self) -> bool:
+        """Whether the call is one of several processes (multi-controller SPMD), which must all run the same program."""
+        return jax.process_count() > 1 and len(self.processes) > 1
+
 
 class OtherPlacement(Exception):
     """A program made for one placement is being lowered for another.  `jit.optimized` catches it and decides anew."""
@@ -39,10 +50,11 @@ class OtherPlacement(Exception):
 
 class _Expected(threading.local):
     placement: Placement | None = None
+    agreed: bool = False
 
 
 expected = _Expected()
-"""The placement of the call that ``api`` is making on this thread.
+"""The placement of the call that ``api`` is making on this thread, and whether processes have agreed on its program.
 
 JAX keeps one jaxpr for all placements of the same types and lowers it again for each: only here can a program notice
 that its arguments came with other shardings than it was made for.

@@ -17,7 +17,7 @@ from jcuts.base.errors import IRError
 from jcuts.base.settings import Settings
 from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import read
-from jcuts.tune import expected_gain, time_budget
+from jcuts.tune import agreed_store, expected_gain, time_budget
 from jcuts.tune.baseline.xla_export import with_exports
 from jcuts.tune.baseline.xla_profile import RegionProfiler
 from jcuts.tune.choice import LIBRARY, Choice
@@ -70,8 +70,10 @@ def progress() -> Progress | None:
 
 
 def store() -> Store:
-    """The user's tuning database."""
+    """The user's tuning database; the choices that processes have agreed on, where this thread plans by them."""
     global _store
+    if (agreed := agreed_store.current.store) is not None:
+        return agreed
     current = default_store() if _store is None else _store
     _store = current
     return current

@@ -83,7 +83,7 @@ class OnlineTuning:
         if knobs.current().disable or jaxapi.jit_disabled():
             decision = selector.select(call, measure=False)
             return selector.carriers.program(decision.chosen, call.placement, call.platform), decision
-        if jax.process_count() > 1:
+        if call.placement.spans_processes:
             return xla, self._give_up(call, "several processes: each must run the same program at the same time")
         stored, settled = selector.of_earlier_process(call)
         if stored is not None and settled:

@@ -26,6 +26,7 @@ from jcuts.trace.jaxapi.call_rules import (
     transpose_of,
     without_forwarded_outputs,
 )
+from jcuts.trace.jaxapi.coordination import CoordinationStore, coordination_store
 from jcuts.trace.jaxapi.exports import with_constants
 from jcuts.trace.jaxapi.jaxprs import (
     bind_eqn,
@@ -103,6 +104,7 @@ from jcuts.trace.jaxapi.types import (
 __all__ = [
     "ONE_JAXPR_CLASS",
     "Closed",
+    "CoordinationStore",
     "DropVar",
     "Eqn",
     "Jaxpr",
@@ -132,6 +134,7 @@ __all__ = [
     "close",
     "closed_jaxpr_of",
     "constant",
+    "coordination_store",
     "dce",
     "dce_rule",
     "effects_of",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax._src import sharding_impls as _sharding_impls
 from jax._src.interpreters import mlir as _mlir
 
@@ -18,7 +19,7 @@ class LoweringSite(NamedTuple):
         platforms: names such as ``cpu`` or ``cuda``; more than one only when exporting.
         devices: number of devices of the computation.  manual: whether avals are shard-local (all mesh axes are
         manual, as inside ``shard_map``).  for_export: the result will be serialised.  symbolic: shapes have
-        unknown dimensions.  axis_env: names of manual axes.
+        unknown dimensions.  processes: whether devices of several processes run the computation.
     """
 
     platforms: tuple[str, ...]
@@ -26,6 +27,7 @@ class LoweringSite(NamedTuple):
     manual: bool
     for_export: bool
     symbolic: bool
+    processes: bool = False
 
 
 def lowering_site(ctx: Any) -> LoweringSite:
@@ -43,7 +45,18 @@ def lowering_site(ctx: Any) -> LoweringSite:
         devices = getattr(axis.axis_env, "nreps", 1)
         manual = True
     symbolic = bool(ctx.dim_var_values) or bool(module.shape_poly_state.dim_vars)
-    return LoweringSite(platforms, devices, manual, bool(module.lowering_parameters.for_export), symbolic)
+    for_export = bool(module.lowering_parameters.for_export)
+    return LoweringSite(platforms, devices, manual, for_export, symbolic, _spans_processes(axis, devices))
+
+
+def _spans_processes(axis: Any, devices: int) -> bool:
+    """Whether a computation's devices belong to several processes; assumed where its devices are not known."""
+    if jax.process_count() == 1 or devices == 1:
+        return False
+    known = getattr(axis, "device_assignment", None)
+    if known is None and isinstance(getattr(axis, "mesh", None), jax.sharding.Mesh):
+        known = axis.mesh.devices.flat
+    return known is None or len({device.process_index for device in known}) > 1
 
 
 def lower_closed(ctx: Any, args: Sequence[Any], closed: Closed, name: str) -> Sequence[Any]:

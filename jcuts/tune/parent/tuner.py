@@ -17,12 +17,11 @@ from typing import Any
 from jcuts.base.errors import CandidateRejected
 from jcuts.base.settings import Settings
 from jcuts.kernel_ir.program import Program
-from jcuts.tune import stored_choice_check
 from jcuts.tune.baseline import conv_relu_bound
 from jcuts.tune.baseline.interpolate import interpolation_neighbours
 from jcuts.tune.choice import LIBRARY, Choice, Rejection
 from jcuts.tune.database import Store, default_store
-from jcuts.tune.parent import extra_kernels
+from jcuts.tune.parent import extra_kernels, stored_choice_check
 from jcuts.tune.parent.job import TuningJob, make_job
 from jcuts.tune.parent.machine_lock import default_patience, gave_up_waiting, holder, is_mine, measuring_lock
 from jcuts.tune.parent.measure_order import is_close_by_profile, measure_in_order
@@ -78,7 +77,7 @@ def tune(
             program of the problem is then compiled only where a kernel takes about as long.
 
     A stored choice that this cache has not signed, or that was made with other packages, is checked before a kernel of
-    it runs, once (`tune.stored_choice_check`); where nothing may be (``cached``), it is not used.
+    it runs, once (`tune.parent.stored_choice_check`); where nothing may be (``cached``), it is not used.
     Returns: digest -> choice.  Problems that could not be measured have origin ``library``; see their rejections.
     """
     unique = {p.digest: p for p in problems}

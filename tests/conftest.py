@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -15,10 +17,14 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, print_b
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 
+COLLECTED_AFTER = 50_000, 10, 10
+"""Thresholds of Python's collector, most of whose work in a run finds nothing."""
+
 pytest_plugins = ("tests.golden_files", "tests.host_cudnn", "tests.ptx.compile_once", "tests.quick_xla")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.set_threshold(*COLLECTED_AFTER)
     # Before any test module is imported, and through the environment so that child processes see it too.
     for name in [name for name in os.environ if name.startswith("JCUTS_") and name != "JCUTS_NATIVE"]:
         del os.environ[name]
@@ -28,7 +34,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JCUTS_RAISE_ERRORS"] = "1"  # nothing that fails in jcuts itself may pass as XLA's
     os.environ["JCUTS_VERIFY"] = "1"
     os.environ["JCUTS_TUNE_SECONDS"] = "inf"  # how busy the machine is must not decide what is measured
+    os.environ["JCUTS_COMPILE_WORKERS"] = "1"  # few kernels are tuned at a time: a second process costs more to start
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def pytest_collection_finish() -> None:
+    # The modules and tests of a session live as long as it: no collection goes through them again.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -37,6 +50,24 @@ def cache_dir(tmp_path, monkeypatch):
     path = tmp_path / "cache"
     monkeypatch.setenv("JCUTS_CACHE_DIR", str(path))
     return path
+
+
+@pytest.fixture
+def with_module_code():
+    """Gives a cache directory the hashes of jcuts' modules, which a process with an empty one takes seconds to make."""
+    from jcuts.base import schedule_versions
+
+    versions = schedule_versions.here()
+    versions.packages(schedule_versions.PROGRAM), versions.family("cpu")
+    known = versions.files.cache
+
+    def seeded(folder: Path) -> Path:
+        folder.mkdir(exist_ok=True)
+        if known is not None and known.exists():
+            shutil.copy(known, folder)
+        return folder
+
+    return seeded
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -17,6 +17,7 @@ runs under each tool first: a tool that does not find it is not believed.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -118,6 +119,29 @@ def recognised() -> Iterator[tuple[str, Any, list[Any]]]:
     yield "weights turned", transpose_program([(s, (s[-1], *s[:-1])) for s in sizes]), arrays
 
 
+@functools.cache
+def _listed(only: str) -> tuple[list[tuple[str, Any, list[Any]]], dict[str, str]]:
+    """Name, program and operands of the cases that are asked for, and why others have none: the same on every GPU."""
+    import jax
+
+    from jcuts.kernel_ir.program import Program
+    from tests import programs
+
+    listed, skipped = [], {}
+    with jax.enable_x64(True):
+        for name, fn, arguments in every_case():
+            if not _named(name, only):
+                continue
+            traced = programs.trace(fn, *arguments)
+            built = traced.build()
+            if isinstance(built, Program):
+                listed.append((name, built, traced.operands()))
+            else:
+                skipped[name] = str(built)
+        listed += [entry for entry in recognised() if _named(entry[0], only)]
+    return listed, skipped
+
+
 def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], only: str) -> dict[str, Any]:
     """Compiles schedules of every case and writes their operands; gives the list that `launch` reads."""
     import jax
@@ -127,22 +151,11 @@ def prepare(folder: Path, each: int, jobs: int, capability: tuple[int, int], onl
     from jcuts.kernel_ir.program import Program
     from jcuts.schedule.gpu import candidates as gpu_candidates
     from jcuts.tune.verify.inputs import save
-    from tests import programs
 
     found: list[tuple[str, Program, list[np.ndarray]]] = []
-    skipped: dict[str, str] = {}
-    listed_programs: list[tuple[str, Program, list[Any]]] = []
+    listed_programs, unbuilt = _listed(only)
+    skipped = dict(unbuilt)
     with jax.enable_x64(True):
-        for name, fn, arguments in every_case():
-            if not _named(name, only):
-                continue
-            traced = programs.trace(fn, *arguments)
-            built = traced.build()
-            if not isinstance(built, Program):
-                skipped[name] = str(built)
-                continue
-            listed_programs.append((name, built, traced.operands()))
-        listed_programs += [entry for entry in recognised() if _named(entry[0], only)]
         for name, built, operands in listed_programs:
             ranked = (
                 [built]

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jcuts.base import collector
+
 FORMAT = 1
 _COEFFICIENTS = frozenset({"coefficients", "record", "read_tables"})
 """Functions of `jcuts.schedule.fit` whose first two arguments name a table of fitted coefficients."""
@@ -158,7 +160,8 @@ class ModuleFiles:
                     tuple((str(family), str(table)) for family, table in known["tables"]),
                 )
             except (KeyError, TypeError, ValueError):  # not seen yet, or damaged
-                found, self._new = read_code(source), True
+                with collector.paused():  # a tree is many objects, and all of them are freed at once
+                    found, self._new = read_code(source), True
                 self._stored()[key] = {"code": found.code, "imports": found.imports, "tables": found.tables}
             self._found[file] = found
         return self._found[file]

@@ -135,7 +135,7 @@ print("right", np.abs(np.asarray(f(x)) - np.asarray(jax.jit(jax.nn.softmax)(x)))
 """
 
 
-def test_an_imported_row_runs_no_code(tmp_path):
+def test_an_imported_row_runs_no_code(tmp_path, with_module_code):
     """The whole way: an export with code in a phase's name, imported, and the function called."""
 
     def run(cache, *command):
@@ -144,7 +144,8 @@ def test_an_imported_row_runs_no_code(tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    one, two, export, canary = (tmp_path / name for name in ("one", "two", "export.json", "canary"))
+    one, two = (with_module_code(tmp_path / name) for name in ("one", "two"))
+    export, canary = tmp_path / "export.json", tmp_path / "canary"
     assert "right True" in run(one, "-c", IMPORTED)
     run(one, "-m", "jcuts", "cache", "export", str(export))
     data, found = json.loads(export.read_text()), 0

@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 
 import jcuts
+from benchmarks.networks.workloads.keras_cnn import keras_model
 from jcuts.base import knobs
 from jcuts.base.errors import UnsupportedError, UsageError
 from jcuts.kernel_ir import run as kernel_run
@@ -180,9 +181,8 @@ def test_gradients_through_the_whole_thing():
 
 
 def test_mobilenet():
-    keras = pytest.importorskip("keras")
-    keras.utils.set_random_seed(0)
-    model = keras.applications.MobileNetV2(weights=None, input_shape=(96, 96, 3), alpha=0.35, classes=50)
+    pytest.importorskip("keras")
+    model = keras_model("MobileNetV2", "float32", 96, alpha=0.35, classes=50)
     weights = ([v.value for v in model.trainable_variables], [v.value for v in model.non_trainable_variables])
 
     def apply(weights, images):

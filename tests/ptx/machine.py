@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -191,6 +192,12 @@ class Machine:
         self.thread = np.arange(count)
         self.pc = np.zeros(count, np.int64)
         self.registers: dict[str, np.ndarray] = {}
+        self.special = {
+            "%ctaid.x": self.thread // threads,
+            "%tid.x": self.thread % threads,
+            "%ntid.x": np.full(count, threads),
+        }
+        self.constants: dict[tuple[str, type], np.ndarray] = {}  # operands that are the same in every thread
         size = max([module.shared_bytes, *module.shared.values()]) + launched
         self.shared = np.zeros((blocks, max(1, size)), np.uint8)
         self.races = races.Races(self)
@@ -235,28 +242,31 @@ class Machine:
     def value(self, text: str, kind: str) -> np.ndarray:
         """An operand as an array of the type (``s32``, ``f32``, ``b64``, ``pred`` ...)."""
         dtype = _dtype(kind)
-        special = {
-            "%ctaid.x": self.thread // self.threads,
-            "%tid.x": self.thread % self.threads,
-            "%ntid.x": np.full(self.count, self.threads),
-        }
-        if text in special:
-            return special[text].astype(dtype)
+        if text in self.special:
+            return self.special[text].astype(dtype)
         if text in self.registers:
             return _as(self.registers[text], dtype)
+        if (text, dtype) not in self.constants:
+            self.constants[text, dtype] = np.full(self.count, self._constant(text, dtype), dtype)
+            self.constants[text, dtype].flags.writeable = False
+        return self.constants[text, dtype]
+
+    def _constant(self, text: str, dtype: type) -> Any:
+        """What an operand is in every thread: an address in shared memory, a register without a value yet, a number."""
         if text in self.module.shared:  # before numbers: names of any form
-            return np.full(self.count, self.module.shared[text], dtype)
+            return self.module.shared[text]
         if text.startswith("%"):
-            return np.zeros(self.count, dtype)  # declared, not yet written
+            return 0  # declared, not yet written
         if text.startswith(("0f", "0F")):
             number = np.array([int(text[2:], 16)], np.uint32).view(np.float32)
-            return np.full(self.count, _as(number.view(np.uint32), dtype)[0], dtype)
+            return _as(number.view(np.uint32), dtype)[0]
         if text.startswith(("0d", "0D")):
-            return np.full(self.count, _as(np.array([int(text[2:], 16)], np.uint64), dtype)[0], dtype)
+            return _as(np.array([int(text[2:], 16)], np.uint64), dtype)[0]
         raw = int(text.removesuffix("U"), 0)
+        if dtype is np.bool_:
+            return bool(raw)
         size = np.dtype(dtype).itemsize
-        bits = np.array([raw % (1 << (8 * size))], UINT.get(size, np.uint64))
-        return np.full(self.count, bits.view(dtype)[0] if dtype is not np.bool_ else bool(raw), dtype)
+        return np.array([raw % (1 << (8 * size))], UINT.get(size, np.uint64)).view(dtype)[0]
 
     def set(self, name: str, values: np.ndarray, on: np.ndarray) -> None:
         bits = values if values.dtype == bool else np.ascontiguousarray(values).view(UINT[values.dtype.itemsize])

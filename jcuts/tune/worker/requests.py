@@ -20,7 +20,6 @@ from jcuts.base.errors import AccuracyRejected, CandidateRejected, CompileReject
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.tune.baseline import autotune_cache, conv_relu_bound
 from jcuts.tune.choice import LIBRARY, SCREENED
-from jcuts.tune.cudnn.worker import convolve_xla, measure_cudnn_algorithms
 from jcuts.tune.kernel_file import read_kernel, write_kernel
 from jcuts.tune.measure.cpu_launch import Launcher
 from jcuts.tune.measure.statistics import HOPELESS, Samples
@@ -392,6 +391,6 @@ REQUESTS: dict[str, Callable[[dict[str, Any], Announce], dict[str, Any]]] = {
     "run_ahead": run_ahead,
     "warm": warm,
     "measure": measure,
-    "convolve": measure_cudnn_algorithms,
-    "convolve_xla": convolve_xla,
+    "convolve": runners.convolve,
+    "convolve_xla": runners.convolve,
 }

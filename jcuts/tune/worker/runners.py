@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -74,3 +75,11 @@ def xla_runner(candidate: Candidate) -> Callable[[list[np.ndarray], int], list[n
         return [np.asarray(x) for x in jax.tree.leaves(program(*operands))]
 
     return run
+
+
+def convolve(request: dict[str, Any], announce: Callable[[str], None]) -> dict[str, Any]:
+    """Times cuDNN's algorithms for a convolution, or XLA's own one; imports JAX, which most processes do without."""
+    from jcuts.tune.cudnn import worker
+
+    asked = worker.convolve_xla if request["op"] == "convolve_xla" else worker.measure_cudnn_algorithms
+    return asked(request, announce)

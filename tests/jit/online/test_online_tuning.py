@@ -303,8 +303,8 @@ while time.monotonic() < until:
 
 
 @pytest.mark.parametrize("how", ["killed", "ended"])
-def test_a_process_that_ends_while_it_tunes_leaves_the_caches_intact(tmp_path, how):
-    environment = {**os.environ, "JCUTS_CACHE_DIR": str(tmp_path)}
+def test_a_process_that_ends_while_it_tunes_leaves_the_caches_intact(tmp_path, with_module_code, how):
+    environment = {**os.environ, "JCUTS_CACHE_DIR": str(with_module_code(tmp_path))}
     command = [sys.executable, "-c", KILLED, "60" if how == "killed" else "0"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -111,7 +111,7 @@ def traced(name: str, dtype: type = np.float32) -> tuple[programs.Traced, Progra
     program = lower_layers(found.graph, found.everything)
     assert isinstance(program, Program), program
     with jax.enable_x64(True):
-        exact = fn(*[jnp.asarray(np.asarray(a, np.float64)) for a in arguments])
+        exact = jax.jit(fn)(*[jnp.asarray(np.asarray(a, np.float64)) for a in arguments])
     return found, program, np.asarray(exact)
 
 
@@ -256,7 +256,7 @@ def check_layers(fn, arguments, seed: int) -> bool:
     if isinstance(program, Refusal):
         return False
     with jax.enable_x64(True):
-        exact = np.asarray(fn(*[jnp.asarray(a, np.float64) for a in arguments]))
+        exact = np.asarray(jax.jit(fn)(*[jnp.asarray(a, np.float64) for a in arguments]))
     if not np.isfinite(exact).all():  # a window that lies in the padding alone
         return False
     links = match_layers(program)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -383,3 +385,9 @@ def test_operands_have_nothing_in_common():
     assert abs(np.dot(first, second)) < 6 * np.sqrt(first.size) and np.dot(first, first) > np.finfo(np.float16).max
     again = cudnn_devices.noise("float16", size, 0).view(np.float16)
     np.testing.assert_array_equal(again, first.astype(np.float16))
+
+
+def test_only_requests_that_need_jax_import_it():
+    program = "import sys, jcuts.tune.worker.main; print('jax' in sys.modules, 'numba' in sys.modules)"
+    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert made.stdout.split() == ["False", "False"]

@@ -31,16 +31,14 @@ from jcuts.base import knobs
 from jcuts.pipeline.state import State
 from jcuts.rewrite.matmul_patterns import CONVOLUTION
 from jcuts.rewrite.pointwise_conv import Product, dot_to_conv
+from jcuts.schedule import fit
 from jcuts.trace import jaxapi, precision
 from jcuts.xla import devices as xla_devices
 
 CHANNELS_LAST = (9, 0)
 """Compute capability from which on XLA's convolutions have channels innermost in every type but float64."""
 TYPES = ("float32", "bfloat16", "float16")
-SMALL = 1 << 28
-"""Operations of a product up to which XLA's products are faster."""
-LARGE = 3 << 30
-"""Operations from which on XLA's convolutions are."""
+_FIT = fit.coefficients("gpu/conv", "xla_convolution")
 
 
 def restore_convs(state: State) -> State:
@@ -68,9 +66,10 @@ def is_faster(product: Product) -> bool:
     if str(eqn.invars[0].aval.dtype) not in TYPES or precision.asked(eqn.params["precision"]):
         return False
     operations = _operations(eqn)
-    if operations >= LARGE:
+    if operations >= _FIT.surely_operations:
         return True
-    return operations >= SMALL and any(jaxapi.primitive_name(reader) == CONVOLUTION for reader in product.readers)
+    convolved = any(jaxapi.primitive_name(reader) == CONVOLUTION for reader in product.readers)
+    return operations >= _FIT.least_operations and convolved
 
 
 def _operations(eqn: Any) -> int:

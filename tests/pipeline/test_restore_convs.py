@@ -15,9 +15,10 @@ from jcuts.base.settings import Settings, Variant
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.pipeline import computation, kernel_selection, rebuild
 from jcuts.pipeline import passes as pipeline_passes
-from jcuts.pipeline.restore_convs import LARGE, SMALL, is_faster
+from jcuts.pipeline.restore_convs import is_faster
 from jcuts.rewrite.matmul_patterns import CONVOLUTION, DOT
 from jcuts.rewrite.pointwise_conv import Product
+from jcuts.schedule import fit
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.trace import jaxapi
 from jcuts.xla import devices as xla_devices
@@ -176,7 +177,8 @@ def test_precisions_and_types_without_measurements_stay():
         return Product(eqn, (eqn, *readers))
 
     (other,) = jaxapi.closed_jaxpr_of(conv, *types("float32", (1, 3, 3, 4), (3, 3, 4, 4))).jaxpr.eqns
-    large, small = LARGE >> 21, SMALL >> 21  # rows
+    fitted = fit.coefficients("gpu/conv", "xla_convolution")
+    large, small = (int(n) >> 21 for n in (fitted.surely_operations, fitted.least_operations))  # rows
     assert is_faster(product(large)) and is_faster(product(large, "bfloat16"))
     assert not is_faster(product(large - 1)) and is_faster(product(large - 1, readers=[other]))
     assert is_faster(product(small, readers=[other])) and not is_faster(product(small - 1, readers=[other]))

@@ -3,15 +3,8 @@
     y = dot(x, w)  of `rewrite.pointwise_conv`, left to XLA   ->  y = conv(x, w)
 
 `dots` is for kernels.  Where none takes a product, XLA runs it by a GEMM library or a fused matmul, the convolution by
-cuDNN; which is faster was measured with whole programs without kernels (float32 on H100 and H200, pairs of programs
-with and without `dots` in ``benchmarks/results/networks``), as the time with convolutions over the time with products:
-
-    batch 1       four networks, products up to 0.21 GFLOP          0.96 to 1.64, median of 17 pairs 1.11
-    batch 64      ResNet-50, DenseNet-121, InceptionV3: 0.4 to 13   0.77 to 1.00, median of 13 pairs 0.97
-    batch 64      MobileNetV2, EfficientNet-B0: 0.1 to 2.6          0.98 to 1.06, median of 8 pairs 1.01
-    training 64   ResNet-50, MobileNetV2                            0.96, 0.98
-
-Sizes are GFLOP of one product.  So small products stay, and large ones are convolutions again.  Those between stay
+cuDNN; which is faster was measured with whole programs without kernels (`docs/kernels/execution.md`, "Restored
+convolutions").  So small products stay, and large ones are convolutions again.  Those between stay
 where XLA may fuse the operand's element-wise operations into the product, and are convolutions where a convolution that
 XLA keeps reads the operand, too: it is in memory then.  In training that is the rule, for the gradient of the weights
 reads what the product reads.

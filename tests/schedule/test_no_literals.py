@@ -13,6 +13,8 @@ from jcuts.schedule.gpu.gemm.cost import CostCoefficients
 
 FOLDER = fit.ROOT
 SOURCES = sorted(FOLDER.rglob("*.py"))
+READERS = [*SOURCES, *sorted((FOLDER.parent / "pipeline").rglob("*.py"))]
+"""Files that may read fitted coefficients."""
 FAMILIES = sorted(str(path.parent.relative_to(FOLDER)) for path in FOLDER.rglob("fit_*.toml"))
 PLAIN = (0.0, 0.5, 1.0, 2.0)
 HEADER = 'source = "unknown"\nsamples = "unknown"\nerror = "unknown"\ndate = "unknown"\n'
@@ -54,7 +56,7 @@ def _tables_of(tree: ast.Module) -> dict[str, tuple[str, str]]:
 def _uses() -> tuple[set[tuple[str, str]], set[tuple[str, str, str]], set[str]]:
     """Tables that are read; (family, table, coefficient) that are; all attributes that are read from anything."""
     tables, entries, attributes = set(), set(), set()
-    for path in SOURCES:
+    for path in READERS:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names = _tables_of(tree)
         texts = {

@@ -31,6 +31,7 @@ class ProcessGroup:
         self.processes = tuple(sorted(processes))
         self.me = me
         self._store = store
+        self._sent: str | None = None  # what the others may not have read yet
 
     @property
     def leader(self) -> int:
@@ -47,7 +48,8 @@ class ProcessGroup:
         key = self._next()
         if self.leads:
             assert value is not None
-            self._store.put(f"{key}/{self.leader}", value)
+            self._sent = f"{key}/{self.leader}"
+            self._store.put(self._sent, value)
             return value
         return self._wait(f"{key}/{self.leader}", what)
 
@@ -55,7 +57,11 @@ class ProcessGroup:
         """The bytes of every process, by its number.  Args: what: is waited for, for the log."""
         key = self._next()
         self._store.put(f"{key}/{self.me}", value)
-        return {rank: value if rank == self.me else self._wait(f"{key}/{rank}", what) for rank in self.processes}
+        found = {rank: value if rank == self.me else self._wait(f"{key}/{rank}", what) for rank in self.processes}
+        if self._sent is not None:  # who takes part in this exchange has read that of before
+            self._store.delete(self._sent)
+            self._sent = None
+        return found
 
     def _next(self) -> str:
         with _lock:

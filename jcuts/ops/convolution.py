@@ -1,6 +1,4 @@
-"""Op rule of ``conv_general_dilated``: 1-D to 3-D, any layout, stride, padding, dilation, groups, depthwise
-gradients.
-"""
+"""Op rule of ``conv_general_dilated``: 1-D to 3-D, any layout, stride, padding, dilation, feature and batch groups."""
 
 from __future__ import annotations
 
@@ -46,9 +44,6 @@ def _refusal(eqn: Equation) -> Refusal | None:
         return Refusal(eqn.prim, f"{lhs.dtype} x {rhs.dtype} -> {out.dtype}")
     if "float64" in (lhs.dtype, rhs.dtype) and accumulator_type(out.dtype) == "float32":
         return Refusal(eqn.prim, f"{lhs.dtype} x {rhs.dtype} accumulated in float32")
-    batch, batch_groups = lhs.shape[params["dimension_numbers"].lhs_spec[0]], int(params.get("batch_group_count", 1))
-    if batch_groups != 1 and batch != batch_groups:
-        return Refusal(eqn.prim, f"batch_group_count {batch_groups} in a batch of {batch}")
     return None
 
 
@@ -104,10 +99,11 @@ class _Convolution:
         feature = out_index[self.o_feature]
         group = Index() if self.groups == 1 else feature.floordiv(self.k_group, ctx.ranges)
         source: list[Index] = [Index()] * len(self.lhs.shape)
-        # Of the gradient of a depthwise filter: every feature has a "batch" element, its channel, to itself.
-        alone = self.batch_groups != 1
-        per_channel = self.k_total // self.batch_groups
-        source[self.l_batch] = feature.floordiv(per_channel, ctx.ranges) if alone else out_index[self.o_batch]
+        source[self.l_batch] = out_index[self.o_batch]
+        if self.batch_groups != 1:  # of the gradient of a filter with groups: a feature reads its group's batch alone
+            group_batch = self.lhs.shape[self.l_batch] // self.batch_groups
+            batch_group = feature.floordiv(self.k_total // self.batch_groups, ctx.ranges)
+            source[self.l_batch] = batch_group * group_batch + out_index[self.o_batch]
         source[self.l_feature] = group * self.c_group + red[len(self.taps)]
         guards: list[Guard] = []
         for i, dim in enumerate(self.l_space):

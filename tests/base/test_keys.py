@@ -16,6 +16,7 @@ NO_KEYS = {
     "base/keys.py": "makes keys",
     "base/module_code.py": "hashes of syntax trees",
     "base/schedule_versions.py": "versions, which keys hold",
+    "jit/multi_controller/agreement.py": "whether programs of processes are the same",
     "trace/canonical.py": "constants by content, as text",
     "tune/row_signature.py": "signatures",
     "xla/object_cache.py": "whether a file is whole",

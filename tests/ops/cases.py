@@ -396,8 +396,22 @@ CASES: list[OpCase] = [
     OpCase(
         "conv-filter-gradient-stride",
         "conv_general_dilated",
-        lambda x, g: filter_gradient((3, 2), (2, 1), x, g, multiplier=2),
+        lambda x, g: filter_gradient((3, 2), (2, 1), x, g),
         ("f32[2,6,7,3]", "f32[2,3,7,6]"),
+        reduction=42,
+    ),
+    OpCase(
+        "conv-batch-groups",
+        "conv_general_dilated",
+        lambda x, w: conv(x, w, batch_groups=2),
+        ("f32[6,6,7,3]", "f32[3,3,3,10]"),
+        reduction=27,
+    ),
+    OpCase(
+        "conv-grouped-filter-gradient",
+        "conv_general_dilated",
+        lambda x, g: filter_gradient((3, 2), (2, 1), x, g, groups=3),
+        ("f32[2,6,7,6]", "f32[2,3,7,15]"),
         reduction=42,
     ),
     OpCase(
@@ -428,13 +442,6 @@ CASES: list[OpCase] = [
         lambda x, y: lax.dynamic_update_slice(x, y, (1,)),
         ("f32[9]", "f32[2]"),
         refused="in place",
-    ),
-    OpCase(
-        "batch-groups",
-        "conv_general_dilated",
-        lambda x, w: conv(x, w, batch_groups=2),
-        ("f32[4,6,6,3]", "f32[3,3,3,4]"),
-        refused="batch_group_count 2",
     ),
     OpCase(
         "int-conv", "conv_general_dilated", lambda x, w: conv(x, w), ("i32[1,6,6,3]", "i32[3,3,3,4]"), refused="int32"
@@ -501,8 +508,8 @@ def pool_gradient(
     return jax.vjp(lambda x: lax.reduce_window(x, start, reduce, window, strides, padding), x)[1](g)[0]
 
 
-def filter_gradient(size: tuple[int, int], strides: tuple[int, int], x: Any, g: Any, multiplier: int = 1) -> Any:
-    """The gradient of a depthwise convolution with regard to its filter."""
-    channels = x.shape[-1]
-    w = jax.ShapeDtypeStruct((*size, 1, channels * multiplier), x.dtype)
-    return jax.linear_transpose(lambda w: conv(x, w, strides=strides, groups=channels), w)(g)[0]
+def filter_gradient(size: tuple[int, int], strides: tuple[int, int], x: Any, g: Any, *, groups: int = 0) -> Any:
+    """The gradient of a convolution with regard to its filter. Args: groups: of features, 0: depthwise."""
+    groups = groups or x.shape[-1]
+    w = jax.ShapeDtypeStruct((*size, x.shape[-1] // groups, g.shape[-1]), x.dtype)
+    return jax.linear_transpose(lambda w: conv(x, w, strides=strides, groups=groups), w)(g)[0]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
 from jcuts.base.errors import CacheError, JcutsError, UsageError
@@ -13,6 +15,7 @@ from jcuts.jit.decision import JCUTS, XLA, Decision
 from jcuts.jit.multi_controller import process_group
 from jcuts.jit.multi_controller.agreement import Participant, agree
 from jcuts.jit.multi_controller.process_group import ProcessGroup
+from jcuts.primitive.sharding import Placement
 from jcuts.tune import agreed_store, session
 from jcuts.tune.agreed_store import AgreedStore
 from jcuts.tune.choice import LIBRARY, Choice
@@ -201,3 +204,28 @@ def test_exchanges_of_a_group_are_numbered(monkeypatch: pytest.MonkeyPatch) -> N
     waiting = ProcessGroup([1, 3], 3, service)
     threading.Timer(0.05, service.put, ("jcuts/1-3/1/1", b"c")).start()
     assert waiting.broadcast(None, "process 1") == b"c"
+
+
+class Sharding:
+    """What a placement asks of a sharding."""
+
+    def __init__(self, *processes: int) -> None:
+        self.device_set = [SimpleNamespace(process_index=process) for process in processes]
+
+
+@pytest.mark.parametrize(
+    ("shardings", "count", "processes", "spans"),
+    [
+        ((), 2, (), False),  # on one device
+        ((Sharding(1), None), 2, (1,), False),  # several devices of this process alone
+        ((Sharding(2, 0), None, Sharding(0)), 4, (0, 2), True),
+        ((Sharding(0, 1),), 1, (0, 1), False),  # no job of several processes
+    ],
+)
+def test_a_call_on_devices_of_several_processes_is_theirs(
+    monkeypatch: pytest.MonkeyPatch, shardings: tuple[Any, ...], count: int, processes: tuple[int, ...], spans: bool
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    placement = Placement(shardings)
+    assert placement.processes == processes
+    assert placement.spans_processes is spans

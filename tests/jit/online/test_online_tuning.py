@@ -23,6 +23,7 @@ from jcuts.base.errors import UsageError
 from jcuts.jit import end_to_end_benchmark, variant_selection
 from jcuts.jit.decision import JCUTS, XLA, Decision
 from jcuts.jit.online import background_tuner
+from jcuts.primitive.sharding import Placement
 from jcuts.tune import device_slices, session, time_budget
 from jcuts.tune.parent import machine_lock, worker_session
 
@@ -171,8 +172,8 @@ def test_contexts_of_the_calling_thread_are_not_tuned(deciding):
     assert "context" in state_of(f)[0]["why"]
 
 
-def test_several_processes_stay_with_xla(deciding, monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+def test_calls_that_several_processes_make_together_stay_with_xla(deciding, monkeypatch):
+    monkeypatch.setattr(Placement, "spans_processes", True)
     f = online()
     assert np.array_equal(f(X), jax.jit(softmax_rows)(X))
     assert state_of(f)[0]["state"] == "given up"

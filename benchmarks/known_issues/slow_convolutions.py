@@ -37,24 +37,26 @@ Layer = tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]
 """A function of an input and weights, and their shapes."""
 
 
+def channels_last(spatial: int) -> tuple[str, str, str]:
+    """Dimension numbers of images, filters and results."""
+    letters = "DHW"[-spatial:]
+    return f"N{letters}C", f"{letters}IO", f"N{letters}C"
+
+
 def conv(spatial: int, **options: Any) -> Callable[..., Any]:
     """A convolution, channels last. Args: spatial: dimensions of the image; options: of `jax.lax`."""
     import jax
 
-    letters = "DHW"[-spatial:]
-    layout = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
     options = {"window_strides": (1,) * spatial, "padding": "SAME", **options}
-    return functools.partial(jax.lax.conv_general_dilated, dimension_numbers=layout, **options)
+    return functools.partial(jax.lax.conv_general_dilated, dimension_numbers=channels_last(spatial), **options)
 
 
 def transposed(spatial: int, stride: int) -> Callable[..., Any]:
     """A transposed convolution, channels last."""
     import jax
 
-    letters = "DHW"[-spatial:]
-    layout = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
     return functools.partial(
-        jax.lax.conv_transpose, strides=(stride,) * spatial, padding="SAME", dimension_numbers=layout
+        jax.lax.conv_transpose, strides=(stride,) * spatial, padding="SAME", dimension_numbers=channels_last(spatial)
     )
 
 

@@ -16,8 +16,8 @@ import jax
 from jcuts.base.settings import Settings
 from jcuts.rewrite.cross_entropy.head import CHUNK_BYTES, Sizes, chunk_heads
 from jcuts.rewrite.matmul_patterns import DOT
-from jcuts.rewrite.registry import CONTROL_FLOW, REMAT, everywhere
-from jcuts.rewrite.simplify import simplify
+from jcuts.rewrite.registry import REMAT, everywhere
+from jcuts.rewrite.simplify import CONTROL_FLOW, simplify
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 

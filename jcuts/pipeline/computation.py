@@ -21,6 +21,7 @@ from jcuts.fusion.match_attention_backward import fuse_attention_backward
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.tensor_graph import MOST_JOINED, MOST_SWITCHED, TensorGraph, build_graph
 from jcuts.ops.gather import IN_PLACE
+from jcuts.rewrite.simplify import CONTROL_FLOW
 from jcuts.rewrite.tf32_weight_args import rounded_operands
 from jcuts.schedule.cpu import candidates as cpu_candidates
 from jcuts.schedule.cpu import loop_candidates
@@ -36,7 +37,6 @@ log = logging.getLogger("jcuts")
 
 Ranked = list[tuple[Program, float]]
 
-CONTROL_FLOW = ("scan", "while", "cond")
 MIN_WORK = 2_000  # element operations below which a subset is not worth a kernel call of its own
 TOO_LITTLE = "too little work for a kernel call of its own"
 TO_FUSE = "element-wise: XLA fuses it into what surrounds it"

@@ -15,8 +15,9 @@ from jcuts.base.settings import Settings
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.kernel_ir.program import Program
 from jcuts.pipeline import inplace_update
-from jcuts.pipeline.computation import CONTROL_FLOW, Computation, Region
+from jcuts.pipeline.computation import Computation, Region
 from jcuts.pipeline.inplace_update import InplaceUpdate
+from jcuts.rewrite.simplify import CONTROL_FLOW
 from jcuts.trace import jaxapi
 from jcuts.tune.parent import extra_kernels
 from jcuts.xla import devices as xla_devices

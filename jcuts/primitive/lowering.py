@@ -58,7 +58,12 @@ def lower(
 
 def may_split(site: jaxapi.LoweringSite) -> bool:
     """Whether kernels may run in the local parts of a program that is spread over devices."""
-    return not knobs.current().disable and (expected.agreed or not site.processes)
+    return not knobs.current().disable and not lacks_agreement(site)
+
+
+def lacks_agreement(site: jaxapi.LoweringSite) -> bool:
+    """Whether several processes run a program that they have not agreed on (`jit.multi_controller`)."""
+    return site.processes and not expected.agreed
 
 
 def _any_kernel(found: shard_local.Split, settings: Settings, platform: str) -> bool:
@@ -77,7 +82,7 @@ def left_to_xla(ctx: Any) -> str | None:
         return f"lowered for several platforms at once: {', '.join(site.platforms)}"
     if site.symbolic:
         return "shapes have symbolic dimensions"
-    if site.processes and not expected.agreed:
+    if lacks_agreement(site):
         return "several processes run it, and only a call of its own has a program that all of them agree on"
     if lowering_is_partitioned(ctx):
         return f"the partitioner spreads the program over {site.devices} devices"

@@ -19,10 +19,10 @@ from typing import Any
 import jax
 
 from jcuts.rewrite.matmul_patterns import CONVOLUTION, DOT, is_point_by_point, new_value
+from jcuts.rewrite.simplify import CONTROL_FLOW
 from jcuts.rewrite.tf32_weights import turned
 from jcuts.trace import jaxapi
 
-CONTROL_FLOW = ("scan", "while", "cond")
 RESHAPE = "reshape"
 SAME = ("precision", "preferred_element_type")
 """Parameters that a convolution and its product share."""

@@ -45,14 +45,13 @@ from jcuts.rewrite.inplace_concat import undo_eliminated_concat
 from jcuts.rewrite.inplace_concat_chain import inplace_concat_chain
 from jcuts.rewrite.matmul_patterns import Program, channel_of, constant_of, new_value
 from jcuts.rewrite.pointwise_conv import Convolutions, conv1x1_to_dot, pointwise_convolutions
-from jcuts.rewrite.simplify import simplify
+from jcuts.rewrite.simplify import CONTROL_FLOW, simplify
 from jcuts.rewrite.tf32_weight_args import tf32_weight_args
 from jcuts.rewrite.tf32_weights import tf32_weights
 from jcuts.rewrite.winograd_conv import winograd_conv
 from jcuts.trace import jaxapi
 
 DOTS = "dots"
-CONTROL_FLOW = ("scan", "while", "cond")
 REMAT = ("checkpoint", "remat2")
 MULTIPLY = "mul"
 ADD = "add"

@@ -34,7 +34,6 @@ class AgreedStore(Store):
         super().__init__(None, device=device, versions=versions)
         self._serial = next(_serial)  # no two stores have one generation: plans are remembered by it
         self._source: Store | None = None
-        self._taken: dict[tuple[str, str], dict[str, Any]] = {}
 
     @contextmanager
     def recording(self, source: Store) -> Iterator[None]:
@@ -52,7 +51,7 @@ class AgreedStore(Store):
         value, source = self._source.entry(kind, key)
         if value is None or source == FOREIGN:
             return None, ""
-        self._take(kind, key, value)
+        self._put(kind, key, value)
         return value, TUNED
 
     def generation(self) -> tuple[int, int]:
@@ -60,7 +59,7 @@ class AgreedStore(Store):
 
     def rows(self) -> list[Entry]:
         """All that it holds."""
-        return [(kind, key, value) for (kind, key), value in self._taken.items()]
+        return [(row.kind, row.key, row.value) for row in self.ls()]
 
     def add(self, rows: Sequence[Entry]) -> None:
         """Takes over the rows of another process of this job, which has checked what they say.
@@ -72,11 +71,7 @@ class AgreedStore(Store):
                 raise CacheError(f"not a row of the tuning database: {kind!r}", kind=kind)
             if kind == "choice":
                 Choice.from_json(value)
-            self._take(kind, key, value)
-
-    def _take(self, kind: str, key: str, value: dict[str, Any]) -> None:
-        self._taken[kind, key] = value
-        self._put(kind, key, value)
+            self._put(kind, key, value)
 
 
 class _Current(threading.local):

@@ -78,11 +78,12 @@ def _lead(group: ProcessGroup, mine: Participant) -> bytes:
     """The leader's message, sent even where it fails: the others wait for it."""
     try:
         decision = replace(mine.decide(), deferred=False)  # a later call would decide at another time in each process
+        content: dict[str, Any] = {"decision": decision.to_dict()}
         if decision.chosen != XLA:
             with mine.store.recording(session.store()):
-                mine.lower(decision)
-        about = {"device": mine.store.device, "versions": mine.store.versions}
-        content = {"decision": decision.to_dict(), "rows": mine.store.rows(), **about}
+                content["hash"] = _sha256(mine.lower(decision))
+            about = {"device": mine.store.device, "versions": mine.store.versions}
+            content |= {"rows": mine.store.rows(), **about}
     except BaseException as error:
         group.broadcast(_packed({"program": mine.program, "failed": summary(error)}), "")
         raise
@@ -93,14 +94,19 @@ def _packed(content: dict[str, Any]) -> bytes:
     return zlib.compress(json.dumps(content).encode())
 
 
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _hash(group: ProcessGroup, mine: Participant, decision: Decision, got: dict[str, Any]) -> str:
     """SHA-256 of this process' program for a decision, or ``failed: `` and why there is none."""
+    if group.leads:
+        return got["hash"]
     try:
-        if not group.leads:
-            if (got["device"], got["versions"]) != (mine.store.device, mine.store.versions):
-                return f"failed: process {group.me} has another processor or other versions than the leader"
-            mine.store.add([(kind, key, value) for kind, key, value in got["rows"]])
-        return hashlib.sha256(mine.lower(decision).encode()).hexdigest()
+        if (got["device"], got["versions"]) != (mine.store.device, mine.store.versions):
+            return f"failed: process {group.me} has another processor or other versions than the leader"
+        mine.store.add([(kind, key, value) for kind, key, value in got["rows"]])
+        return _sha256(mine.lower(decision))
     except Exception as error:
         log.warning("process %d cannot lower the agreed program: %s", group.me, summary(error))
         return f"failed: {summary(error)}"

@@ -15,7 +15,7 @@ from jcuts.base.errors import UnsupportedError
 from jcuts.trace import jaxapi
 
 log = logging.getLogger("jcuts")
-PATIENCE = 60
+POLL_SECONDS = 60
 """Seconds of waiting between two lines of the log.  The service ends the job where a process has died."""
 _lock = threading.Lock()
 _exchanges: collections.Counter[tuple[int, ...]] = collections.Counter()
@@ -72,10 +72,10 @@ class ProcessGroup:
     def _wait(self, key: str, what: str) -> bytes:
         waited = 0.0
         while True:
-            value = self._store.get(key, PATIENCE)
+            value = self._store.get(key, POLL_SECONDS)
             if value is not None:
                 return value
-            waited += PATIENCE
+            waited += POLL_SECONDS
             log.info("process %d waits for %s since %.0f s", self.me, what, waited)
 
 

@@ -117,8 +117,8 @@ class Knobs:
     chains: bool = _knob(_boolean, "one call for kernels that can follow each other", default=True)
     restore_convs: str = _knob(
         _one_of("auto", "all", "off"),
-        "products of 1x1 convolutions that no kernel takes are convolutions again: where that is faster, all, or none",
-        default="auto",
+        "products of 1x1 convolutions that no kernel takes are convolutions again: by a rule of their size, all, or none",
+        default="off",
     )
     disable: bool = _knob(_boolean, "leave every function to XLA as it is", default=False)
     native: Path | None = _knob(_path, "native library to load instead of the installed one", default=None)

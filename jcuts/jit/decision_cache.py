@@ -56,7 +56,7 @@ class DecisionCache:
         kinds = sorted({d.device_kind for d in jax.local_devices() if d.platform == platform})
         limits = ("limits 2",) if microbatch_convs.is_asked(self._settings) else ()  # changes with what they allow
         singly = ("single calls",) if platform in variant_space.GPUS and not knobs.current().chains else ()
-        restored = () if knobs.current().restore_convs == "auto" else (f"restore {knobs.current().restore_convs}",)
+        restored = () if knobs.current().restore_convs == "off" else (f"restore {knobs.current().restore_convs}",)
         numbers = numbers_of(closed)  # constants that are others in other weights, where a program is another one
         known = (f"numbers {numbers}",) if numbers else ()
         # Whoever may not measure follows what was measured.

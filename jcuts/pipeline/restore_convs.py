@@ -1,4 +1,4 @@
-"""Restores 1x1 convolutions: products of the rewrite `dots` that no kernel took, where XLA's convolution is faster.
+"""Restores 1x1 convolutions: products of the rewrite `dots` that no kernel took (``JCUTS_RESTORE_CONVS``, default off).
 
     y = dot(x, w)  of `rewrite.pointwise_conv`, left to XLA   ->  y = conv(x, w)
 
@@ -11,7 +11,8 @@ reads what the product reads.
 
 That holds for GPUs on which XLA gives convolutions the layout of products and kernels, channels innermost, and for the
 precision that was measured.  A variant without kernels keeps its products: it is there to race them against XLA's own
-convolutions.  ``JCUTS_RESTORE_CONVS`` restores ``all`` that it can, or none (``off``).
+convolutions.  That is ``JCUTS_RESTORE_CONVS=auto``; ``all`` restores all that it can.  In a program with kernels the
+rule gained nothing where it was timed, so the default is ``off``.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@
 Which of them are applied together is decided in `jit.variant_space`, by measurement.  `scales` (scale folding) turns an
 inference batch norm, also one behind a bias, into one addition, which XLA and jcuts fuse into its producer or user.
 Weights and factors must be constants: an argument would be multiplied again in every call.  `dots` makes pointwise
-convolutions available to GEMM libraries and to XLA's own fused matmuls; some of those that no kernel takes are
-convolutions again in the end (`pipeline.restore_convs`).  `pools` and `siblings` come after it, and take
+convolutions available to GEMM libraries and to XLA's own fused matmuls; those that no kernel takes may be convolutions
+again in the end (`pipeline.restore_convs`).  `pools` and `siblings` come after it, and take
 convolutions as well.  `winograd` and `ffts` are for convolutions that ask for more precision than TF32's.  `rounds`
 does once what libraries do in every call, for kernels that ask for it.  All but `slots` and `vectors` change roundings
 (of a weight; of the order of a sum), so results are checked against float64.  A scan's body is rewritten with the

@@ -155,7 +155,7 @@ SMALL_BLOCK = ((1, 28, 28, 512), (1, 1, 512, 128), (1, 1, 128, 512), (3, 3, 128,
     ],
 )
 def test_large_products_are_restored_and_those_whose_operand_a_convolution_reads(planned, function, shapes, restored):
-    closed, outcome = planned(function, *types("float32", *shapes))
+    closed, outcome = planned(function, *types("float32", *shapes), restore_convs="auto")
     total = 2 if function is block else 4
     assert count(outcome.closed, DOT) == total - restored
     assert count(closed, CONVOLUTION) - count(outcome.closed, CONVOLUTION) == total - restored
@@ -163,10 +163,10 @@ def test_large_products_are_restored_and_those_whose_operand_a_convolution_reads
 
 @pytest.mark.parametrize(
     "case",
-    [{"form": Variant(("dots",), "none")}, {"capability": (8, 0)}, {"restore_convs": "off"}],
+    [{"form": Variant(("dots",), "none")}, {"capability": (8, 0)}, {"restore_convs": "off"}, {}],
 )
 def test_products_of_variants_without_kernels_and_on_older_gpus_stay(planned, case):
-    _, outcome = planned(step, *types("float32", *LARGE_BLOCK), **case)
+    _, outcome = planned(step, *types("float32", *LARGE_BLOCK), **({"restore_convs": "auto"} | case if case else {}))
     assert count(outcome.closed, DOT) == 4 and not any("again" in note for note in outcome.report.notes)
 
 

@@ -58,6 +58,7 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
         "tune_seconds": os.environ["JCUTS_TUNE_SECONDS"],
         "partition": {"log": lines.texts, "pairs": pairs},
         "programs": interleaved(calls | raced, options.seconds, 3 if options.dry else TURNS),
+        **({"profile": profiled(row, calls, report, options)} if options.profile else {}),
         **baseline.environment(),
         "jcuts": fingerprint.versions(),
     }
@@ -74,6 +75,13 @@ def searched(ours: Stepped, form: Any) -> tuple[dict[str, Callable[[], Any]], di
     _, pairs = partition_gpu.searched_pairs(programs)
     names = {name for pair in pairs.items() for name in pair}
     return {name: functools.partial(programs[name], *ours.arguments) for name in names}, pairs
+
+
+def profiled(row: Row, calls: dict[str, Callable[[], Any]], report: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """The kernels of both programs on the device, and what is known of the regions (`program_profile`)."""
+    from benchmarks.networks import program_profile
+
+    return program_profile.profile(calls, report, options.out / f"profile_{Path(row.file).stem}")
 
 
 def in_child(row: Row, options: argparse.Namespace) -> None:
@@ -109,7 +117,7 @@ def drive(rows: Sequence[Row], options: argparse.Namespace) -> int:
         if driver.left() <= 0 or (record and not ("failed" in record and options.retry)):
             continue
         words = ["--child", "--out", options.out, "--seconds", options.seconds, "--statistics", row.statistics]
-        words += [f"--{name}" for name in ("dry", "log") if getattr(options, name)]
+        words += [f"--{name}" for name in ("dry", "log", "profile") if getattr(options, name)]
         need = 5.0 if options.dry else FIRST_NEED
         driver.run_row(target, script("jcuts_rows.py", *words, row), driver.needs(f"jcuts_{row.name}_[0-9]", need))
     return driver.failed
@@ -127,6 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-candidates", type=int, help="kernels measured per subset (JCUTS_MAX_CANDIDATES)")
     parser.add_argument("--retry", action="store_true", help="rows again that failed; tuning goes on where it ended")
     parser.add_argument("--log", action="store_true", help="what a first call does, into the row's log")
+    parser.add_argument("--profile", action="store_true", help="kernels of the programs, for `program_profile.py`")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU: finds typos, not times")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

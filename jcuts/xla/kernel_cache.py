@@ -45,6 +45,12 @@ def missing(programs: Iterable[Program]) -> list[Program]:
     return list(found.values())
 
 
+def compiled() -> dict[str, CompiledKernel]:
+    """The kernels that this process holds, by the digest of their scheduled program."""
+    with _lock:
+        return {digest: kernel for digest, kernel in _kernels.items() if isinstance(kernel, CompiledKernel)}
+
+
 def refuse(program: Program, error: CompileRejected) -> None:
     """Records that a program does not compile."""
     with _lock:

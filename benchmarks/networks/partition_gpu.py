@@ -189,6 +189,7 @@ def plan(spec: str, dry: bool, recorded: Sequence[Path] = ()) -> dict[str, Any]:
         "part": "planning",
         "searched": str(form),
         "greedy_seconds": {str(f or "plain"): seconds for f, (seconds, _) in spent.items()},
+        "region_gigabytes": {str(f or "plain"): gigabytes(found.report) for f, (_, found) in spent.items()},
         "problems": known,
         "recorded": times.found if isinstance(times, RecordedTimes) else 0,
         "further_problems": len(tuned) - known,
@@ -201,6 +202,11 @@ def plan(spec: str, dry: bool, recorded: Sequence[Path] = ()) -> dict[str, Any]:
         "log": lines.texts,
         "finished": True,
     }
+
+
+def gigabytes(report: Any) -> float:
+    """What the regions of a report read and write, each operand and result once [GB]."""
+    return sum(s.count * s.bytes for s in report.subsets) / 1e9
 
 
 def regions(report: Any) -> Counter[str]:

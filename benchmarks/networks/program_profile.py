@@ -1,6 +1,6 @@
 """A profile of a row's programs by kernel: time inside the program, beside the time and the bound of the tuner.
 
-    python benchmarks/networks/jcuts_rows.py --out DIR --profile ROW       on a GPU: puts the profile into the row's file
+    python benchmarks/networks/jcuts_rows.py --out DIR --profile ROW       on a GPU: the profile goes into the file
     python benchmarks/networks/program_profile.py DIR/jcuts_<row>.json     prints it
 
 A kernel of jcuts is found by its symbol, which holds the digest of the kernel; the region that it belongs to has the
@@ -62,7 +62,10 @@ def compiled_digests() -> dict[str, str]:
 
 
 def profile(calls: Mapping[str, Callable[[], Any]], report: Any, folder: Path) -> dict[str, Any]:
-    """Profiles programs on the device. Args: calls: label -> one step; report: of jcuts' program; folder: for traces."""
+    """Profiles programs on the device.
+
+    Args: calls: label -> one step; report: of jcuts' program; folder: for traces.
+    """
     seen = {name: device_profile.profiled(call, folder, STEPS, MOST) for name, call in calls.items()}
     return {"programs": seen, "regions": regions(report, compiled_digests())}
 

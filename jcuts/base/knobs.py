@@ -117,7 +117,7 @@ class Knobs:
     chains: bool = _knob(_boolean, "one call for kernels that can follow each other", default=True)
     restore_convs: str = _knob(
         _one_of("auto", "all", "off"),
-        "products of 1x1 convolutions that no kernel takes are convolutions again: by a rule of their size, all, or none",
+        "products of 1x1 convolutions without a kernel are convolutions again: by a rule of their size, all, or none",
         default="off",
     )
     disable: bool = _knob(_boolean, "leave every function to XLA as it is", default=False)

@@ -22,6 +22,7 @@ from jcuts.base.settings import ATTENTION, CLEAR, SEARCHED, Settings, Variant
 from jcuts.fusion.dag import NodeSet as Members
 from jcuts.fusion.join_regions import region_groups
 from jcuts.fusion.move_epilogue import fuse_prologues, is_library_contraction, move_epilogues, split_prologues
+from jcuts.fusion.sink_outputs import sink_outputs
 from jcuts.kernel_ir.program import Program
 from jcuts.pipeline import inplace_update, measured_partition, partition_store
 from jcuts.pipeline.computation import (
@@ -141,7 +142,7 @@ def _move_operations(level: Computation, move: Callable[..., list[tuple[Members,
     """Moves prologues and epilogues of the level's products to where they have kernels, once for all variants."""
     key = move.__name__, level.mixed, repr(xla_devices.machine())
     if key not in level.moved:
-        for cover in (split_prologues, move):
+        for cover in (split_prologues, move, sink_outputs):
             level.set_partition(cover(level.graph, [(s.members, s.program) for s in level.subsets], has_gpu_kernel))
             add_candidates(level.subsets, "cuda")
         level.moved[key] = [(s.members, s.program) for s in level.subsets]

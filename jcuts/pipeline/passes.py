@@ -55,6 +55,7 @@ from jcuts.pipeline.outcome import Outcome
 from jcuts.pipeline.state import DumpedStage, Pass, State, nothing
 from jcuts.pipeline.verify import verify_jaxpr, verify_partition, verify_programs, verify_winners
 from jcuts.report.function_report import FunctionReport
+from jcuts.rewrite.deviation_sums import deviation_sums
 from jcuts.rewrite.registry import Rewritten, rewritten
 from jcuts.rewrite.separate_deviations import separate_deviations
 from jcuts.rewrite.simplify import simplify
@@ -93,6 +94,7 @@ def _rewrite(state: State) -> State:
     if rules:
         rewrites = _once(f"{state.digest} {rules}", form, lambda: rewritten(inlined, rules))
     closed = _once(f"{state.digest} {rules} numbers", form, lambda: splat_constants(rewrites.closed))
+    closed = _once(f"{state.digest} {rules} deviation sums", form, lambda: deviation_sums(closed)[0])
     if state.platform != "cpu":
         closed = _once(f"{state.digest} {rules} deviations", form, lambda: separate_deviations(closed))
     count, convolutions = sum(rewrites.counts.values()), rewrites.convolutions

@@ -1,0 +1,99 @@
+"""Sinks element-wise results into the region that reads them, where fewer bytes pass through memory then.
+
+    { dot, select -> g, mul -> g * s } -> { add }     becomes     { dot, select -> g } -> { mul, add }
+
+The greedy partition merges an equation into the region of its producer, even where both the operand and the result are
+written then: a residual that only the backward pass reads, a gradient times a scale beside the gradient itself, a
+product that another kernel only sums.  The reader computes it from what is in memory anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from jcuts.base.errors import Refusal
+from jcuts.fusion.dag import NodeSet
+from jcuts.fusion.move_epilogue import PER_ELEMENT, Cover, is_library_contraction
+from jcuts.kernel_ir.program import ITEM_SIZE, Program
+from jcuts.lower.column_sums import TEMPLATE as COLUMN_SUMS
+from jcuts.lower.column_sums import lower_region_or_column_sums
+from jcuts.lower.region import lower_region
+from jcuts.lower.tensor_graph import TensorGraph
+
+LEAST_BYTES = 1 << 16
+"""Fewer bytes are not worth two other kernels."""
+
+
+def sink_outputs(
+    graph: TensorGraph, cover: Sequence[tuple[NodeSet, Program]], has_form: Callable[[Program], bool]
+) -> Cover:
+    """The partition after regions took over element-wise operations of the regions whose results they read.
+
+    Args: has_form: whether a program can be a kernel here. Operations move only if both regions still have a form.
+    Returns: a cover of the same operations; bytes read and written by its regions are never more than before.
+    """
+    found = dict(cover)
+    for members, _ in sorted(cover, key=lambda item: -max(item[0])):
+        while members in found and (moved := _move_one(graph, members, found, has_form)) is not None:
+            members = moved
+    return sorted(found.items(), key=lambda item: max(item[0]))
+
+
+def _move_one(
+    graph: TensorGraph, members: NodeSet, found: dict[NodeSet, Program], has_form: Callable[[Program], bool]
+) -> NodeSet | None:
+    """Moves one result's operations out of a region; gives what is left of it, None where nothing moves."""
+    for number in sorted(members, reverse=True):
+        reader = _only_reader(graph, number, members, found)
+        if reader is None or is_library_contraction(graph, reader):
+            continue
+        cone = _cone(graph, number, members)
+        rest, joined = members - cone, reader | cone
+        if not rest or traffic(graph, members, reader) - traffic(graph, rest, joined) < LEAST_BYTES:
+            continue
+        first, second = lower_region_or_column_sums(graph, rest), lower_region(graph, joined)
+        if isinstance(first, Refusal) or isinstance(second, Refusal) or not (has_form(first) and has_form(second)):
+            continue
+        if found[members].template == COLUMN_SUMS != first.template:
+            continue
+        del found[members], found[reader]
+        found[rest], found[joined] = first, second
+        return rest
+    return None
+
+
+def _only_reader(graph: TensorGraph, number: int, members: NodeSet, found: dict[NodeSet, Program]) -> NodeSet | None:
+    """The only region that reads an element-wise equation's result; None where it is needed elsewhere, too."""
+    node = graph.nodes[number]
+    if node.op is None or node.op.family not in PER_ELEMENT:
+        return None
+    users = {u for t in node.outputs for u in graph.tensors[t].users}
+    if not users or users & members or any(graph.tensors[t].escapes for t in node.outputs):
+        return None
+    return next((region for region in found if users <= region), None)
+
+
+def _cone(graph: TensorGraph, number: int, members: NodeSet) -> NodeSet:
+    """An equation with the element-wise ones of its region that nothing else needs."""
+    cone = {number}
+    for other in sorted((m for m in members if m < number), reverse=True):  # users come before what they use
+        node = graph.nodes[other]
+        users = {u for t in node.outputs for u in graph.tensors[t].users}
+        plain = node.op is not None and node.op.family in PER_ELEMENT
+        if plain and users and users <= cone and not any(graph.tensors[t].escapes for t in node.outputs):
+            cone.add(other)
+    return frozenset(cone)
+
+
+def traffic(graph: TensorGraph, *regions: NodeSet) -> int:
+    """Bytes that regions read and write, each operand and result once."""
+    return sum(
+        _bytes(graph, tensor)
+        for region in regions
+        for tensor in (*graph.subset_inputs(region), *graph.subset_outputs(region))
+    )
+
+
+def _bytes(graph: TensorGraph, tensor: int) -> int:
+    kind = graph.tensors[tensor].type
+    return kind.size * ITEM_SIZE[kind.dtype]

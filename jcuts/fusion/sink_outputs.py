@@ -17,7 +17,6 @@ from jcuts.fusion.move_epilogue import PER_ELEMENT, Cover, is_library_contractio
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
 from jcuts.lower.column_sums import TEMPLATE as COLUMN_SUMS
 from jcuts.lower.column_sums import lower_region_or_column_sums
-from jcuts.lower.region import lower_region
 from jcuts.lower.tensor_graph import TensorGraph
 
 LEAST_BYTES = 1 << 16
@@ -45,16 +44,19 @@ def _move_one(
     """Moves one result's operations out of a region; gives what is left of it, None where nothing moves."""
     for number in sorted(members, reverse=True):
         reader = _only_reader(graph, number, members, found)
-        if reader is None or is_library_contraction(graph, reader):
+        if reader is None or _is_operand(graph, number, reader):
             continue
         cone = _cone(graph, number, members)
         rest, joined = members - cone, reader | cone
         if not rest or traffic(graph, members, reader) - traffic(graph, rest, joined) < LEAST_BYTES:
             continue
-        first, second = lower_region_or_column_sums(graph, rest), lower_region(graph, joined)
+        first, second = lower_region_or_column_sums(graph, rest), lower_region_or_column_sums(graph, joined)
         if isinstance(first, Refusal) or isinstance(second, Refusal) or not (has_form(first) and has_form(second)):
             continue
-        if found[members].template == COLUMN_SUMS != first.template:
+        if any(
+            old.template == COLUMN_SUMS != new.template
+            for old, new in ((found[members], first), (found[reader], second))
+        ):
             continue
         del found[members], found[reader]
         found[rest], found[joined] = first, second
@@ -71,6 +73,15 @@ def _only_reader(graph: TensorGraph, number: int, members: NodeSet, found: dict[
     if not users or users & members or any(graph.tensors[t].escapes for t in node.outputs):
         return None
     return next((region for region in found if users <= region), None)
+
+
+def _is_operand(graph: TensorGraph, number: int, reader: NodeSet) -> bool:
+    """Whether a region's product reads what an equation makes: its operands are copied to shared memory as they are."""
+    if not is_library_contraction(graph, reader):
+        return False
+    users = {u for t in graph.nodes[number].outputs for u in graph.tensors[t].users}
+    roots = [m for m in reader if (op := graph.nodes[m].op) is not None and op.is_complex]
+    return any(users & (graph.ancestors(reader, root) | {root}) for root in roots)
 
 
 def _cone(graph: TensorGraph, number: int, members: NodeSet) -> NodeSet:

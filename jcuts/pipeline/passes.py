@@ -55,9 +55,10 @@ from jcuts.pipeline.outcome import Outcome
 from jcuts.pipeline.state import DumpedStage, Pass, State, nothing
 from jcuts.pipeline.verify import verify_jaxpr, verify_partition, verify_programs, verify_winners
 from jcuts.report.function_report import FunctionReport
-from jcuts.rewrite.deviation_sums import deviation_sums
+from jcuts.rewrite.backward.deviation_sums import deviation_sums
+from jcuts.rewrite.backward.rematerialize import rematerialize
+from jcuts.rewrite.backward.separate_deviations import separate_deviations
 from jcuts.rewrite.registry import Rewritten, rewritten
-from jcuts.rewrite.separate_deviations import separate_deviations
 from jcuts.rewrite.simplify import simplify
 from jcuts.rewrite.splat_constants import splat_constants
 from jcuts.trace import jaxapi
@@ -96,6 +97,7 @@ def _rewrite(state: State) -> State:
     closed = _once(f"{state.digest} {rules} numbers", form, lambda: splat_constants(rewrites.closed))
     closed = _once(f"{state.digest} {rules} deviation sums", form, lambda: deviation_sums(closed)[0])
     if state.platform != "cpu":
+        closed = _once(f"{state.digest} {rules} residuals", form, lambda: rematerialize(closed)[0])
         closed = _once(f"{state.digest} {rules} deviations", form, lambda: separate_deviations(closed))
     count, convolutions = sum(rewrites.counts.values()), rewrites.convolutions
     state = replace(state, closed=closed, rewrites=count, convolutions=convolutions)

@@ -13,7 +13,7 @@ from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.verify import verify
 from jcuts.lower.patterns.column_sums import as_gemm_with_column_sums, match_column_sums
 from jcuts.lower.tensor_graph import build_graph
-from jcuts.rewrite.separate_deviations import separate_deviations
+from jcuts.rewrite.backward.separate_deviations import separate_deviations
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline

@@ -14,8 +14,8 @@ from jcuts.fusion.sink_outputs import LEAST_BYTES, sink_outputs, traffic
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.verify import verify
 from jcuts.lower.tensor_graph import build_graph
-from jcuts.rewrite.deviation_sums import deviation_sums
-from jcuts.rewrite.separate_deviations import separate_deviations
+from jcuts.rewrite.backward.deviation_sums import deviation_sums
+from jcuts.rewrite.backward.separate_deviations import separate_deviations
 from jcuts.rewrite.simplify import simplify
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.trace import jaxapi

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jcuts.rewrite.deviation_sums import deviation_sums
+from jcuts.rewrite.backward.deviation_sums import deviation_sums
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline

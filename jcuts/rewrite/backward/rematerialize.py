@@ -1,0 +1,160 @@
+"""Rematerialises element-wise residuals: a backward pass computes them from what they were made of, not from memory.
+
+    h = x @ w;  t = tanh(p(h));  y = h * t  ...  g * (1 - t * t)      the last t becomes tanh(p(h)) once more
+
+Automatic differentiation keeps every value that its rules need: five of them for a GELU, all made of one h.  Each is
+written by the forward kernel and read by the backward one.  Where what they are made of has fewer bytes, these are kept
+instead, and the element-wise operations are repeated in the kernel that reads them, whose arithmetic units wait for
+memory anyway (`jax.checkpoint` with a policy that saves products does the same by hand).
+
+A value crosses where a product, or another operation that is neither element-wise nor a reduction, lies between it and
+its reader.  Values that a product reads are in memory in any case, and stay what they are; so does the first value of
+a chain that crosses, which the others are made of.  No value changes: the copies are the same operations on the same
+operands.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from jcuts.rewrite.hoist_vectors import ELEMENTWISE as VECTOR_OPS
+from jcuts.rewrite.hoist_vectors import LAYOUTS
+from jcuts.trace import jaxapi
+
+ELEMENTWISE = VECTOR_OPS | {"add_any", "clamp", "cos", "erf", "log1p", "max", "min", "not", "select_n", "sign", "sin"}
+TYPES = ("float32", "bfloat16", "float16")
+REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
+LEAST_BYTES = 1 << 16
+"""Smaller values stay: they cost nothing where they are."""
+MOST_OPERATIONS = 24
+"""Element-wise operations that are repeated for one value, at most."""
+
+
+class _Crossing:
+    """Values of a flat program that cross from one kernel to another, and what they are made of."""
+
+    def __init__(self, closed: jaxapi.Closed) -> None:
+        jaxpr = closed.jaxpr
+        self.eqns = jaxpr.eqns
+        self.made = {v: number for number, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        self.users: dict[Any, list[int]] = defaultdict(list)
+        for number, eqn in enumerate(jaxpr.eqns):
+            for atom in {a for a in eqn.invars if not jaxapi.is_literal(a)}:
+                self.users[atom].append(number)
+        self.results = {v for v in jaxpr.outvars if not jaxapi.is_literal(v)}
+        self.level: list[int] = []
+        for eqn in jaxpr.eqns:
+            before = [self.level[self.made[a]] for a in eqn.invars if not jaxapi.is_literal(a) and a in self.made]
+            self.level.append(max(before, default=0) + self.is_border(eqn))
+
+    @staticmethod
+    def is_cheap(eqn: Any) -> bool:
+        """Whether an equation may be repeated: element-wise, or a broadcast or reshape of something small."""
+        name = jaxapi.primitive_name(eqn)
+        if name in LAYOUTS:
+            return all(jaxapi.is_literal(a) or not is_large(a) for a in eqn.invars)
+        return name in ELEMENTWISE
+
+    def is_border(self, eqn: Any) -> bool:
+        """Whether kernels end at an equation: neither element-wise nor a reduction, which rows are read once for."""
+        return not self.is_cheap(eqn) and jaxapi.primitive_name(eqn) not in REDUCTIONS
+
+    def is_kept(self, value: Any) -> bool:
+        """Whether a value is in memory in any case: an argument, a result, or what a product or the like reads."""
+        if value not in self.made or value in self.results:
+            return True
+        return any(self.is_border(self.eqns[u]) for u in self.users[value])
+
+    def far(self, value: Any) -> list[int]:
+        """Element-wise readers behind an operation of another kind."""
+        level = self.level[self.made[value]] if value in self.made else 0
+        return [u for u in self.users[value] if self.level[u] > level and self.is_cheap(self.eqns[u])]
+
+    def sources(self) -> dict[Any, Any]:
+        """The one large value that an element-wise value is made of, for all that are made of one."""
+        found: dict[Any, Any] = {}
+        for eqn in self.eqns:
+            if not self.is_cheap(eqn) or jaxapi.primitive_name(eqn) in LAYOUTS:
+                continue
+            large = {a for a in eqn.invars if not jaxapi.is_literal(a) and is_large(a) and not self.is_wide(a)}
+            source = {found.get(a, a) for a in large}
+            (value,) = eqn.outvars
+            if len(source) != 1 or self.is_kept(value):
+                continue
+            (one,) = source
+            if self.is_stored(one) or not self.far(value):  # else it is stored itself, and others are made of it
+                found[value] = one
+        return found
+
+    def is_stored(self, value: Any) -> bool:
+        """Whether a value is written to memory: another kernel reads it."""
+        return self.is_kept(value) or bool(self.far(value))
+
+    def is_wide(self, value: Any) -> bool:
+        """Whether a value is a small one, broadcast."""
+        return (
+            value in self.made
+            and self.is_cheap(eqn := self.eqns[self.made[value]])
+            and (jaxapi.primitive_name(eqn) in LAYOUTS)
+        )
+
+    def cone(self, value: Any, source: Any) -> list[int]:
+        """The equations that make a value from its source."""
+        numbers: set[int] = set()
+        todo = [value]
+        while todo:
+            number = self.made[todo.pop()]
+            if number in numbers:
+                continue
+            numbers.add(number)
+            for atom in self.eqns[number].invars:
+                if not jaxapi.is_literal(atom) and is_large(atom) and atom is not source:
+                    todo.append(atom)
+        return sorted(numbers)
+
+
+def is_large(value: Any) -> bool:
+    """Whether a value has bytes that count."""
+    return jaxapi.nbytes(value) >= LEAST_BYTES
+
+
+def rematerialize(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
+    """Replaces residuals by copies of what makes them; returns the program and the number of values replaced."""
+    crossing = _Crossing(closed)
+    groups: dict[Any, list[Any]] = defaultdict(list)
+    for value, source in crossing.sources().items():
+        if is_large(value) and str(value.aval.dtype) in TYPES and crossing.far(value):
+            groups[source].append(value)
+    cones: dict[Any, list[int]] = {}
+    for source, values in groups.items():
+        made = {value: crossing.cone(value, source) for value in values}
+        made = {value: cone for value, cone in made.items() if len(cone) <= MOST_OPERATIONS}
+        cones |= made
+    return (_with_copies(closed, cones, crossing), len(cones)) if cones else (closed, 0)
+
+
+def _with_copies(closed: jaxapi.Closed, cones: dict[Any, list[int]], crossing: _Crossing) -> jaxapi.Closed:
+    """The program in which far readers have copies, readers of one level the same."""
+    eqns: list[Any] = []
+    copies: dict[tuple[int, Any], Any] = {}
+    for number, eqn in enumerate(closed.jaxpr.eqns):
+        level = crossing.level[number]
+        wanted = dict.fromkeys(a for a in eqn.invars if not jaxapi.is_literal(a) and a in cones)
+        for value in wanted if crossing.is_cheap(eqn) else ():
+            if level <= crossing.level[crossing.made[value]]:
+                continue
+            for one in cones[value]:
+                old = crossing.eqns[one]
+                if (level, old.outvars[0]) in copies:
+                    continue
+                new = [jaxapi.new_var(v.aval) for v in old.outvars]
+                inputs = [a if jaxapi.is_literal(a) else copies.get((level, a), a) for a in old.invars]
+                eqns.append(old.replace(invars=inputs, outvars=new))
+                copies.update(((level, v), n) for v, n in zip(old.outvars, new, strict=True))
+        if crossing.is_cheap(eqn):
+            fresh = {v: copies[level, v] for v in wanted if (level, v) in copies}
+            if fresh:
+                eqn = eqn.replace(invars=[a if jaxapi.is_literal(a) else fresh.get(a, a) for a in eqn.invars])
+        eqns.append(eqn)
+    return jaxapi.dce(jaxapi.with_eqns(closed, eqns))

@@ -1,0 +1,102 @@
+"""Residuals that a backward pass recomputes: which, from what, and that no value changes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jcuts.rewrite.backward.rematerialize import LEAST_BYTES, rematerialize
+from jcuts.rewrite.simplify import simplify
+from jcuts.trace import jaxapi
+from jcuts.trace.inline import inline
+
+RNG = np.random.default_rng(53)
+
+
+def values(*shape, dtype=np.float32):
+    return jnp.asarray(RNG.standard_normal(shape), dtype)
+
+
+def flat(function, *args):
+    return simplify(inline(jaxapi.closed_jaxpr_of(function, *args)))
+
+
+def count(closed, name):
+    return sum(jaxapi.primitive_name(e) == name for e in closed.jaxpr.eqns)
+
+
+def same_values(new, closed, *args):
+    leaves = jax.tree.leaves(args)
+    for got, want in zip(jaxapi.eval_closed(new, *leaves), jaxapi.eval_closed(closed, *leaves), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+def mlp(weights, x):
+    w, b, v = weights
+    return jnp.sum(jnp.square(jax.nn.gelu(x @ w + b) @ v))
+
+
+def arguments(rows=128, dtype=np.float32):
+    return (values(32, 160, dtype=dtype), values(160, dtype=dtype), values(160, 32, dtype=dtype)), values(
+        rows, 32, dtype=dtype
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_the_gradient_of_a_gelu_keeps_one_value(dtype):
+    args = arguments(256, dtype)
+    closed = flat(jax.grad(mlp), *args)
+    new, replaced = rematerialize(closed)
+    jaxapi.check(new)
+    assert replaced >= 2 and count(new, "tanh") == 2 == count(closed, "tanh") + 1
+    same_values(new, closed, *args)
+
+
+def norm(x, g):
+    centred = x - jnp.mean(x, -1, keepdims=True)
+    return centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), -1, keepdims=True) + 1e-5) * g
+
+
+def test_a_normalised_value_is_made_of_its_operand():
+    def loss(weights, x):
+        g, w = weights
+        y = norm(x @ w, g)
+        return jnp.sum(jnp.tanh(y @ w.T))
+
+    args = (values(160), values(32, 160)), values(256, 32)
+    closed = flat(jax.grad(loss), *args)
+    new, replaced = rematerialize(closed)
+    jaxapi.check(new)
+    assert replaced >= 1 and count(new, "rsqrt") == count(closed, "rsqrt")  # what is small is kept
+    same_values(new, closed, *args)
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (lambda x: jax.nn.softmax(x, -1), (values(256, 160),)),  # one kernel reads its rows once
+        (lambda x, g: norm(x, g), (values(256, 160), values(160))),
+        (lambda weights, x: mlp(weights, x), arguments(256)),  # no backward pass
+        (jax.grad(mlp), arguments(LEAST_BYTES // 4 // 160 // 2)),  # too small
+        (lambda x, y, w: (t := x + y, jnp.tanh((t @ w) @ w.T) + t), (*(values(256, 96) for _ in "xy"), values(96, 96))),
+    ],
+)
+def test_others_stay(function, args):
+    closed = flat(function, *args)
+    assert rematerialize(closed) == (closed, 0)
+
+
+def test_a_stream_of_residuals_stays():
+    def loss(weights, x):
+        for w in weights:
+            x = x + jnp.tanh(x @ w)
+        return jnp.sum(x * x)
+
+    args = [values(64, 64) / 8 for _ in range(4)], values(512, 64)
+    closed = flat(jax.grad(loss), *args)
+    new, _ = rematerialize(closed)
+    assert count(new, "dot_general") == count(closed, "dot_general")
+    assert count(new, "add") == count(closed, "add")  # sums of two large values are kept
+    same_values(new, closed, *args)

@@ -11,11 +11,16 @@ from .layers import block_weights, causal_bias, normed, transformer_block
 from .optimizers import adamw, cross_entropy, training
 from .spec import Program
 
+Sizes = tuple[int, int, int, int, int]
+"""Layers, width, heads, length of a sequence, vocabulary."""
+FULL: Sizes = (6, 768, 12, 512, 32000)
+TINY: Sizes = (1, 16, 2, 8, 40)
 
-def gpt_training(batch: int, dtype: str, tiny: bool = False) -> Program:
+
+def gpt_training(batch: int, dtype: str, tiny: bool = False, sizes: Sizes = FULL) -> Program:
     """A training step of a GPT: 6 layers, width 768, 12 heads, sequence 512, vocabulary 32000."""
-    layers, width, heads, length, vocabulary = (1, 16, 2, 8, 40) if tiny else (6, 768, 12, 512, 32000)
-    make = Normal()
+    layers, width, heads, length, vocabulary = TINY if tiny else sizes
+    make = Normal("float64" if dtype == "float64" else "float32")
     params = {
         "words": make(vocabulary, width, scale=0.02),
         "places": make(length, width, scale=0.02),

@@ -100,10 +100,22 @@ def cnn(
     return Program(apply, variables(model, dtype, fresh=fresh), (x,))
 
 
-def cnn_training(name: str, batch: int, dtype: str = "float32", tiny: bool = False, fresh: bool = False) -> Program:
-    """Training step of a ``keras.applications`` network: cross-entropy, SGD with momentum, batch-norm statistics."""
+def cnn_training(
+    name: str,
+    batch: int,
+    dtype: str = "float32",
+    tiny: bool = False,
+    fresh: bool = False,
+    size: int | None = None,
+    **options: Any,
+) -> Program:
+    """Training step of a ``keras.applications`` network: cross-entropy, SGD with momentum, batch-norm statistics.
+
+    Args: size: of its images, where not the network's own; options: of the model.
+    """
     policy = dtype if dtype == "float32" else f"mixed_{dtype}"
-    model = keras_model(name, policy, SMALLEST.get(name, 32) if tiny else None, classifier_activation=None)
+    size = SMALLEST.get(name, 32) if tiny else size
+    model = keras_model(name, policy, size, classifier_activation=None, **options)
     trainable, other = variables(model, "float32", fresh=fresh)
     initial, update = sgd()
 

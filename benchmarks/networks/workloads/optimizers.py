@@ -11,9 +11,14 @@ import jax.numpy as jnp
 from .spec import Program
 
 
+def at_least_float32(x: jax.Array) -> jax.Array:
+    """Accumulation type: float32, for narrower numbers too; float64 stays float64."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def global_norm(tree: Any) -> jax.Array:
     """L2 norm of all leaves together."""
-    return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)))
+    return jnp.sqrt(sum(jnp.sum(jnp.square(at_least_float32(x))) for x in jax.tree.leaves(tree)))
 
 
 def clipped(gradients: Any, limit: float) -> Any:
@@ -70,7 +75,7 @@ def cast(tree: Any, dtype: Any) -> Any:
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Mean cross-entropy of integer labels."""
-    logits = logits.astype(jnp.float32)
+    logits = at_least_float32(logits)
     picked = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
     return (jax.nn.logsumexp(logits, -1) - picked).mean()
 
@@ -78,12 +83,12 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 def training(loss: Callable[..., Any], params: Any, batch: tuple[Any, ...], rule: tuple, dtype: Any) -> Program:
     """A training step: loss, gradients, update. Parameters and the optimiser's state are carried (donated).
 
-    Args: loss: of parameters in the type of the computation and of the batch; params: float32 master weights.
+    Args: loss: of parameters in the type of the computation and of the batch; params: float32 (float64) master weights.
     """
     initial, update = rule
 
     def step(params: Any, state: Any, *batch: Any) -> tuple[Any, Any, jax.Array]:
-        value, gradients = jax.value_and_grad(lambda p: loss(cast(p, dtype), *batch).astype(jnp.float32))(params)
+        value, gradients = jax.value_and_grad(lambda p: at_least_float32(loss(cast(p, dtype), *batch)))(params)
         return (*update(params, state, gradients), value)
 
     return Program(step, None, (params, initial(params), *batch), carried=2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -77,6 +78,7 @@ class ImportGraph:
         ]
 
 
+@functools.cache
 def read_graph(root: Path = ROOT, package: str = "jcuts") -> ImportGraph:
     """Parses all files of ``package`` under ``root``; imports of other packages are left out."""
     files = {}
@@ -100,7 +102,9 @@ def _import_statements(node: ast.AST, kind: str) -> Iterator[tuple[ast.Import | 
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child, kind
-        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        elif isinstance(child, ast.expr):
+            continue  # holds no statement
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield from _import_statements(child, "function")
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             for inner in child.body:
@@ -181,12 +185,20 @@ def long_functions(graph: ImportGraph, limit: int = LONG_FUNCTION) -> list[tuple
     """Functions of more than ``limit`` lines (decorators and docstring included), longest first."""
     found = []
     for name, path in graph.files.items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                length = (node.end_lineno or node.lineno) - node.lineno + 1
-                if length > limit:
-                    found.append((f"{name}.{node.name}", length))
+        for node in _functions(ast.parse(path.read_text())):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > limit:
+                found.append((f"{name}.{node.name}", length))
     return sorted(found, key=lambda f: -f[1])
+
+
+def _functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Functions at any depth below a node."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):  # which holds no statement
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield child
+            yield from _functions(child)
 
 
 def describe(graph: ImportGraph) -> str:

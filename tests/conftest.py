@@ -20,7 +20,14 @@ settings.load_profile("repeatable")
 COLLECTED_AFTER = 50_000, 10, 10
 """Thresholds of Python's collector, most of whose work in a run finds nothing."""
 
-pytest_plugins = ("tests.golden_files", "tests.host_cudnn", "tests.ptx.compile_once", "tests.quick_xla")
+pytest_plugins = (
+    "tests.compiled_files",
+    "tests.forked_workers",
+    "tests.golden_files",
+    "tests.host_cudnn",
+    "tests.ptx.compile_once",
+    "tests.quick_xla",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -51,10 +51,11 @@ def test_gradients_of_a_tiny_step_are_those_of_differences(name):
     (weights, images, labels), fn = inputs_of(name, 3, tiny=True), gradients(name, "highest", tiny=True)
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda a: np.asarray(a, np.float64) if a.dtype == np.float32 else a, weights)
-        _, found = jax.jit(fn)(wide, images.astype(np.float64), labels)
+        run = jax.jit(fn)
+        _, found = run(wide, images.astype(np.float64), labels)
         along = jax.tree.map(lambda a: np.random.default_rng(a.size).standard_normal(a.shape), wide)
         moved = [jax.tree.map(lambda a, d, s=s: a + s * d, wide, along) for s in (1e-6, -1e-6)]
-        plus, minus = (float(fn(w, images.astype(np.float64), labels)[0]) for w in moved)
+        plus, minus = (float(run(w, images.astype(np.float64), labels)[0]) for w in moved)
         slope = sum(float(np.vdot(g, d)) for g, d in zip(jax.tree.leaves(found), jax.tree.leaves(along), strict=True))
     assert slope == pytest.approx((plus - minus) / 2e-6, rel=1e-3)
 

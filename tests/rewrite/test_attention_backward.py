@@ -22,6 +22,7 @@ from jcuts.rewrite.registry import rewritten
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
+from tests.evaluation import compiled
 
 RULE = ("recomputes",)
 B, Q, K, H, D = 2, 21, 37, 3, 16
@@ -131,9 +132,9 @@ def test_a_training_step_becomes_three_kernels_and_means_the_same(fn, dtype, mon
     assert [isinstance(found, Attention) for found in forward] == [True]
     assert sorted(len(found.results) for found in backward if isinstance(found, AttentionBackward)) == [1, 2]
     wide = [np.asarray(a, np.float32) for a in args]
-    exact = jaxapi.eval_closed(flat(step(fn), *wide), *wide)
-    limit = max(1e-4, 2 * largest_error(jaxapi.eval_closed(closed, *args), exact))
-    assert largest_error(jaxapi.eval_closed(new.closed, *args), exact) < limit
+    exact = compiled(flat(step(fn), *wide), *wide)
+    limit = max(1e-4, 2 * largest_error(compiled(closed, *args), exact))
+    assert largest_error(compiled(new.closed, *args), exact) < limit
     assert rewritten(new.closed, RULE).counts == {}
 
 

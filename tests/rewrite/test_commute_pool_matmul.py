@@ -12,7 +12,7 @@ from jcuts.rewrite.registry import applicable, rewritten
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
-from jcuts.tune.verify.float64_eval import evaluate
+from tests.evaluation import compiled, exact
 
 RNG = np.random.default_rng(17)
 NHWC, NCHW = ("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW")
@@ -38,10 +38,8 @@ def exchanged(function, *args, rules=("pools",)):
     closed = flat(function, *args)
     new = rewritten(closed, rules)
     jaxapi.check(new.closed)
-    with jax.enable_x64(True):
-        exact = evaluate(closed, [jnp.asarray(a, jnp.float64) for a in args])
-    old = jaxapi.eval_closed(closed, *args)
-    for x, y, r in zip(old, jaxapi.eval_closed(new.closed, *args), exact, strict=True):
+    results = zip(compiled(closed, *args), compiled(new.closed, *args), exact(closed, *args), strict=True)
+    for x, y, r in results:
         assert x.dtype == y.dtype and x.shape == y.shape
         size, eps = np.linalg.norm(r), float(jnp.finfo(y.dtype).eps)
         plain, mine = (np.linalg.norm(np.asarray(a, np.float64) - np.asarray(r)) for a in (x, y))

@@ -11,6 +11,7 @@ from jcuts.rewrite.registry import applicable, rewritten
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
+from tests.evaluation import compiled
 
 RNG = np.random.default_rng(23)
 
@@ -55,7 +56,7 @@ def test_two_vectors_per_batch_norm_come_from_one_call(dtype):
     assert not any(jaxapi.primitive_name(e) == "rsqrt" for e in rest)
     flat_args = jax.tree.leaves((layers, x))
     for got, want in zip(
-        jaxapi.eval_closed(new.closed, *flat_args), jaxapi.eval_closed(closed, *flat_args), strict=True
+        compiled(new.closed, *flat_args), compiled(closed, *flat_args), strict=True
     ):  # XLA contracts products and sums as it finds them together
         np.testing.assert_allclose(
             np.asarray(got, np.float64), np.asarray(want, np.float64), rtol=8 * float(jnp.finfo(dtype).eps)
@@ -82,5 +83,5 @@ def test_a_vector_that_is_also_a_result_stays_a_result():
     v, x = values(16), values(8, 16)
     closed = flat(function, v, x)
     new = rewritten(closed, ("vectors",)).closed
-    for got, want in zip(jaxapi.eval_closed(new, v, x), function(v, x), strict=True):
+    for got, want in zip(compiled(new, v, x), function(v, x), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)

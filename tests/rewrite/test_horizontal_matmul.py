@@ -16,7 +16,7 @@ from jcuts.rewrite.registry import RULES, applicable, rewritten
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
-from jcuts.tune.verify.float64_eval import evaluate
+from tests.evaluation import compiled, exact
 
 RNG = np.random.default_rng(11)
 NHWC, NCHW = ("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW")
@@ -40,10 +40,8 @@ def joined(function, *args, rules=ONLY):
     closed = flat(function, *args)
     new = rewritten(closed, rules)
     jaxapi.check(new.closed)
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(a, jnp.float64 if jnp.issubdtype(a.dtype, np.floating) else a.dtype) for a in args]
-        exact = evaluate(closed, wide)
-    for x, y, r in zip(jaxapi.eval_closed(closed, *args), jaxapi.eval_closed(new.closed, *args), exact, strict=True):
+    results = zip(compiled(closed, *args), compiled(new.closed, *args), exact(closed, *args), strict=True)
+    for x, y, r in results:
         assert x.dtype == y.dtype and x.shape == y.shape
         r, eps = np.asarray(r), float(jnp.finfo(y.dtype).eps)
         plain, mine = (np.linalg.norm(np.asarray(a, np.float64) - r) for a in (x, y))
@@ -114,7 +112,7 @@ def test_infinities_and_nan_pass_through_a_neutral_maximum():
     closed = flat(lambda x: (jnp.maximum(x @ w, 0.0), jnp.sum(x @ v, 1)), x[:, :2])
     new = rewritten(closed, ONLY).closed
     assert count(new, "dot_general") == count(new, "max") == 1
-    for a, b in zip(jaxapi.eval_closed(closed, x), jaxapi.eval_closed(new, x), strict=True):
+    for a, b in zip(compiled(closed, x), compiled(new, x), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
@@ -141,8 +139,8 @@ def test_a_norm_in_a_wider_type_is_done_to_siblings_without_one():
     assert count(new, "convert_element_type") == 2
     cut = [e for e in new.jaxpr.eqns if jaxapi.primitive_name(e) == "slice"]
     assert [e.outvars[0].aval.dtype for e in cut] == [jnp.bfloat16] * 3
-    flat_results = jaxapi.eval_closed(flat(branches, x), x)
-    np.testing.assert_array_equal(*(np.asarray(r[2], np.float32) for r in (flat_results, jaxapi.eval_closed(new, x))))
+    flat_results = compiled(flat(branches, x), x)
+    np.testing.assert_array_equal(*(np.asarray(r[2], np.float32) for r in (flat_results, compiled(new, x))))
 
 
 def test_what_does_not_come_back_from_a_wider_type_stays_behind_the_cut():
@@ -166,7 +164,7 @@ def test_a_sibling_that_stays_in_the_wider_type_is_not_rounded_with_those_that_c
 
     new = joined(branches, x).closed
     assert count(new, "dot_general") == 1
-    for r, s in zip(jaxapi.eval_closed(flat(branches, x), x), jaxapi.eval_closed(new, x), strict=True):
+    for r, s in zip(compiled(flat(branches, x), x), compiled(new, x), strict=True):
         np.testing.assert_allclose(r, s, rtol=1e-6)
 
 
@@ -179,7 +177,7 @@ def test_siblings_of_eight_bits():
 
     new = rewritten(flat(branches, x), ONLY).closed
     assert count(new, "dot_general") == count(new, "mul") == 1
-    for r, s in zip(jaxapi.eval_closed(flat(branches, x), x), jaxapi.eval_closed(new, x), strict=True):
+    for r, s in zip(compiled(flat(branches, x), x), compiled(new, x), strict=True):
         np.testing.assert_array_equal(np.asarray(r, np.float32), np.asarray(s, np.float32))
 
 
@@ -203,8 +201,8 @@ def test_a_sibling_that_stays_wide_is_not_rounded_with_those_that_come_back():
         a, b = ((x @ w).astype(jnp.float32) * s for w, s in zip(ws, norms, strict=False))
         return a, *(jnp.maximum(v.astype(half), half(0)).astype(jnp.float32) for v in (b, x @ ws[2]))
 
-    flat_results = jaxapi.eval_closed(flat(branches, x), x)
-    for a, b in zip(flat_results, jaxapi.eval_closed(joined(branches, x).closed, x), strict=True):
+    flat_results = compiled(flat(branches, x), x)
+    for a, b in zip(flat_results, compiled(joined(branches, x).closed, x), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
@@ -358,7 +356,7 @@ def test_types():
     new = rewritten(closed, ONLY)
     jaxapi.check(new.closed)
     assert new.counts == {"siblings": 1} and count(new.closed, "convert_element_type") == 1
-    for a, b in zip(jaxapi.eval_closed(closed, x), jaxapi.eval_closed(new.closed, x), strict=True):
+    for a, b in zip(compiled(closed, x), compiled(new.closed, x), strict=True):
         np.testing.assert_array_equal(a, b)
     mixed = [values(8, 2), values(8, 3, dtype=jnp.bfloat16)]
     assert rewritten(flat(lambda x: [lax.dot(x, w) for w in mixed], x), ONLY).counts == {}
@@ -430,7 +428,7 @@ def test_bert_has_one_group_per_layer():
     assert new.counts["siblings"] == 12
     assert count(before, "dot_general") - count(new.closed, "dot_general") == 24
     assert count(before, "add") - count(new.closed, "add") == 24 and count(new.closed, "slice") == 36
-    for a, b in zip(jaxapi.eval_closed(before, *args), jaxapi.eval_closed(new.closed, *args), strict=True):
+    for a, b in zip(compiled(before, *args), compiled(new.closed, *args), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
     function, args = workloads.bert(2, 9, layers=1, width=24, heads=3, vocabulary=31)
     assert applicable(flat(function, *args)) == ()

@@ -14,7 +14,7 @@ from jcuts.rewrite.registry import rewritten
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
-from jcuts.tune.verify.float64_eval import evaluate
+from tests.evaluation import compiled, exact
 
 RNG = np.random.default_rng(5)
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -64,9 +64,8 @@ def checked(function, *args, rules=ALL):
     closed = simplify(inline(jaxapi.closed_jaxpr_of(function, *args)))
     new = rewritten(closed, rules)
     jaxapi.check(new.closed)
-    with jax.enable_x64(True):
-        exact = evaluate(closed, [jnp.asarray(a, jnp.float64) for a in args])
-    for x, y, r in zip(jaxapi.eval_closed(closed, *args), jaxapi.eval_closed(new.closed, *args), exact, strict=True):
+    results = zip(compiled(closed, *args), compiled(new.closed, *args), exact(closed, *args), strict=True)
+    for x, y, r in results:
         assert x.dtype == y.dtype and x.shape == y.shape
         plain, mine = (np.linalg.norm(np.asarray(a, np.float64) - np.asarray(r)) for a in (x, y))
         assert mine <= 2 * plain + 4 * float(jnp.finfo(y.dtype).eps) * np.linalg.norm(r)
@@ -114,7 +113,7 @@ def test_zeros_are_never_read():
         poisoned.append(e.replace(invars=[jaxapi.new_literal(np.float32(np.nan), e.invars[0].aval)]) if is_start else e)
     assert sum(a is not b for a, b in zip(new.jaxpr.eqns, poisoned, strict=True)) == 1
     x = values(1, 5, 5, 16)
-    (want,), (got,) = (jaxapi.eval_closed(c, x) for c in (new, jaxapi.with_eqns(new, poisoned)))
+    (want,), (got,) = (compiled(c, x) for c in (new, jaxapi.with_eqns(new, poisoned)))
     np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 
 

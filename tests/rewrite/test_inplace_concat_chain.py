@@ -12,6 +12,7 @@ from jcuts.rewrite.registry import applicable, rewritten
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
+from tests.evaluation import compiled
 
 RNG = np.random.default_rng(4)
 ONLY = ("slots",)
@@ -26,7 +27,7 @@ def in_place(function, *args):
     closed = simplify(inline(jaxapi.closed_jaxpr_of(function, *args)))
     new = rewritten(closed, ONLY)
     jaxapi.check(new.closed)
-    for x, y in zip(jaxapi.eval_closed(closed, *args), jaxapi.eval_closed(new.closed, *args), strict=True):
+    for x, y in zip(compiled(closed, *args), compiled(new.closed, *args), strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
     return new

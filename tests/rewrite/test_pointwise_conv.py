@@ -14,6 +14,7 @@ from jcuts.rewrite.registry import rewritten
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
+from tests.evaluation import compiled
 
 RNG = np.random.default_rng(5)
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -47,13 +48,13 @@ def restored(new, wanted=lambda product: True):
 
 
 def equal(a, b, *args):
-    for x, y in zip(jaxapi.eval_closed(a, *args), jaxapi.eval_closed(b, *args), strict=True):
+    for x, y in zip(compiled(a, *args), compiled(b, *args), strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape
         np.testing.assert_array_equal(x, y)
 
 
 def close(a, b, *args):
-    for x, y in zip(jaxapi.eval_closed(a, *args), jaxapi.eval_closed(b, *args), strict=True):
+    for x, y in zip(compiled(a, *args), compiled(b, *args), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-3)
 
 

@@ -12,6 +12,7 @@ from jcuts.rewrite.registry import RULES, applicable, rewritten
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
+from tests.evaluation import compiled
 
 RNG = np.random.default_rng(3)
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -30,7 +31,7 @@ def names(closed):
 
 
 def same(a, b, *args):
-    for x, y in zip(jaxapi.eval_closed(a, *args), jaxapi.eval_closed(b, *args), strict=True):
+    for x, y in zip(compiled(a, *args), compiled(b, *args), strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 

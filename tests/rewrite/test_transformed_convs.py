@@ -16,7 +16,7 @@ from jcuts.rewrite.registry import applicable, rewritten
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
-from jcuts.tune.verify.float64_eval import evaluate
+from tests.evaluation import compiled, exact
 
 RNG = np.random.default_rng(23)
 NHWC, NCHW, MIXED = ("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"), ("HWNC", "OHWI", "NCHW")
@@ -76,12 +76,10 @@ def replaced(rule, function, *args, slack=FEW):
     assert new.counts == {rule: 1}
     names = {jaxapi.primitive_name(e) for e in new.closed.jaxpr.eqns}
     assert "conv_general_dilated" not in names and not names & {"jit", "pjit", "closed_call"}
-    with jax.enable_x64(True):
-        (exact,) = evaluate(closed, [jnp.asarray(a, jnp.float64) for a in args])
-    (old,), (got,) = jaxapi.eval_closed(closed, *args), jaxapi.eval_closed(new.closed, *args)
+    (right,), (old,), (got,) = exact(closed, *args), compiled(closed, *args), compiled(new.closed, *args)
     assert got.dtype == old.dtype and got.shape == old.shape
-    scale = np.sqrt(np.mean(np.square(exact)))
-    plain, mine = (np.abs(np.asarray(a, np.float64) - np.asarray(exact)).max() / scale for a in (old, got))
+    scale = np.sqrt(np.mean(np.square(right)))
+    plain, mine = (np.abs(np.asarray(a, np.float64) - np.asarray(right)).max() / scale for a in (old, got))
     assert mine <= slack * (KEPT * plain + floor(closed)), (mine, plain)
     return new.closed
 

@@ -313,7 +313,9 @@ print(f.explain(x))
 """
 
 
-def test_another_process_runs_what_is_right_and_says_where_it_comes_from(cache_dir):
+def test_another_process_runs_what_is_right_and_says_where_it_comes_from(cache_dir, with_module_code):
+    with_module_code(cache_dir)
+
     def run():
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=True)

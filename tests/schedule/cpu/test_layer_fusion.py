@@ -235,7 +235,7 @@ def test_templates_are_dispatched():
     assert ranked and all(p.template == TEMPLATE for p, _ in ranked)
 
 
-@pytest.mark.parametrize("first", range(0, 60, 10))
+@pytest.mark.parametrize("first", [0, 10, 20, *(pytest.param(n, marks=pytest.mark.slow) for n in (30, 40, 50))])
 def test_random_layers(first):
     """Random chains with their best candidate and with a random tile, against float64."""
     tried = 0

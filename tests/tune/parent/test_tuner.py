@@ -526,6 +526,7 @@ def test_what_a_process_said_just_before_its_end_is_heard(tmp_path, monkeypatch)
     assert answers[0].values["running"] == "guilty" and answers[0].values["status"] == 70
 
 
+@pytest.mark.usefixtures("workers_from_scratch")
 def test_workers_are_gone_after_an_exception(tmp_path):
     pids: list[int] = []
     with pytest.raises(KeyboardInterrupt), WorkerPool(tmp_path, {"g": 2}) as pool:
@@ -608,6 +609,7 @@ def test_progress_counts():
     assert ("compile", 2, 2) in seen and ("check", 2, 2) in seen and seen[-1] == ("measure", 1, 1)
 
 
+@pytest.mark.usefixtures("workers_from_scratch")
 def test_choice_survives_json():
     problem = objects.problem("right")
     store = memory_store()

@@ -13,17 +13,22 @@ GAP = 9
 HEAD = 58
 
 
+def svg_head(title: str, width: int, height: int) -> list[str]:
+    """The first lines of a chart: its size, a white ground, the title."""
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="11">',
+        f'<rect width="100%" height="100%" fill="white"/><text x="8" y="18" font-size="14">{escape(title)}</text>',
+    ]
+
+
 def bar_chart(
     title: str, unit: str, series: Sequence[str], groups: Sequence[tuple[str, Sequence[float | None]]]
 ) -> str:
     """The chart. Args: series: names of the bars of a group; groups: (name, a value per series, None: no bar)."""
     top = max((v for _, values in groups for v in values if v is not None), default=1.0)
     height = HEAD + sum(BAR * len(series) + GAP for _ in groups) + 8
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LABEL + PLOT + 90}" height="{height}" '
-        'font-family="sans-serif" font-size="11">',
-        f'<rect width="100%" height="100%" fill="white"/><text x="8" y="18" font-size="14">{escape(title)}</text>',
-    ]
+    lines = svg_head(title, LABEL + PLOT + 90, height)
     for k, name in enumerate(series):
         x = LABEL + 110 * k
         lines.append(f'<rect x="{x}" y="28" width="11" height="11" fill="{COLOURS[k]}"/>')

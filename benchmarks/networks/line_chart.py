@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from benchmarks.networks.bar_chart import COLOURS
+from benchmarks.networks.bar_chart import COLOURS, svg_head
 
 WIDTH = 300
 HEIGHT = 170
@@ -74,11 +74,7 @@ def line_chart(title: str, rows: Sequence[Sequence[Panel]]) -> str:
     colours = {name: COLOURS[k % len(COLOURS)] for k, name in enumerate(names)}
     wide = max((len(row) for row in rows), default=1) * (LEFT + WIDTH) + 14
     high = HEAD + len(rows) * (HEIGHT + BELOW) + 4
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" '
-        'font-family="sans-serif" font-size="11">',
-        f'<rect width="100%" height="100%" fill="white"/><text x="8" y="18" font-size="14">{escape(title)}</text>',
-    ]
+    lines = svg_head(title, wide, high)
     for k, name in enumerate(names):
         x = LEFT + 190 * k
         lines.append(f'<rect x="{x}" y="28" width="11" height="3" fill="{colours[name]}"/>')

@@ -50,7 +50,7 @@ def move_epilogues(
         if not is_library_contraction(graph, members):
             continue
         tail = _epilogue(graph, members)
-        reader = _only_reader(graph, tail, found)
+        reader = only_reader(graph, tail, found)
         if not tail or reader is None or is_library_contraction(graph, reader) or not has_form(found[reader]):
             continue
         if not any(_is_root(graph, m) for m in reader):
@@ -123,9 +123,9 @@ def _prologue_producers(graph: TensorGraph, root: int, members: NodeSet, cover: 
     todo = [] if (made := graph.tensors[operand].producer) is None else [-made]
     while todo:
         number = -heapq.heappop(todo)
-        op, users = graph.nodes[number].op, _users(graph, number)
+        op, users = graph.nodes[number].op, users_of(graph, number)
         feeds = users <= head or (users <= head | {root} and _makes(graph, number, operand))
-        plain = op is not None and op.family in PER_ELEMENT and not _escapes(graph, number)
+        plain = op is not None and op.family in PER_ELEMENT and not escapes(graph, number)
         if number not in head and plain and users and feeds and _is_free(graph, number, members, cover):
             head.add(number)
             for made in {graph.tensors[t].producer for t in graph.nodes[number].inputs}:
@@ -154,11 +154,13 @@ def _is_root(graph: TensorGraph, member: int) -> bool:
     return op is not None and op.is_root
 
 
-def _users(graph: TensorGraph, member: int) -> set[int]:
+def users_of(graph: TensorGraph, member: int) -> set[int]:
+    """The equations that read an equation's results."""
     return {u for t in graph.nodes[member].outputs for u in graph.tensors[t].users}
 
 
-def _escapes(graph: TensorGraph, member: int) -> bool:
+def escapes(graph: TensorGraph, member: int) -> bool:
+    """Whether an equation makes a result of the program."""
     return any(graph.tensors[t].escapes for t in graph.nodes[member].outputs)
 
 
@@ -173,15 +175,15 @@ def _epilogue(graph: TensorGraph, members: NodeSet) -> NodeSet:
         if made & (tail | set(roots)):
             tail.add(member)
     for member in sorted(members - tail, reverse=True):
-        users = _users(graph, member)
-        if member not in roots and users and users <= tail and not _escapes(graph, member):
+        users = users_of(graph, member)
+        if member not in roots and users and users <= tail and not escapes(graph, member):
             tail.add(member)
     return frozenset(tail)
 
 
-def _only_reader(graph: TensorGraph, tail: NodeSet, cover: dict[NodeSet, Program]) -> NodeSet | None:
+def only_reader(graph: TensorGraph, tail: NodeSet, cover: dict[NodeSet, Program]) -> NodeSet | None:
     """The only region that reads an epilogue's results; None if there are several or it is a result of the program."""
-    if any(_escapes(graph, m) for m in tail):
+    if any(escapes(graph, m) for m in tail):
         return None
-    outside = {u for m in tail for u in _users(graph, m)} - tail
+    outside = {u for m in tail for u in users_of(graph, m)} - tail
     return next((s for s in cover if outside and outside <= s), None)

@@ -13,7 +13,14 @@ from collections.abc import Callable, Sequence
 
 from jcuts.base.errors import Refusal
 from jcuts.fusion.dag import NodeSet
-from jcuts.fusion.move_epilogue import PER_ELEMENT, Cover, is_library_contraction
+from jcuts.fusion.move_epilogue import (
+    PER_ELEMENT,
+    Cover,
+    escapes,
+    is_library_contraction,
+    only_reader,
+    users_of,
+)
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
 from jcuts.lower.column_sums import TEMPLATE as COLUMN_SUMS
 from jcuts.lower.column_sums import lower_region_or_column_sums
@@ -43,8 +50,8 @@ def _move_one(
 ) -> NodeSet | None:
     """Moves one result's operations out of a region; gives what is left of it, None where nothing moves."""
     for number in sorted(members, reverse=True):
-        reader = _only_reader(graph, number, members, found)
-        if reader is None or _is_operand(graph, number, reader):
+        reader = only_reader(graph, frozenset({number}), found) if _is_plain(graph, number) else None
+        if reader is None or reader == members or _is_operand(graph, number, reader):
             continue
         cone = _cone(graph, number, members)
         rest, joined = members - cone, reader | cone
@@ -64,22 +71,17 @@ def _move_one(
     return None
 
 
-def _only_reader(graph: TensorGraph, number: int, members: NodeSet, found: dict[NodeSet, Program]) -> NodeSet | None:
-    """The only region that reads an element-wise equation's result; None where it is needed elsewhere, too."""
-    node = graph.nodes[number]
-    if node.op is None or node.op.family not in PER_ELEMENT:
-        return None
-    users = {u for t in node.outputs for u in graph.tensors[t].users}
-    if not users or users & members or any(graph.tensors[t].escapes for t in node.outputs):
-        return None
-    return next((region for region in found if users <= region), None)
+def _is_plain(graph: TensorGraph, number: int) -> bool:
+    """Whether an equation is element-wise."""
+    op = graph.nodes[number].op
+    return op is not None and op.family in PER_ELEMENT
 
 
 def _is_operand(graph: TensorGraph, number: int, reader: NodeSet) -> bool:
     """Whether a region's product reads what an equation makes: its operands are copied to shared memory as they are."""
     if not is_library_contraction(graph, reader):
         return False
-    users = {u for t in graph.nodes[number].outputs for u in graph.tensors[t].users}
+    users = users_of(graph, number)
     roots = [m for m in reader if (op := graph.nodes[m].op) is not None and op.is_complex]
     return any(users & (graph.ancestors(reader, root) | {root}) for root in roots)
 
@@ -88,10 +90,8 @@ def _cone(graph: TensorGraph, number: int, members: NodeSet) -> NodeSet:
     """An equation with the element-wise ones of its region that nothing else needs."""
     cone = {number}
     for other in sorted((m for m in members if m < number), reverse=True):  # users come before what they use
-        node = graph.nodes[other]
-        users = {u for t in node.outputs for u in graph.tensors[t].users}
-        plain = node.op is not None and node.op.family in PER_ELEMENT
-        if plain and users and users <= cone and not any(graph.tensors[t].escapes for t in node.outputs):
+        users = users_of(graph, other)
+        if users and users <= cone and _is_plain(graph, other) and not escapes(graph, other):
             cone.add(other)
     return frozenset(cone)
 

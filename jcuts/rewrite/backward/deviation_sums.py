@@ -19,12 +19,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jcuts.rewrite.hoist_vectors import LAYOUTS
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 
 SUM = "reduce_sum"
 TYPES = ("float32", "float64")
-_LAYOUTS = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim")
 
 Step = Callable[[Any, Any], Any]
 
@@ -101,7 +101,7 @@ class _Sums:
             name = jaxapi.primitive_name(eqn)
             if name == "div" and not divided and self.value(eqn.invars[1]) == count:
                 divided = True
-            elif name not in _LAYOUTS:
+            elif name not in LAYOUTS:
                 return False
             atom = eqn.invars[0]
         return divided and atom is total
@@ -110,7 +110,7 @@ class _Sums:
         """A number that a literal is, or a broadcast of one."""
         while not jaxapi.is_literal(atom):
             eqn = self.made.get(atom)
-            if eqn is None or jaxapi.primitive_name(eqn) not in _LAYOUTS:
+            if eqn is None or jaxapi.primitive_name(eqn) not in LAYOUTS:
                 return None
             atom = eqn.invars[0]
         return float(atom.val) if jnp.ndim(atom.val) == 0 else None

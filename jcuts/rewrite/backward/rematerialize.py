@@ -22,7 +22,7 @@ from jcuts.rewrite.hoist_vectors import ELEMENTWISE as VECTOR_OPS
 from jcuts.rewrite.hoist_vectors import LAYOUTS
 from jcuts.trace import jaxapi
 
-ELEMENTWISE = VECTOR_OPS | {"add_any", "clamp", "cos", "erf", "log1p", "max", "min", "not", "select_n", "sign", "sin"}
+ELEMENTWISE = VECTOR_OPS | {"add_any", "clamp", "cos", "erf", "log1p", "not", "select_n", "sign", "sin"}
 TYPES = ("float32", "bfloat16", "float16")
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
 LEAST_BYTES = 1 << 16
@@ -122,15 +122,12 @@ def is_large(value: Any) -> bool:
 def rematerialize(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """Replaces residuals by copies of what makes them; returns the program and the number of values replaced."""
     crossing = _Crossing(closed)
-    groups: dict[Any, list[Any]] = defaultdict(list)
+    cones: dict[Any, list[int]] = {}
     for value, source in crossing.sources().items():
         if is_large(value) and str(value.aval.dtype) in TYPES and crossing.far(value):
-            groups[source].append(value)
-    cones: dict[Any, list[int]] = {}
-    for source, values in groups.items():
-        made = {value: crossing.cone(value, source) for value in values}
-        made = {value: cone for value, cone in made.items() if len(cone) <= MOST_OPERATIONS}
-        cones |= made
+            cone = crossing.cone(value, source)
+            if len(cone) <= MOST_OPERATIONS:
+                cones[value] = cone
     return (_with_copies(closed, cones, crossing), len(cones)) if cones else (closed, 0)
 
 

@@ -20,6 +20,7 @@ CHEAP = ("broadcast_in_dim", "iota")
 CONVERT = "convert_element_type"
 WIDER = {"float32": ("float64",), "bfloat16": ("float32", "float64"), "float16": ("float32", "float64")}
 """Floats that hold all numbers of another type."""
+REDUCTIONS = ("reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
 CONTROL_FLOW = ("scan", "while", "cond")
 FOLD_LIMIT = 64 << 20  # bytes of one folded constant
 SMALL = 1 << 16  # elements up to which a constant may grow by folding
@@ -44,7 +45,7 @@ def simplify(closed: jaxapi.Closed) -> jaxapi.Closed:
 
 
 def _sliced(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """Replaces every ``split`` by one slice per part (as XLA does).
+    """Replaces every ``split`` by one slice per part, and reductions of single values by reshapes (as XLA does).
 
     A part then fuses into the kernel that uses it; one equation with results of several shapes would keep all parts in
     one kernel, or out of every kernel.
@@ -56,7 +57,7 @@ def _sliced(closed: jaxapi.Closed) -> jaxapi.Closed:
             new = [_sliced(body) for body in bodies]
             if any(a is not b for a, b in zip(bodies, new, strict=True)):
                 eqn = jaxapi.with_inner_jaxprs(eqn, new)
-        eqns.extend(_slices(eqn) if jaxapi.primitive_name(eqn) == "split" else (eqn,))
+        eqns.extend(_slices(eqn) if jaxapi.primitive_name(eqn) == "split" else (_unreduced(eqn),))
     old = closed.jaxpr.eqns
     if len(old) == len(eqns) and all(a is b for a, b in zip(old, eqns, strict=True)):
         return closed
@@ -75,6 +76,17 @@ def _slices(eqn: Any) -> list[Any]:
             params = {"start_indices": tuple(starts), "limit_indices": tuple(limits), "strides": None}
             slices.append(jaxapi.new_eqn(eqn.invars, [part], jax.lax.slice_p, params, like=eqn))
     return slices
+
+
+def _unreduced(eqn: Any) -> Any:
+    """A reduction over dimensions of size one as a reshape: a sum with its initial value turns -0 into 0."""
+    if jaxapi.primitive_name(eqn) not in REDUCTIONS:
+        return eqn
+    (source,), (result,) = eqn.invars, eqn.outvars
+    if any(source.aval.shape[d] != 1 for d in eqn.params["axes"]):
+        return eqn
+    params = {"new_sizes": result.aval.shape, "dimensions": None, "sharding": None}
+    return jaxapi.new_eqn([source], [result], jax.lax.reshape_p, params, like=eqn)
 
 
 def _there_and_back(closed: jaxapi.Closed) -> jaxapi.Closed:

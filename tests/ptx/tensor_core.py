@@ -176,7 +176,8 @@ def multiply(machine: Machine, ins: Instruction, parts: list[str], on: np.ndarra
             second[:, across * pack + p + steps * k, down] = b[:, :, k, p]
     for k in range(4):
         result[:, down + 8 * (k // 2), 2 * across + k % 2] = total.view(np.float32)[:, :, k]
-    result = (result + first @ second).astype(np.float32)
+    with np.errstate(all="ignore"):
+        result = (result + first @ second).astype(np.float32)
     for k, name in enumerate(lists[0]):
         full = np.zeros(machine.count, np.float32)
         full[live] = result[:, down + 8 * (k // 2), 2 * across + k % 2].reshape(-1)
@@ -202,7 +203,8 @@ def _multiply_double(machine: Machine, lists: list[list[str]], live: np.ndarray,
         second[:, across + 4 * k, down] = right[:, :, k]
     for k in range(total.shape[-1]):
         result[:, down + 8 * (k // 2), 2 * across + k % 2] = total[:, :, k]
-    result += first @ second
+    with np.errstate(all="ignore"):
+        result += first @ second
     for k, name in enumerate(lists[0]):
         full = np.zeros(machine.count, np.float64)
         full[live] = result[:, down + 8 * (k // 2), 2 * across + k % 2].reshape(-1)

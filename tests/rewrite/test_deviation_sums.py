@@ -102,6 +102,15 @@ def test_factors_that_are_equal_along_the_sum_come_out(c):
         np.testing.assert_allclose(got, want, atol=3e-5)
 
 
+@pytest.mark.parametrize("rows", [40, 43, 3 * 7 * 7 * 64])
+def test_the_sum_is_zero_whatever_rounds(rows):
+    """No rounding error of the mean is left, of which another order of operations has another one."""
+    x = RNG.standard_normal((rows, 5)).astype(np.float32) + np.float32(1000)
+    new, count = deviation_sums(flat(lambda x: (jnp.sum(x, 0), jnp.sum(x - jnp.mean(x, 0), 0)), x))
+    assert count == 1
+    np.testing.assert_array_equal(jaxapi.eval_closed(new, x)[1], np.zeros(5, np.float32))
+
+
 def test_sums_in_float64():
     with jax.enable_x64(True):
         args = arguments((4, 3, 3, 2), dtype=np.float64)

@@ -97,3 +97,15 @@ def test_loops_lose_their_dead_code():
     x = np.ones((4, 5), np.float32)
     loop = next(e for e in flat(fn, x).jaxpr.eqns if jaxapi.primitive_name(e) == "while")
     assert names(loop.params["body_jaxpr"]) == ["add", "mul"]
+
+
+@pytest.mark.parametrize("reduction", [jnp.sum, jnp.prod, jnp.max, jnp.min])
+def test_a_reduction_over_single_values_is_a_reshape(reduction):
+    x = np.array([[[-0.0], [2.0], [np.nan]]], np.float32)
+    closed = flat(lambda x: reduction(x, (0, 2)), x)
+    assert names(closed) == ["reshape"]
+    (got,) = jaxapi.eval_closed(closed, x)
+    np.testing.assert_array_equal(got, x[0, :, 0])
+    assert np.signbit(got[0])
+    closed = flat(lambda x: reduction(x, (0, 1)), x)
+    assert "reshape" not in names(closed)

@@ -1,14 +1,14 @@
-"""Distributes sums over deviations from the mean: they follow from the sum that the mean was made of, without a pass.
+"""Replaces sums of deviations from the mean by zero (algebraic simplification), without a pass over the values.
 
-    s = sum(x);  m = s / n;  sum(c * (x - m))        becomes        c * (s - n * m)
+    s = sum(x);  m = s / n;  sum(c * (x - m))        becomes        c * (0 * m)
 
 The gradient of a variance (`jnp.var`, the statistics of a batch norm) has such a sum for its mean: automatic
 differentiation sums over all rows what is zero but for rounding.  Left alone it is a pass over the activation and a
 second one that waits for it; rewritten, the gradient is element-wise behind the sums of the operation before.
 
-n m is rounded where the mean is, as every deviation is, so the error has the size of the sum's own.  Only sums over
-true means are taken: over other values the deviations are more exact than the difference of two sums.  Infinities and
-NaN stay: they are in s.
+Not `s - n * m`: where n m is contracted into a fused multiply-add and where it is not, that is the rounding error of m or
+zero, and a kernel's answer then has no correct digit of XLA's.  Only sums over true means are taken.  0 * m keeps
+infinities and NaN: they are in m.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class _Sums:
             if jaxapi.primitive_name(eqn) == SUM and not jaxapi.is_literal(eqn.invars[0])
         }
 
-    def deviation(self, atom: Any, axes: tuple[int, ...]) -> tuple[Any, Any, list[tuple[Step, Any]]] | None:
-        """Sum and mean of the deviations that a value is a multiple of, and the factors; None for any other value.
+    def deviation(self, atom: Any, axes: tuple[int, ...]) -> tuple[Any, list[tuple[Step, Any]]] | None:
+        """Mean of the deviations that a value is a multiple of, and the factors; None for any other value.
 
         Args: atom: the value; axes: those that it is summed over; factors are equal along them.
         """
@@ -67,7 +67,7 @@ class _Sums:
                 total = None if jaxapi.is_literal(x) or x.aval.shape != shape else self.sums.get((x, axes))
                 if total is None or not self.is_mean(mean, total, x, axes):
                     return None
-                return total, mean, steps
+                return mean, steps
             else:
                 return None
         return None
@@ -138,9 +138,8 @@ def _replaced(eqn: Any, sums: _Sums) -> Any:
     found = sums.deviation(operand, axes)
     if found is None:
         return None
-    total, mean, steps = found
-    terms = math.prod(operand.aval.shape[d] for d in axes)
-    operands: list[Any] = [total]
+    mean, steps = found
+    operands: list[Any] = []
 
     def reader(atom: Any) -> Callable[[Any], Any]:
         """Gives a factor in the shape of the result, from the operands of the call."""
@@ -167,7 +166,7 @@ def _replaced(eqn: Any, sums: _Sums) -> Any:
     factors = [(step, reader(atom)) for step, atom in steps]
 
     def narrow_sum(*xs: Any) -> Any:
-        value = xs[0] - terms * mean_of(xs)
+        value = 0 * mean_of(xs)
         for step, factor in reversed(factors):
             value = step(value, factor(xs))
         return jnp.broadcast_to(value, result.shape)

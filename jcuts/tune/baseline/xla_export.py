@@ -37,12 +37,13 @@ class Exports:
     rounds: bool = False
 
 
-def export_subset(closed: Any, *, platform: str = "cpu", name: str = "subset") -> Exports:
+def export_subset(closed: Any, *, platform: str = "cpu", name: str = "subset", runs_on: str = "") -> Exports:
     """Exports a subset for the measuring process; nothing is run or compiled.
 
     Args:
         closed: closed jaxpr of the subset, without effects; its constants travel in the artifact.
-        platform: where the artifacts will run.
+        platform: where the candidates will run, whose roundings the float64 form knows.
+        runs_on: where the artifacts will run, if elsewhere.
     Raises:
         CandidateRejected: JAX cannot export the subset (a primitive without a stable form, a missing package): it then
             cannot be measured, and stays with XLA.
@@ -61,11 +62,11 @@ def export_subset(closed: Any, *, platform: str = "cpu", name: str = "subset") -
     rounds = platform != "cpu" and rounds_operands(closed)
     perturb, unsure = is_discrete(closed) or (amplified and not rounds), wide_itself or (amplified and rounds)
     try:
-        plain = jax.export.export(jax.jit(library), platforms=[platform])(
+        plain = jax.export.export(jax.jit(library), platforms=[runs_on or platform])(
             *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)
         )
         with jax.enable_x64(True):
-            wide = jax.export.export(jax.jit(reference, keep_unused=True), platforms=[platform])(
+            wide = jax.export.export(jax.jit(reference, keep_unused=True), platforms=[runs_on or platform])(
                 jax.ShapeDtypeStruct((), np.dtype(np.uint64)),
                 jax.ShapeDtypeStruct((3,), np.dtype(np.float64)),
                 *(jax.ShapeDtypeStruct(a.shape, widened_dtype(a.dtype)) for a in avals),

@@ -144,6 +144,19 @@ def test_where_xla_does_not_round_candidates_may(tmp_path):
         check_output(0, spec, [e[1] for e in expected], coarse, 2.0)
 
 
+def test_a_mask_of_infinities_hides_no_precision(tmp_path):
+    """Scores of an attention: what is finite of them tells whether XLA rounded."""
+
+    def scores(a, b):
+        return jnp.where(jnp.arange(37)[:, None] >= jnp.arange(21), a @ b, -jnp.inf)
+
+    made(tmp_path, scores, function=scores)
+    assert list(tmp_path.glob("*.unsure*"))
+    for exact in (np.array([1.0, -np.inf]), np.array([-np.inf, -np.inf])):
+        assert reference.is_finer_than_tf32(exact.astype(np.float32), exact)
+        assert not reference.is_finer_than_tf32(np.array([1 + 2**-12, 2.0], np.float32), np.array([1.0, np.inf]))
+
+
 @pytest.mark.parametrize(("library", "rounds"), [(cut, True), (lambda a, b: a @ b, False)])
 def test_otherwise_its_own_error_stands(tmp_path, library, rounds):
     made(tmp_path, library, rounds)

@@ -1,0 +1,85 @@
+"""Acceptance of GPU kernels without a GPU: every region of a function, by the product's own rule, on the PTX machine.
+
+XLA's side and the float64 form run on the CPU; products may round their operands to TF32, as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks.networks import modes
+from jcuts.base.errors import AccuracyRejected, CompileRejected
+from jcuts.base.settings import Settings
+from jcuts.codegen.cuda import compile as compiler
+from jcuts.codegen.cuda.toolchain.target import CudaTarget
+from jcuts.kernel_ir.verify import read
+from jcuts.pipeline import passes
+from jcuts.tune import session
+from jcuts.tune.baseline.xla_export import export_subset
+from jcuts.tune.database import Store
+from jcuts.tune.problem import Problem
+from jcuts.tune.verify import acceptance, reference
+from jcuts.tune.worker import problem_files
+from tests.ptx import machine as ptx_machine
+
+TARGET = CudaTarget((9, 0))
+
+
+class Verdict(NamedTuple):
+    """What became of a region's candidate: "" where it was accepted, else why not."""
+
+    region: str
+    label: str
+    rejected: str
+
+
+def regions(closed: Any, settings: Settings) -> list[tuple[Problem, Any]]:
+    """The tuning problems of a function that is planned for an H200, each with its first region."""
+    found: dict[str, tuple[Problem, Any]] = {}
+
+    def times(problem: Problem, region: Any) -> Sequence[float]:
+        found.setdefault(problem.digest, (problem, region))
+        return [1e-6 * (n + 1) for n in range(len(problem.candidates) + 1)]
+
+    session.set_store(Store(None, device="pretended", versions="none"))
+    no_kernels = dict.fromkeys(("compile", "rebuild", "chain"), lambda state: state)
+    kept, passes.PASSES = passes.PASSES, passes.with_substitutes(no_kernels)
+    try:
+        with modes.pretended({}, times):
+            passes.optimize_jaxpr(closed, settings, platform="cuda", may_measure=True)
+    finally:
+        passes.PASSES = kept
+    return list(found.values())
+
+
+def verdicts(problem: Problem, region: Any, folder: Path, most: int = 1) -> Iterator[Verdict]:
+    """Compiles a problem's first candidates, runs them on all sets of inputs and applies the acceptance rule."""
+    exports = export_subset(region.closed, platform="cuda", runs_on="cpu")
+    full = replace(problem, device="").with_exports(
+        exports.library, exports.reference, exports.perturb, exports.unsure, exports.rounds
+    )
+    with jax.enable_x64(True):
+        library = jax.jit(jax.export.deserialize(bytearray(exports.library)).call)
+        kinds = reference.make(jax, full, library, folder, 0)
+    sets = [problem_files.read_inputs(full, folder, number) for number in range(len(kinds))]
+    expected = [
+        [problem_files._expected(folder, number, i, kind, spec, None) for number, kind in enumerate(kinds)]
+        for i, spec in enumerate(full.outputs)
+    ]
+    for candidate in full.candidates[:most]:
+        try:
+            program = read(candidate.payload)
+            kernel, ptx = compiler.compile_program(program, TARGET), compiler.ptx_of(program, TARGET)
+            got = [ptx_machine.run_kernel(ptx, kernel, operands) for operands in sets]
+            for i, spec in enumerate(full.outputs):
+                acceptance.check_output(i, spec, expected[i], [results[i] for results in got], full.tolerance)
+        except (AccuracyRejected, CompileRejected) as error:
+            yield Verdict(full.name, candidate.label, f"{type(error).__name__}: {error}")
+        else:
+            yield Verdict(full.name, candidate.label, "")

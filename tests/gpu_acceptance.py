@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from benchmarks.networks import modes
 from jcuts.base.errors import AccuracyRejected, CompileRejected

@@ -58,7 +58,7 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
         "tune_seconds": os.environ["JCUTS_TUNE_SECONDS"],
         "partition": {"log": lines.texts, "pairs": pairs},
         "programs": interleaved(calls | raced, options.seconds, 3 if options.dry else TURNS),
-        **({"profile": profiled(row, calls, report, options)} if options.profile else {}),
+        **({"profile": profiled(row, calls | beaten(ours, form), report, options)} if options.profile else {}),
         **baseline.environment(),
         "jcuts": fingerprint.versions(),
     }
@@ -77,8 +77,16 @@ def searched(ours: Stepped, form: Any) -> tuple[dict[str, Callable[[], Any]], di
     return {name: functools.partial(programs[name], *ours.arguments) for name in names}, pairs
 
 
+def beaten(ours: Stepped, form: Any) -> dict[str, Callable[[], Any]]:
+    """Calls of programs with kernels that lost to another one, each with arguments of its own."""
+    decision = ours.call.decision(*ours.arguments)
+    programs = ours.call.programs(*ours.arguments)
+    names = [name for name in programs if name.startswith("jcuts") and name != decision.chosen]
+    return {name: Stepped(programs[name], form, own_arguments(form)).step for name in names}
+
+
 def profiled(row: Row, calls: dict[str, Callable[[], Any]], report: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """The kernels of both programs on the device, and what is known of the regions (`program_profile`)."""
+    """The kernels of programs on the device, and what is known of the regions (`program_profile`)."""
     from benchmarks.networks import program_profile
 
     return program_profile.profile(calls, report, options.out / f"profile_{Path(row.file).stem}")

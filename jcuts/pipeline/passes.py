@@ -2,7 +2,7 @@
 
     inline      flat jaxpr: no calls, no dead code, constants known   trace/inline.py, rewrite/simplify.py
     logits      logits of a softmax loss in chunks of tokens          chunk_logits.py, rewrite/cross_entropy/
-    rewrite     the variant's rewrites, by name                       rewrite/registry.py, rewrite/splat_constants.py
+    rewrite     the variant's rewrites, by name; of training steps    rewrite/registry.py, rewrite/backward/registry.py
     chunk       the batch in chunks where caches are too small        batch_chunking.py, rewrite/chunk_batch.py
     divide      convolutions by cuDNN under a workspace limit         microbatch_convs.py
     group       def-use graph -> regions with unscheduled programs    computation.py, fusion/greedy.py, lower/region.py
@@ -24,6 +24,7 @@ entry of `PASSES`; what it took, its dumps and its verifier come from `run`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 from collections import OrderedDict
@@ -55,9 +56,7 @@ from jcuts.pipeline.outcome import Outcome
 from jcuts.pipeline.state import DumpedStage, Pass, State, nothing
 from jcuts.pipeline.verify import verify_jaxpr, verify_partition, verify_programs, verify_winners
 from jcuts.report.function_report import FunctionReport
-from jcuts.rewrite.backward.deviation_sums import deviation_sums
-from jcuts.rewrite.backward.rematerialize import rematerialize
-from jcuts.rewrite.backward.separate_deviations import separate_deviations
+from jcuts.rewrite.backward.registry import backward_rewrites
 from jcuts.rewrite.registry import Rewritten, rewritten
 from jcuts.rewrite.simplify import simplify
 from jcuts.rewrite.splat_constants import splat_constants
@@ -95,10 +94,10 @@ def _rewrite(state: State) -> State:
     if rules:
         rewrites = _once(f"{state.digest} {rules}", form, lambda: rewritten(inlined, rules))
     closed = _once(f"{state.digest} {rules} numbers", form, lambda: splat_constants(rewrites.closed))
-    closed = _once(f"{state.digest} {rules} deviation sums", form, lambda: deviation_sums(closed)[0])
-    if state.platform != "cpu":
-        closed = _once(f"{state.digest} {rules} residuals", form, lambda: rematerialize(closed)[0])
-        closed = _once(f"{state.digest} {rules} deviations", form, lambda: separate_deviations(closed))
+    divides = microbatch_convs.is_asked(state.settings)
+    for further in backward_rewrites(state.platform, divides=divides):
+        key = f"{state.digest} {rules} {further.name} {divides}"
+        closed = _once(key, form, functools.partial(further.apply, closed))
     count, convolutions = sum(rewrites.counts.values()), rewrites.convolutions
     state = replace(state, closed=closed, rewrites=count, convolutions=convolutions)
     return state.noted(rewrites if rewrites.counts else None)

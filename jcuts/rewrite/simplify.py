@@ -1,7 +1,8 @@
-"""Canonicalisation of a flat jaxpr: DCE, CSE, constant folding, ``split`` to slices, pairs of casts, cheap broadcasts.
+"""Canonicalisation of a flat jaxpr: DCE, CSE, constant folding, ``split`` to slices, no-ops, cheap broadcasts.
 
-Broadcasts, iotas and converted literals are rematerialised at each user; a cast to a wider type and back is removed.
-Values stay what they were, but for the last bits of folded constants: NumPy computes them in place of XLA.
+Broadcasts, iotas and converted literals are rematerialised at each user; a cast to a wider type and back is removed,
+and so are x + 0, x - 0, x * 1 and x / 1, as XLA does.  Values stay what they were, but for the last bits of folded
+constants, which NumPy computes in place of XLA, and -0 + 0, which is -0.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ WIDER = {"float32": ("float64",), "bfloat16": ("float32", "float64"), "float16":
 REDUCTIONS = ("reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
 CONTROL_FLOW = ("scan", "while", "cond")
 FOLD_LIMIT = 64 << 20  # bytes of one folded constant
+NEUTRAL = {"add": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0}
+"""Second operands with which an operation on floats changes nothing."""
 SMALL = 1 << 16  # elements up to which a constant may grow by folding
 
 
@@ -90,10 +93,15 @@ def _unreduced(eqn: Any) -> Any:
 
 
 def _there_and_back(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """Removes conversions to a wider float and back (a mixed-precision policy's casts of an input)."""
+    """Removes operations with `NEUTRAL` operands, and conversions to a wider float and back (of a mixed-precision
+    policy).
+    """
     made: dict[Any, Any] = {}
     same: dict[Any, Any] = {}
     for eqn in closed.jaxpr.eqns:
+        value = _operated_on(eqn)
+        if value is not None and eqn.outvars[0] not in closed.jaxpr.outvars:
+            same[eqn.outvars[0]] = same.get(value, value)
         if jaxapi.primitive_name(eqn) != CONVERT or jaxapi.is_literal(eqn.invars[0]):
             continue
         (source,), (result,) = eqn.invars, eqn.outvars
@@ -111,6 +119,19 @@ def _there_and_back(closed: jaxapi.Closed) -> jaxapi.Closed:
             eqn = eqn.replace(invars=[a if jaxapi.is_literal(a) else same.get(a, a) for a in eqn.invars])
         eqns.append(eqn)
     return jaxapi.with_eqns(closed, eqns)
+
+
+def _operated_on(eqn: Any) -> Any:
+    """The value that an operation with a `NEUTRAL` operand gives; None for other operations."""
+    name = jaxapi.primitive_name(eqn)
+    if name not in NEUTRAL or not jax.numpy.issubdtype(eqn.outvars[0].aval.dtype, jax.numpy.floating):
+        return None
+    orders = [eqn.invars, eqn.invars[::-1]] if name in ("add", "mul") else [eqn.invars]
+    for value, number in orders:
+        is_number = jaxapi.is_literal(number) and np.ndim(number.val) == 0 and float(number.val) == NEUTRAL[name]
+        if is_number and not jaxapi.is_literal(value) and value.aval == eqn.outvars[0].aval:
+            return value
+    return None
 
 
 def _pure(eqn: Any) -> bool:

@@ -23,15 +23,16 @@ def affine(size):
     return np.ones(size, np.float32), np.zeros(size, np.float32)
 
 
-def normed(y, scale, bias, axes, epsilon=1e-3):
+def normed(y, parameters, axes, epsilon=1e-3):
+    scale, bias = parameters
     mean, variance = jnp.mean(y, axes, keepdims=True), jnp.var(y, axes, keepdims=True)
     return (y - mean) * jax.lax.rsqrt(variance + epsilon) * scale + bias
 
 
-def conv(x, w, stride=1, groups=1):
+def conv(x, w, stride=1, groups=1, padding="SAME"):
     layout = ("NHWC", "HWIO", "NHWC")
     return jax.lax.conv_general_dilated(
-        x, w, (stride, stride), "SAME", dimension_numbers=layout, feature_group_count=groups
+        x, w, (stride, stride), padding, dimension_numbers=layout, feature_group_count=groups
     )
 
 
@@ -51,13 +52,15 @@ def step(loss):
 
 
 def mobile_network(params, images, labels):
-    """Inverted residuals with batch norms, over numbers of rows that are no powers of two."""
-    batch_norm = lambda y, g, b: normed(y, g, b, (0, 1, 2))  # noqa: E731
-    y = jnp.clip(batch_norm(conv(images, params["stem"], 2), *params["stem_norm"]), 0, 6)
+    """Inverted residuals with batch norms, over numbers of rows that are no powers of two; keras' padding."""
+    batch_norm = lambda y, parameters: normed(y, parameters, (0, 1, 2))  # noqa: E731
+    y = jnp.clip(batch_norm(conv(images, params["stem"], 2), params["stem_norm"]), 0, 6)
     for block in params["blocks"]:
-        z = jnp.clip(batch_norm(conv(y, block["expand"]), *block["norms"][0]), 0, 6)
-        z = jnp.clip(batch_norm(conv(z, block["depthwise"], groups=z.shape[-1]), *block["norms"][1]), 0, 6)
-        y = y + batch_norm(conv(z, block["project"]), *block["norms"][2])
+        z = jnp.clip(batch_norm(conv(y, block["expand"]), block["norms"][0]), 0, 6)
+        z = jnp.clip(batch_norm(conv(z, block["depthwise"], groups=z.shape[-1]), block["norms"][1]), 0, 6)
+        y = y + batch_norm(conv(z, block["project"]), block["norms"][2])
+    padded = jnp.pad(y, ((0, 0), (0, 1), (0, 1), (0, 0)))
+    y = jnp.clip(conv(padded, params["last"], 2, y.shape[-1], "VALID"), 0, 6)
     return cross_entropy(jnp.mean(y, (1, 2)) @ params["head"], labels)
 
 
@@ -73,6 +76,7 @@ def mobile_step():
         "stem": weights(3, 3, 4, narrow),
         "stem_norm": affine(narrow),
         "blocks": [block, jax.tree.map(np.copy, block)],
+        "last": weights(3, 3, 1, narrow),
         "head": weights(narrow, 10),
     }
     momenta = jax.tree.map(np.zeros_like, params)
@@ -81,9 +85,9 @@ def mobile_step():
 
 def mlp(params, x, target):
     """Layer norms and a GELU, over a width that is no power of two."""
-    y = normed(x, *params["first"], -1, 1e-5)
+    y = normed(x, params["first"], -1, 1e-5)
     y = x + jax.nn.gelu(y @ params["up"]) @ params["down"]
-    return jnp.mean(jnp.square(normed(y, *params["last"], -1, 1e-5) - target))
+    return jnp.mean(jnp.square(normed(y, params["last"], -1, 1e-5) - target))
 
 
 def mlp_step():
@@ -100,7 +104,7 @@ def attention(params, tokens, labels):
     scores = jnp.einsum("bhse,bhte->bhst", q, k) / np.sqrt(q.shape[-1])
     scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
     y = x + jnp.einsum("bhst,bhte,hed->bsd", jax.nn.softmax(scores), v, params["o"])
-    logits = normed(y, *params["norm"], -1, 1e-5) @ params["embedding"].T
+    logits = normed(y, params["norm"], -1, 1e-5) @ params["embedding"].T
     return cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
 
 

@@ -109,3 +109,26 @@ def test_a_reduction_over_single_values_is_a_reshape(reduction):
     assert np.signbit(got[0])
     closed = flat(lambda x: reduction(x, (0, 1)), x)
     assert "reshape" not in names(closed)
+
+
+def test_neutral_operands_change_nothing():
+    x = np.array([1.5, -0.0, np.nan, -np.inf], np.float32)
+    closed = flat(lambda x: jnp.tanh(1.0 * ((0.0 + (x + 0.0)) * 1.0 - 0.0) / 1.0), x)
+    assert names(closed) == ["tanh"]
+    np.testing.assert_array_equal(jaxapi.eval_closed(closed, x)[0], jnp.tanh(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "x"),
+    [
+        (lambda x: x + 0.0, np.ones(3, np.float32)),  # a result of its own
+        (lambda x: -(x + 1.0), np.ones(3, np.float32)),
+        (lambda x: -(1.0 / x), np.ones(3, np.float32)),
+        (lambda x: -(0.0 - x), np.ones(3, np.float32)),
+        (lambda x: -(x + 0), np.ones(3, np.int32)),
+    ],
+)
+def test_other_operands_stay(function, x):
+    closed = flat(function, x)
+    assert names(closed) == names(inline(jaxapi.closed_jaxpr_of(function, x)))
+    np.testing.assert_array_equal(jaxapi.eval_closed(closed, x)[0], function(x))

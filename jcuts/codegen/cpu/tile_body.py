@@ -1,27 +1,24 @@
 """LLVM IR of one register tile of a phase on a CPU: reduction loops around the body graph, then the exit graph
 (epilogue).
 
-Accumulators are stack slots that LLVM promotes to registers; loops run at least once, so that what does not change in
-them can be hoisted.
+Loops run at least once, so that what does not change in them can be hoisted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-from llvmlite import ir
 
 from jcuts.base.errors import IRError
 from jcuts.codegen.cpu import addressing as A
+from jcuts.codegen.cpu.accumulators import Accumulators
 from jcuts.codegen.llvm import elementwise as E
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import Acc, Buffer, Phase, Red
 from jcuts.kernel_ir.register_tiling import Extent, Point, Term, Tile, body_tile, exit_tile, points
-from jcuts.ops.window import identity
 
 MANY_STORES = 16
 """From here on, results are stored as soon as they are known: together they would not fit the registers."""
@@ -57,7 +54,7 @@ class BodyEmitter:
         self.variables = dict(variables)
         self.outer_ranges = dict(ranges)
         self.axes = self._extents()
-        self.slots: dict[tuple[int, Point, int], tuple[L.Value, ...]] = {}
+        self.accumulators = Accumulators(builder, phase, lanes if self.vector else 0, self.lane_reduced)
 
     def _extents(self) -> list[Extent]:
         counts = dict(self.shape.counts)
@@ -77,39 +74,9 @@ class BodyEmitter:
     def emit(self) -> None:
         """The whole tile."""
         if self.phase.reds:
-            self._start_accumulators()
+            self.accumulators.start(list(points(self.axes)))
             self._reduce(0, {}, {}, {})
         self._finish()
-
-    # -- accumulators -----------------------------------------------------------------------------------------
-    def _chains(self) -> int:
-        return math.prod(red.chains for red in self.phase.reds)
-
-    def _acc_types(self, acc: Acc) -> list[L.Type]:
-        kinds = [E.register_type(acc.dtype)] + ([L.element_type(acc.index_dtype)] if acc.index_dtype else [])
-        return [ir.VectorType(k, self.lanes) if self.vector else k for k in kinds]
-
-    def _start(self, acc: Acc) -> list[ir.Constant]:
-        kinds = self._acc_types(acc)
-        first = identity(acc.combine, acc.dtype)
-        if acc.combine == "add" and isinstance(first, float) and all(r.extent == 1 for r in self.phase.reds):
-            first = -0.0  # a single term keeps its sign; longer sums start from 0, as XLA's do
-        start = [L.const(kinds[0], first)]
-        if acc.index_dtype:  # a position after every real one (unsigned), so that ties with the identity lose
-            start.append(L.const(kinds[1], -1))
-        return start
-
-    def _start_accumulators(self) -> None:
-        for number, acc in enumerate(self.phase.accs):
-            for point in points(self.axes):
-                for chain in range(self._chains()):
-                    slots = []
-                    for kind, start in zip(self._acc_types(acc), self._start(acc), strict=True):
-                        with self.builder.goto_entry_block():
-                            slot = self.builder.alloca(kind)
-                        self.builder.store(start, slot)
-                        slots.append(slot)
-                    self.slots[number, point, chain] = tuple(slots)
 
     # -- reduction loops ----------------------------------------------------------------------------------------
     def _reduce(self, level: int, fixed: dict[str, Extent], bases: dict[str, L.Value], ranges: dict[str, int]) -> None:
@@ -169,21 +136,45 @@ class BodyEmitter:
         bases: dict[str, L.Value],
         ranges: dict[str, int],
     ) -> None:
-        builder = self.builder
-        before = builder.block
-        loop = builder.append_basic_block(f"reduce.{red.name}")
-        after = builder.append_basic_block(f"done.{red.name}")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        variable = builder.phi(A.I64, red.name)
-        variable.add_incoming(A.I64(0), before)
         width = self.lanes if red.vector else 1
         extent = Extent(red.name, red.unroll, width)
         inside = {**ranges, red.name: max(1, red.extent - (red.unroll - 1) * width)}
-        self._reduce(level + 1, {**fixed, red.name: extent}, {**bases, red.name: variable}, inside)
+        per_block = self.accumulators.per_block(level)
+
+        def iteration(variable: L.Value) -> None:
+            self._reduce(level + 1, {**fixed, red.name: extent}, {**bases, red.name: variable}, inside)
+            if per_block == 1:
+                self.accumulators.flush()
+
+        def block(first: L.Value) -> None:
+            end = builder.add(first, A.I64(per_block * step))
+            if whole % per_block:  # the last block has fewer iterations
+                last = A.I64(whole * step)
+                end = builder.select(builder.icmp_signed("<", end, last), end, last)
+            self._counted(red.name, first, end, step, iteration)
+            self.accumulators.flush()
+
+        builder, end = self.builder, A.I64(whole * step)
+        if 1 < per_block < whole:
+            self._counted(f"{red.name}.block", A.I64(0), end, per_block * step, block)
+        else:
+            self._counted(red.name, A.I64(0), end, step, iteration)
+
+    def _counted(
+        self, name: str, first: L.Value, end: L.Value, step: int, iteration: Callable[[L.Value], None]
+    ) -> None:
+        """A loop over values from ``first`` to before ``end``, at least one."""
+        builder = self.builder
+        before = builder.block
+        loop, after = builder.append_basic_block(f"reduce.{name}"), builder.append_basic_block(f"done.{name}")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        variable = builder.phi(A.I64, name)
+        variable.add_incoming(first, before)
+        iteration(variable)
         following = builder.add(variable, A.I64(step))
         variable.add_incoming(following, builder.block)
-        builder.cbranch(builder.icmp_signed("<", following, A.I64(whole * step)), loop, after)
+        builder.cbranch(builder.icmp_signed("<", following, end), loop, after)
         builder.position_at_end(after)
 
     def _body(self, fixed: dict[str, Extent], bases: dict[str, L.Value], ranges: dict[str, int]) -> None:
@@ -258,7 +249,7 @@ class BodyEmitter:
         values: tuple[int, ...],
     ) -> None:
         builder, acc = self.builder, self.phase.accs[number]
-        slots = self.slots[number, point, chain]
+        slots = self.accumulators.slots[number, point, chain]
         old = [builder.load(slot) for slot in slots]
         factors = self._product(tile.graph, acc, values)
         if factors:
@@ -311,13 +302,7 @@ class BodyEmitter:
 
     def _accumulated(self, number: int, point: Point) -> E.Lanes:
         builder, acc = self.builder, self.phase.accs[number]
-        parts = [tuple(builder.load(s) for s in self.slots[number, point, c]) for c in range(self._chains())]
-        while len(parts) > 1:
-            parts = [
-                E.combine(builder, acc.combine, acc.dtype, parts[k], parts[k + 1]) if k + 1 < len(parts) else parts[k]
-                for k in range(0, len(parts), 2)
-            ]
-        values = parts[0]
+        values = self.accumulators.result(number, point)
         if self.lane_reduced:
             width = self.lanes
             while width > 1:

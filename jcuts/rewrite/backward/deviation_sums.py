@@ -6,8 +6,8 @@ The gradient of a variance (`jnp.var`, the statistics of a batch norm) has such 
 differentiation sums over all rows what is zero but for rounding.  Left alone it is a pass over the activation and a
 second one that waits for it; rewritten, the gradient is element-wise behind the sums of the operation before.
 
-Not `s - n * m`: where n m is contracted into a fused multiply-add and where it is not, that is the rounding error of m or
-zero, and a kernel's answer then has no correct digit of XLA's.  Only sums over true means are taken.  0 * m keeps
+Not `s - n * m`: that is the rounding error of m where n m is contracted into a fused multiply-add, and zero where it is
+not, so that a kernel's answer has no correct digit of XLA's.  Only sums over true means are taken.  0 * m keeps
 infinities and NaN: they are in m.
 """
 

@@ -1,0 +1,44 @@
+"""Registry of the rewrites of training steps that always apply, in their order: padding, sums, residuals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from jcuts.rewrite.backward.deviation_sums import deviation_sums
+from jcuts.rewrite.backward.explicit_padding import fold_padding
+from jcuts.rewrite.backward.rematerialize import rematerialize
+from jcuts.rewrite.backward.separate_deviations import separate_deviations
+from jcuts.trace import jaxapi
+
+
+@dataclass(frozen=True)
+class BackwardRewrite:
+    """A rewrite of a flat jaxpr.
+
+    Attributes:
+        name: for keys and messages. apply: the program after it.
+        gpu_only: whether it serves kernels for GPUs alone.
+        makes_asymmetric: whether convolutions may be padded differently on their two sides, which cuDNN's divided ones
+            cannot be.
+    """
+
+    name: str
+    apply: Callable[[jaxapi.Closed], jaxapi.Closed]
+    gpu_only: bool = False
+    makes_asymmetric: bool = False
+
+
+REWRITES = (
+    BackwardRewrite("padding", lambda closed: fold_padding(closed)[0], makes_asymmetric=True),
+    BackwardRewrite("deviation sums", lambda closed: deviation_sums(closed)[0]),
+    BackwardRewrite("residuals", lambda closed: rematerialize(closed)[0], gpu_only=True),
+    BackwardRewrite("deviations", separate_deviations, gpu_only=True),
+)
+
+
+def backward_rewrites(platform: str, *, divides: bool) -> Iterator[BackwardRewrite]:
+    """Those for a platform. Args: divides: whether convolutions are divided under a workspace limit."""
+    for rewrite in REWRITES:
+        if not (rewrite.gpu_only and platform == "cpu") and not (rewrite.makes_asymmetric and divides):
+            yield rewrite

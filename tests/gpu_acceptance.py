@@ -5,12 +5,15 @@ XLA's side and the float64 form run on the CPU; products may round their operand
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
+import numpy as np
 
 from benchmarks.networks import modes
 from jcuts.base.errors import AccuracyRejected, CompileRejected
@@ -22,9 +25,10 @@ from jcuts.pipeline import passes
 from jcuts.tune import session
 from jcuts.tune.baseline.xla_export import export_subset
 from jcuts.tune.database import Store
-from jcuts.tune.problem import Problem
-from jcuts.tune.verify import acceptance, reference
-from jcuts.tune.worker import problem_files
+from jcuts.tune.problem import Candidate, Problem
+from jcuts.tune.verify import reference
+from jcuts.tune.verify.inputs import whole
+from jcuts.tune.worker import requests, runners
 from tests.ptx import machine as ptx_machine
 
 TARGET = CudaTarget((9, 0))
@@ -47,7 +51,7 @@ def regions(closed: Any, settings: Settings) -> list[tuple[Problem, Any]]:
         return [1e-6 * (n + 1) for n in range(len(problem.candidates) + 1)]
 
     session.set_store(Store(None, device="pretended", versions="none"))
-    no_kernels = dict.fromkeys(("compile", "rebuild", "chain"), lambda state: state)
+    no_kernels: dict[str, Any] = dict.fromkeys(("compile", "rebuild", "chain"), lambda state: state)
     kept, passes.PASSES = passes.PASSES, passes.with_substitutes(no_kernels)
     try:
         with modes.pretended({}, times):
@@ -58,27 +62,34 @@ def regions(closed: Any, settings: Settings) -> list[tuple[Problem, Any]]:
 
 
 def verdicts(problem: Problem, region: Any, folder: Path, most: int = 1) -> Iterator[Verdict]:
-    """Compiles a problem's first candidates, runs them on all sets of inputs and applies the acceptance rule."""
+    """Compiles a problem's first candidates and checks them as a measuring process does, but on the PTX machine."""
     exports = export_subset(region.closed, platform="cuda", runs_on="cpu")
     full = replace(problem, device="").with_exports(
         exports.library, exports.reference, exports.perturb, exports.unsure, exports.rounds
     )
+    path = folder / "problem.json"
+    path.write_text(json.dumps(full.to_json()))
     with jax.enable_x64(True):
         library = jax.jit(jax.export.deserialize(bytearray(exports.library)).call)
         kinds = reference.make(jax, full, library, folder, 0)
-    sets = [problem_files.read_inputs(full, folder, number) for number in range(len(kinds))]
-    expected = [
-        [problem_files._expected(folder, number, i, kind, spec, None) for number, kind in enumerate(kinds)]
-        for i, spec in enumerate(full.outputs)
-    ]
+    request = {"problem": str(path), "folder": str(folder), "kinds": kinds, "kernel": ""}
     for candidate in full.candidates[:most]:
         try:
-            program = read(candidate.payload)
-            kernel, ptx = compiler.compile_program(program, TARGET), compiler.ptx_of(program, TARGET)
-            got = [ptx_machine.run_kernel(ptx, kernel, operands) for operands in sets]
-            for i, spec in enumerate(full.outputs):
-                acceptance.check_output(i, spec, expected[i], [results[i] for results in got], full.tolerance)
+            with mock.patch.object(runners, "kernel_runner", return_value=_runner(candidate)):
+                requests.check({**request, "label": candidate.label}, lambda _: None)
         except (AccuracyRejected, CompileRejected) as error:
             yield Verdict(full.name, candidate.label, f"{type(error).__name__}: {error}")
         else:
             yield Verdict(full.name, candidate.label, "")
+
+
+def _runner(candidate: Candidate) -> Callable[[list[np.ndarray], int], list[np.ndarray]]:
+    """Runs a candidate on a set of inputs, large ones given by the values that they repeat."""
+    program = read(candidate.payload)
+    kernel, ptx = compiler.compile_program(program, TARGET), compiler.ptx_of(program, TARGET)
+
+    def run(inputs: list[np.ndarray], _: int) -> list[np.ndarray]:
+        operands = [whole(x, shape) for x, (shape, _) in zip(inputs, kernel.inputs, strict=True)]
+        return ptx_machine.run_kernel(ptx, kernel, operands)
+
+    return run

@@ -36,7 +36,7 @@ def simplify(closed: jaxapi.Closed) -> jaxapi.Closed:
     matrix); arguments never are.  A broadcast that several subsets use is copied to each of them, where it becomes an
     index map, instead of being written to memory by one of them.
     """
-    closed = _fold(_merge_equal(jaxapi.dce(_there_and_back(_sliced(closed)))))
+    closed = _fold(_merge_equal(jaxapi.dce(_there_and_back(_one_by_one(closed)))))
     eqns = []
     for eqn in closed.jaxpr.eqns:
         if jaxapi.primitive_name(eqn) in CONTROL_FLOW:
@@ -47,8 +47,9 @@ def simplify(closed: jaxapi.Closed) -> jaxapi.Closed:
     return _copied(jaxapi.dce(jaxapi.with_eqns(closed, eqns)))
 
 
-def _sliced(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """Replaces every ``split`` by one slice per part, and reductions of single values by reshapes (as XLA does).
+def _one_by_one(closed: jaxapi.Closed) -> jaxapi.Closed:
+    """Equations that are replaced by themselves, as XLA does: ``split`` by one slice per part, reductions of single
+    values by reshapes.
 
     A part then fuses into the kernel that uses it; one equation with results of several shapes would keep all parts in
     one kernel, or out of every kernel.
@@ -57,7 +58,7 @@ def _sliced(closed: jaxapi.Closed) -> jaxapi.Closed:
     for eqn in closed.jaxpr.eqns:
         if jaxapi.primitive_name(eqn) in CONTROL_FLOW:
             bodies = [body for _, _, body in jaxapi.inner_jaxprs(eqn)]
-            new = [_sliced(body) for body in bodies]
+            new = [_one_by_one(body) for body in bodies]
             if any(a is not b for a, b in zip(bodies, new, strict=True)):
                 eqn = jaxapi.with_inner_jaxprs(eqn, new)
         eqns.extend(_slices(eqn) if jaxapi.primitive_name(eqn) == "split" else (_unreduced(eqn),))

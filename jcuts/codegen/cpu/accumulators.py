@@ -53,9 +53,11 @@ class Accumulators:
 
         It is the innermost one of two blocks or more.  A block has as many terms as a sum has blocks.
         """
+        if not self.totals:
+            return 0
         size = max(LEAST_BLOCK, 1 << round(math.log2(math.sqrt(self.terms))))
         inside = 1.0 / self.abreast
-        for number, red in reversed([*enumerate(self.phase.reds)]) if self.totals else ():
+        for number, red in reversed([*enumerate(self.phase.reds)]):
             step = red.unroll * (self.lanes if red.vector else 1)
             if red.extent > step and inside * (red.extent - red.extent % step) >= 2 * size:
                 return max(1, round(size / (inside * step))) if number == level else 0

@@ -60,11 +60,12 @@ def test_infinities_and_zeros_of_long_sums():
         assert not np.signbit(got[0])
 
 
-@pytest.mark.parametrize("rows", [64, accumulators.LONG - 1])
+@pytest.mark.parametrize("rows", [1, 3, 64, accumulators.LONG - 1])
 def test_short_sums_have_no_blocks(rows):
-    traced = programs.trace(lambda x: jnp.sum(x, 0), values(rows, 64))
-    (program,) = programs.schedules(traced.program(), 1)
-    assert "block" not in llvm_of(program)
+    for shape, axis in (((rows, 64), 0), ((64, rows), 1)):
+        traced = programs.trace(lambda x, axis=axis: jnp.sum(x, axis), values(*shape))
+        for program in programs.schedules(traced.program(), 4):
+            assert "block" not in llvm_of(program)
 
 
 def test_maxima_have_no_blocks():

@@ -9,6 +9,7 @@ import pytest
 
 from jcuts.codegen.cpu import accumulators
 from jcuts.codegen.cpu.compile import compile_program, llvm_of
+from jcuts.codegen.llvm import lanes as L
 from jcuts.tune.measure.cpu_launch import Launcher, Schedule
 from tests import programs
 from tests.ops.cases import conv
@@ -66,6 +67,12 @@ def test_short_sums_have_no_blocks(rows):
         traced = programs.trace(lambda x, axis=axis: jnp.sum(x, axis), values(*shape))
         for program in programs.schedules(traced.program(), 4):
             assert "block" not in llvm_of(program)
+
+
+def test_sums_of_fewer_terms_than_lanes():
+    (program,) = programs.schedules(programs.trace(lambda x: jnp.sum(x, 0), values(3, 64)).program(), 1)
+    made = accumulators.Accumulators(L.Builder(), program.phases[0], 64, reduced=True)
+    assert made.terms < 0.5 and made.per_block(0) == 0
 
 
 def test_maxima_have_no_blocks():

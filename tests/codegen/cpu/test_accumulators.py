@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from llvmlite import ir
 
 from jcuts.codegen.cpu import accumulators
 from jcuts.codegen.cpu.compile import compile_program, llvm_of
-from jcuts.codegen.llvm import lanes as L
 from jcuts.tune.measure.cpu_launch import Launcher, Schedule
 from tests import programs
 from tests.ops.cases import conv
@@ -71,7 +71,7 @@ def test_short_sums_have_no_blocks(rows):
 
 def test_sums_of_fewer_terms_than_lanes():
     (program,) = programs.schedules(programs.trace(lambda x: jnp.sum(x, 0), values(3, 64)).program(), 1)
-    made = accumulators.Accumulators(L.Builder(), program.phases[0], 64, reduced=True)
+    made = accumulators.Accumulators(ir.IRBuilder(), program.phases[0], 64, reduced=True)
     assert made.terms < 0.5 and made.per_block(0) == 0
 
 

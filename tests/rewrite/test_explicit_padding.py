@@ -74,6 +74,7 @@ def test_gradients_of_padded_layers(layer, w):
         lambda x, w: (convolution(p := padded(x), w), p, convolution(p, -w)),  # a result
         lambda x, w: (convolution(p := jnp.pad(x, ((0, 0), (0, 1), (0, 1), (0, 0)), constant_values=1), w), p @ p.mT),
         lambda x, w: (convolution(p := jnp.pad(x, ((0, 1), (0, 1), (0, 0), (0, 0))), w), convolution(p, -w)),  # batch
+        lambda x, w: (convolution(x, w), [jnp.abs(s * jnp.pad(1j * x, 1)) for s in (1, 2)]),  # complex numbers
         lambda x, w: (convolution(p := lax.pad(x, 0.0, ((0, 0, 0), (0, 0, 1), (0, 0, 0), (0, 0, 0))), w), -p),
         lambda x, w: (convolution(p := lax.pad(x, 0.0, ((0, 0, 0), (-1, 1, 0), (0, 0, 0), (0, 0, 0))), w), 2 * p),
     ],

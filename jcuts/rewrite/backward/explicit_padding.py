@@ -48,8 +48,8 @@ def fold_padding(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
 def _is_plain(pad: Any) -> bool:
     """Whether an array is padded with zeros at its ends alone."""
     array, value = pad.invars
-    zero = jaxapi.is_literal(value) and not jaxapi.is_literal(array) and float(value.val) == 0.0
-    return zero and all(low >= 0 and high >= 0 and not inner for low, high, inner in pad.params["padding_config"])
+    zero = jaxapi.is_literal(value) and not jaxapi.is_literal(array) and value.val == 0
+    return bool(zero) and all(low >= 0 and high >= 0 and not inner for low, high, inner in pad.params["padding_config"])
 
 
 def _folds(reader: Any, padded: Any, pad: Any) -> bool:

@@ -250,7 +250,12 @@ def _tune_and_plan(
         meanwhile.quiesce(True)
 
         def of_form(form: Variant | None) -> Outcome:
-            outcomes.append((started.get(form) or traced.start_planning(form)).finish())
+            planning = started.get(form)
+            if planning is None:
+                planning = traced.start_planning(form)
+                if planning.problems is not None:
+                    session.adopt_choices(planning.problems, collected)
+            outcomes.append(planning.finish())
             return outcomes[-1]
 
         start = time.monotonic()

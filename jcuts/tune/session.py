@@ -27,10 +27,12 @@ from jcuts.tune.parent.worker_session import shared_worker_session, workers_of
 from jcuts.tune.problem import Problem
 from jcuts.tune.problem import label_of as _label
 from jcuts.tune.region_problem import candidate_budget, make_problem, with_candidates
+from jcuts.tune.row_signature import FOREIGN
 
 __all__ = [
     "RegionProblems",
     "TunedChoices",
+    "adopt_choices",
     "candidate_budget",
     "collect_problems",
     "generation",
@@ -269,6 +271,27 @@ def tune_together(
         profiled=profiled if profile is not None and profile.is_known else None,
     )
     _log.info("%d problems of all forms: %.2f s", len(owner), time.monotonic() - start)
+
+
+def adopt_choices(collected: RegionProblems, others: Sequence[RegionProblems]) -> int:
+    """Answers problems by what was measured of the same regions among more candidates; gives how many.
+
+    How many candidates a region may have depends on the program that it is part of, and belongs to a problem's key:
+    without this the same region of another variant counts as unknown.
+    """
+    known, count = store(), 0
+    for identity, problem in collected.problems.items():
+        if known.lookup(problem.digest) is not None:
+            continue
+        larger = [made for made in others if made.shares.get(identity, 0) > collected.shares[identity]]
+        for other in (made.problems[identity] for made in larger):
+            choice, source = known.choice(other.digest)
+            alike = (other.tolerance, other.device) == (problem.tolerance, problem.device)
+            if choice is not None and choice.origin == "measured" and alike and source != FOREIGN:
+                known.put(replace(choice, problem=problem.digest), source)
+                count += 1
+                break
+    return count
 
 
 def warm_workers(collected: RegionProblems) -> None:

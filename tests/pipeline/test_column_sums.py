@@ -11,6 +11,7 @@ from jcuts.base.settings import Settings
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.pipeline import computation, kernel_selection, partition_store, rebuild
 from jcuts.pipeline import passes as pipeline_passes
+from jcuts.rewrite.backward.separate_deviations import separate_deviations
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.trace import jaxapi
 from jcuts.tune import session
@@ -89,7 +90,7 @@ def test_regions_become_problems_and_a_stored_partition(on_gpu, monkeypatch):
     def level():
         pipeline_passes.forget()
         state = jaxapi.closed_jaxpr_of(jax.value_and_grad(loss), *arguments())
-        closed = pipeline_passes.separate_deviations(pipeline_passes.simplify(pipeline_passes.inline(state)))
+        closed = separate_deviations(pipeline_passes.simplify(pipeline_passes.inline(state)))
         return computation.group(closed, AUTO, computation.Fuel(), "cuda")
 
     made: list[str] = []

@@ -22,9 +22,7 @@ from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.kernel_ir.verify import read
 from jcuts.pipeline import passes
-from jcuts.tune import session
-from jcuts.tune.baseline.xla_export import export_subset
-from jcuts.tune.database import Store
+from jcuts.tune.baseline.xla_export import with_exports
 from jcuts.tune.problem import Candidate, Problem
 from jcuts.tune.verify import reference
 from jcuts.tune.verify.inputs import whole
@@ -50,27 +48,18 @@ def regions(closed: Any, settings: Settings) -> list[tuple[Problem, Any]]:
         found.setdefault(problem.digest, (problem, region))
         return [1e-6 * (n + 1) for n in range(len(problem.candidates) + 1)]
 
-    session.set_store(Store(None, device="pretended", versions="none"))
-    no_kernels: dict[str, Any] = dict.fromkeys(("compile", "rebuild", "chain"), lambda state: state)
-    kept, passes.PASSES = passes.PASSES, passes.with_substitutes(no_kernels)
-    try:
-        with modes.pretended({}, times):
-            passes.optimize_jaxpr(closed, settings, platform="cuda", may_measure=True)
-    finally:
-        passes.PASSES = kept
+    with modes.pretended({}, times):
+        passes.optimize_jaxpr(closed, settings, platform="cuda", may_measure=True)
     return list(found.values())
 
 
 def verdicts(problem: Problem, region: Any, folder: Path, most: int = 1) -> Iterator[Verdict]:
     """Compiles a problem's first candidates and checks them as a measuring process does, but on the PTX machine."""
-    exports = export_subset(region.closed, platform="cuda", runs_on="cpu")
-    full = replace(problem, device="").with_exports(
-        exports.library, exports.reference, exports.perturb, exports.unsure, exports.rounds
-    )
+    full = with_exports(replace(problem, device=""), region.closed, platform="cuda", runs_on="cpu")
     path = folder / "problem.json"
     path.write_text(json.dumps(full.to_json()))
     with jax.enable_x64(True):
-        library = jax.jit(jax.export.deserialize(bytearray(exports.library)).call)
+        library = jax.jit(jax.export.deserialize(bytearray(full.library or b"")).call)
         kinds = reference.make(jax, full, library, folder, 0)
     request = {"problem": str(path), "folder": str(folder), "kinds": kinds, "kernel": ""}
     for candidate in full.candidates[:most]:

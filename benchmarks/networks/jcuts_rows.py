@@ -58,7 +58,7 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
         "tune_seconds": os.environ["JCUTS_TUNE_SECONDS"],
         "partition": {"log": lines.texts, "pairs": pairs},
         "programs": interleaved(calls | raced, options.seconds, 3 if options.dry else TURNS),
-        **({"profile": profiled(row, calls | beaten(ours, form), report, options)} if options.profile else {}),
+        **({"profile": profiled(row, calls | slower_variants(ours, form), report, options)} if options.profile else {}),
         **baseline.environment(),
         "jcuts": fingerprint.versions(),
     }
@@ -77,7 +77,7 @@ def searched(ours: Stepped, form: Any) -> tuple[dict[str, Callable[[], Any]], di
     return {name: functools.partial(programs[name], *ours.arguments) for name in names}, pairs
 
 
-def beaten(ours: Stepped, form: Any) -> dict[str, Callable[[], Any]]:
+def slower_variants(ours: Stepped, form: Any) -> dict[str, Callable[[], Any]]:
     """Calls of programs with kernels that lost to another one, each with arguments of its own."""
     decision = ours.call.decision(*ours.arguments)
     programs = ours.call.programs(*ours.arguments)

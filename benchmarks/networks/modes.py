@@ -141,6 +141,8 @@ def warm(spec: str, dry: bool) -> dict[str, Any]:
 def pretended(tuned: dict[str, Any], seconds: Callable[[Any, Any], Sequence[float]] | None = None) -> Iterator[None]:
     """An H200 is here, and every problem is measured at once; what is pretended to be measured is stored.
 
+    The database is in memory and empty at first; nothing is compiled.
+
     Args:
         tuned: filled, by digest.
         seconds: a problem with its candidates, and its region -> times of these and of XLA; by default the first
@@ -148,8 +150,10 @@ def pretended(tuned: dict[str, Any], seconds: Callable[[Any, Any], Sequence[floa
     """
     from dataclasses import replace
 
+    from jcuts.pipeline import passes
     from jcuts.tune import session
     from jcuts.tune.choice import Measurement
+    from jcuts.tune.database import Store
     from jcuts.tune.select import keep_xla
     from jcuts.xla import devices as xla_devices
 
@@ -185,9 +189,14 @@ def pretended(tuned: dict[str, Any], seconds: Callable[[Any, Any], Sequence[floa
 
     old = session.tune, xla_devices.this, xla_devices.unusable
     session.tune, xla_devices.this, xla_devices.unusable = tune, lambda: xla_devices.Gpu(*PRETENDED), lambda: ""
+    no_kernels: dict[str, Any] = dict.fromkeys(("compile", "rebuild", "chain"), lambda state: state)
+    kept, passes.PASSES = passes.PASSES, passes.with_substitutes(no_kernels)
+    session.set_store(Store(None, device="pretended", versions="none"))
     try:
         yield
     finally:
+        session.set_store(None)
+        passes.PASSES = kept
         session.tune, xla_devices.this, xla_devices.unusable = old
 
 
@@ -216,17 +225,12 @@ def planning(spec: str, dry: bool) -> dict[str, Any]:
     from jcuts.jit import variant_space
     from jcuts.pipeline import computation
     from jcuts.pipeline import passes as pipeline_passes
-    from jcuts.tune import session
-    from jcuts.tune.database import Store
 
     fn, args = on_gpu.workload(spec, dry)
     start = time.perf_counter()
     closed = roofline.traced(fn, args)
     row: dict[str, Any] = {"part": "planning", "network": spec, "trace_seconds": time.perf_counter() - start}
     tuned: dict[str, Any] = {}
-    session.set_store(Store(None, device="pretended", versions="none"))
-    no_kernels = dict.fromkeys(("compile", "rebuild", "chain"), lambda state: state)
-    pipeline_passes.PASSES = pipeline_passes.with_substitutes(no_kernels)
 
     def plan(form: Any, may_measure: bool) -> Any:
         settings = dataclasses.replace(Settings(), form=form)

@@ -88,7 +88,7 @@ def _as_dot(eqn: Any) -> list[Any]:
         "out_sharding": None,
     }
     return [
-        _reshape(rhs, weights, eqn),
+        jaxapi.reshape_eqn(rhs, weights, eqn),
         jaxapi.new_eqn([lhs, weights], eqn.outvars, jax.lax.dot_general_p, params, like=eqn),
     ]
 
@@ -104,11 +104,6 @@ def _matrix(convolution: Any) -> tuple[int, int]:
     spec, shape = convolution.params["dimension_numbers"].rhs_spec, convolution.invars[1].aval.shape
     features, made = shape[spec[1]], shape[spec[0]]
     return (made, features) if _is_swapped(convolution) else (features, made)
-
-
-def _reshape(source: Any, target: Any, like: Any) -> Any:
-    params = {"new_sizes": tuple(target.aval.shape), "dimensions": None, "sharding": None}
-    return jaxapi.new_eqn([source], [target], jax.lax.reshape_p, params, like=like)
 
 
 # -- and back -------------------------------------------------------------------------------------------------------
@@ -191,7 +186,7 @@ def _raised(eqn: Any, convolutions: Convolutions, made: Mapping[Any, Any]) -> li
     if source is not None and jaxapi.primitive_name(source) == RESHAPE and _is_alike(source.invars[0], filters):
         filters = source.invars[0]
     else:
-        before = [_reshape(rhs, filters, convolution)]
+        before = [jaxapi.reshape_eqn(rhs, filters, convolution)]
     return [*before, new.replace(invars=[lhs, filters], outvars=eqn.outvars)]
 
 

@@ -24,8 +24,8 @@ WIDER = {"float32": ("float64",), "bfloat16": ("float32", "float64"), "float16":
 REDUCTIONS = ("reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
 CONTROL_FLOW = ("scan", "while", "cond")
 FOLD_LIMIT = 64 << 20  # bytes of one folded constant
-NEUTRAL = {"add": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0}
-"""Second operands with which an operation on floats changes nothing."""
+IDENTITY_ELEMENTS = {"add": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0}
+"""Of operations on floats; of subtraction and division as the second operand."""
 SMALL = 1 << 16  # elements up to which a constant may grow by folding
 
 
@@ -36,7 +36,7 @@ def simplify(closed: jaxapi.Closed) -> jaxapi.Closed:
     matrix); arguments never are.  A broadcast that several subsets use is copied to each of them, where it becomes an
     index map, instead of being written to memory by one of them.
     """
-    closed = _fold(_merge_equal(jaxapi.dce(_there_and_back(_one_by_one(closed)))))
+    closed = _fold(_merge_equal(jaxapi.dce(_without_no_ops(_peephole(closed)))))
     eqns = []
     for eqn in closed.jaxpr.eqns:
         if jaxapi.primitive_name(eqn) in CONTROL_FLOW:
@@ -47,9 +47,9 @@ def simplify(closed: jaxapi.Closed) -> jaxapi.Closed:
     return _copied(jaxapi.dce(jaxapi.with_eqns(closed, eqns)))
 
 
-def _one_by_one(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """Equations that are replaced by themselves, as XLA does: ``split`` by one slice per part, reductions of single
-    values by reshapes.
+def _peephole(closed: jaxapi.Closed) -> jaxapi.Closed:
+    """Peephole rewrites of single equations, as XLA does: ``split`` to one slice per part, reductions of single values
+    to reshapes.
 
     A part then fuses into the kernel that uses it; one equation with results of several shapes would keep all parts in
     one kernel, or out of every kernel.
@@ -58,7 +58,7 @@ def _one_by_one(closed: jaxapi.Closed) -> jaxapi.Closed:
     for eqn in closed.jaxpr.eqns:
         if jaxapi.primitive_name(eqn) in CONTROL_FLOW:
             bodies = [body for _, _, body in jaxapi.inner_jaxprs(eqn)]
-            new = [_one_by_one(body) for body in bodies]
+            new = [_peephole(body) for body in bodies]
             if any(a is not b for a, b in zip(bodies, new, strict=True)):
                 eqn = jaxapi.with_inner_jaxprs(eqn, new)
         eqns.extend(_slices(eqn) if jaxapi.primitive_name(eqn) == "split" else (_unreduced(eqn),))
@@ -89,18 +89,17 @@ def _unreduced(eqn: Any) -> Any:
     (source,), (result,) = eqn.invars, eqn.outvars
     if any(source.aval.shape[d] != 1 for d in eqn.params["axes"]):
         return eqn
-    params = {"new_sizes": result.aval.shape, "dimensions": None, "sharding": None}
-    return jaxapi.new_eqn([source], [result], jax.lax.reshape_p, params, like=eqn)
+    return jaxapi.reshape_eqn(source, result, eqn)
 
 
-def _there_and_back(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """Removes operations with `NEUTRAL` operands, and conversions to a wider float and back (of a mixed-precision
+def _without_no_ops(closed: jaxapi.Closed) -> jaxapi.Closed:
+    """Removes operations with `IDENTITY_ELEMENTS`, and conversions to a wider float and back (of a mixed-precision
     policy).
     """
     made: dict[Any, Any] = {}
     same: dict[Any, Any] = {}
     for eqn in closed.jaxpr.eqns:
-        value = _operated_on(eqn)
+        value = _unchanged_operand(eqn)
         if value is not None and eqn.outvars[0] not in closed.jaxpr.outvars:
             same[eqn.outvars[0]] = same.get(value, value)
         if jaxapi.primitive_name(eqn) != CONVERT or jaxapi.is_literal(eqn.invars[0]):
@@ -122,14 +121,15 @@ def _there_and_back(closed: jaxapi.Closed) -> jaxapi.Closed:
     return jaxapi.with_eqns(closed, eqns)
 
 
-def _operated_on(eqn: Any) -> Any:
-    """The value that an operation with a `NEUTRAL` operand gives; None for other operations."""
+def _unchanged_operand(eqn: Any) -> Any:
+    """The value that an operation with an identity element gives; None for other operations."""
     name = jaxapi.primitive_name(eqn)
-    if name not in NEUTRAL or not jax.numpy.issubdtype(eqn.outvars[0].aval.dtype, jax.numpy.floating):
+    element = IDENTITY_ELEMENTS.get(name)
+    if element is None or not jax.numpy.issubdtype(eqn.outvars[0].aval.dtype, jax.numpy.floating):
         return None
     orders = [eqn.invars, eqn.invars[::-1]] if name in ("add", "mul") else [eqn.invars]
     for value, number in orders:
-        is_number = jaxapi.is_literal(number) and np.ndim(number.val) == 0 and float(number.val) == NEUTRAL[name]
+        is_number = jaxapi.is_literal(number) and np.ndim(number.val) == 0 and float(number.val) == element
         if is_number and not jaxapi.is_literal(value) and value.aval == eqn.outvars[0].aval:
             return value
     return None

@@ -36,12 +36,8 @@ def fold_padding(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     }
     if not found:
         return closed, 0
-    eqns = [
-        _folded(eqn, found[eqn.invars[0]])
-        if jaxapi.primitive_name(eqn) == CONVOLUTION and not jaxapi.is_literal(eqn.invars[0]) and eqn.invars[0] in found
-        else eqn
-        for eqn in closed.jaxpr.eqns
-    ]
+    made = {id(reader): _folded(reader, pad) for padded, pad in found.items() for reader in readers[padded]}
+    eqns = [made.get(id(eqn), eqn) for eqn in closed.jaxpr.eqns]
     return jaxapi.dce(jaxapi.with_eqns(closed, eqns)), len(found)
 
 

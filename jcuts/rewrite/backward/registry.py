@@ -17,7 +17,7 @@ class BackwardRewrite:
     """A rewrite of a flat jaxpr.
 
     Attributes:
-        name: for keys and messages. apply: the program after it.
+        name: for keys of what is remembered. apply: gives the program after it.
         gpu_only: whether it serves kernels for GPUs alone.
         makes_asymmetric: whether convolutions may be padded differently on their two sides, which cuDNN's divided ones
             cannot be.

@@ -58,6 +58,12 @@ def new_eqn(
     return _core.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, effects, info, ctx)
 
 
+def reshape_eqn(source: Any, target: Any, like: Eqn) -> Eqn:
+    """An equation that reshapes one value into another."""
+    params = {"new_sizes": tuple(target.aval.shape), "dimensions": None, "sharding": None}
+    return new_eqn([source], [target], jax.lax.reshape_p, params, like=like)
+
+
 def make_closed(
     constvars: Sequence[Var],
     invars: Sequence[Var],

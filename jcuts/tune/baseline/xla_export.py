@@ -78,7 +78,7 @@ def export_subset(closed: Any, *, platform: str = "cpu", name: str = "subset", r
         ) from error
 
 
-def with_exports(problem: Problem, closed: Any, *, platform: str = "cpu") -> Problem:
-    """The problem with its artifacts."""
-    exports = export_subset(closed, platform=platform, name=problem.name or problem.digest[:12])
+def with_exports(problem: Problem, closed: Any, *, platform: str = "cpu", runs_on: str = "") -> Problem:
+    """The problem with its artifacts (`export_subset`)."""
+    exports = export_subset(closed, platform=platform, name=problem.name or problem.digest[:12], runs_on=runs_on)
     return problem.with_exports(exports.library, exports.reference, exports.perturb, exports.unsure, exports.rounds)

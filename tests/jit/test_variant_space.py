@@ -234,6 +234,27 @@ def test_outputs_of_one_role_share_the_error_that_xla_makes_in_any_of_them():
     assert judge("update", "update", "update")(name, xla, [*ours[:2], jnp.asarray(xla[2])]) is None
 
 
+def test_sums_that_cancel_share_the_error_that_xla_makes_in_any_of_them():
+    """Gradients of biases before a batch norm are zero but for rounding; how large that is in one of them is chance."""
+    x = values(4, 5)
+
+    def gradients(x):
+        return [1e-12 * jnp.sin(x), 1e-15 * jnp.sin(x[:2]), jnp.sin(x)]
+
+    judge = variant_space.Float64Judge(jax.make_jaxpr(gradients)(x), [x], 2.0, "cpu", ("a", "b", "c"))
+    exact = judge.reference()
+
+    def results(*off):
+        return [(r * (1 + e)).astype(np.float32) for r, e in zip(exact, off, strict=True)]
+
+    def why(*off):
+        return judge("jcuts/dots", results(1e4, 3e4, 1e-7), [jnp.asarray(c) for c in results(*off)])
+
+    assert why(5e4, 5e4, 1e-7) is None  # five times XLA's error of the first, less than twice that of the second
+    assert why(1e4, 1e5, 1e-7).startswith("output 1 is off by 1e+05")
+    assert why(1e4, 3e4, 1e-3).startswith("output 2 is off")
+
+
 def test_rewrites_that_cannot_be_checked_are_not_used(monkeypatch):
     x = values(3, 5, 5, 8)
     judge = variant_space.Float64Judge(jaxapi.closed_jaxpr_of(block, x), [x], 2.0, "cpu")

@@ -24,6 +24,8 @@ from jcuts.xla import devices as xla_devices
 
 log = logging.getLogger("jcuts")
 
+_CANCELS = "zero but for rounding"
+"""Role of the outputs that are sums of terms which cancel."""
 NO_AUTOTUNE: dict[str, Any] = {
     "xla_gpu_autotune_level": 0
 }  # the float64 program runs once: nothing is worth tuning in it
@@ -37,6 +39,10 @@ class Float64Judge:
     with floor = 4 eps sqrt(longest sum of products), and e(xla), m(xla) the largest of all outputs of the same role and
     magnitude (`output_roles`): an optimiser divides a gradient near zero by its own size, and in which of the layers
     that rounds to the other sign is chance.
+
+    A sum that cancels (the gradient of a bias that a batch norm takes away again) is zero but for rounding, in float64
+    as well: there e is the ratio of two roundings, which is comparable between magnitudes and shapes, and its size in
+    one output is chance.  Outputs with e(xla) > 1 / sqrt(eps) are therefore alike, whatever their role.
 
     Args:
         closed: the user's program; leaves: its arguments; tolerance: as a multiple of XLA's own error.
@@ -106,7 +112,8 @@ class Float64Judge:
                 ("in L2 norm", 1.0, apart.size, apart.errors),
                 ("in one element", ELEMENT_FACTOR, apart.rms, apart.largest),
             ):
-                key = self.roles[output], decade, measure
+                cancels = theirs / unit > 1.0 / math.sqrt(float(jnp.finfo(c.dtype).eps))
+                key = (_CANCELS, 0, measure) if cancels else (self.roles[output], decade, measure)
                 found.append((key, ErrorRow(output, measure, mine / unit, theirs / unit, least), factor))
         worst: dict[tuple[str, int, str], float] = {}
         for key, row, _ in found:

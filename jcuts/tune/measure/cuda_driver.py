@@ -43,6 +43,15 @@ def total_bytes(device: int = 0, library: str = LIBRARY) -> int:
     return 0 if lib.cuDeviceTotalMem_v2(ctypes.byref(total), handle) else int(total.value)
 
 
+ROOMY = 32 << 30
+"""Memory of a GPU [B] from which on what idle processes hold of it (some hundred megabytes each) does not matter."""
+
+
+def is_roomy() -> bool:
+    """Whether processes that wait may keep their memory of the GPU: getting it anew takes a second or two."""
+    return total_bytes() >= ROOMY
+
+
 class Driver:
     """One CUDA device with its primary context current on this thread.
 

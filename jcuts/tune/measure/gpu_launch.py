@@ -84,10 +84,9 @@ class DeviceBuffer:
 
     def holds(self, values: np.ndarray) -> bool:
         """Whether it is full of these values, bit by bit."""
-        wanted, found = (
-            np.ascontiguousarray(values).reshape(-1).view(np.uint8),
-            self.device.download(self.address, self.size),
-        )
+        wanted = np.ascontiguousarray(values).reshape(-1)
+        word = np.dtype(f"u{math.gcd(wanted.nbytes, self.size, 8) or 1}")  # the widest that both are made of
+        wanted, found = wanted.view(np.uint8).view(word), self.device.download(self.address, self.size).view(word)
         starts = range(0, found.size, wanted.size or 1)
         return all(np.array_equal(found[s : s + wanted.size], wanted[: found.size - s]) for s in starts)
 

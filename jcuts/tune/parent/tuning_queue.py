@@ -16,6 +16,8 @@ from typing import Any
 from jcuts.base import knobs
 from jcuts.base.errors import CandidateRejected
 from jcuts.tune.baseline import autotune_cache
+from jcuts.tune.measure import cuda_driver
+from jcuts.tune.parent.answer_log import listed, told
 from jcuts.tune.parent.compile_backlog import CompileBacklog
 from jcuts.tune.parent.job import TuningJob
 from jcuts.tune.parent.session_limits import Progress, TuningBudget
@@ -120,13 +122,19 @@ class TuningQueue:
         """Waits until every job is compiled, and checked if that comes first; nothing of the session runs then."""
         start = time.perf_counter()
         if self.checks_last and self.quiet is not None and self.jobs and not self.answered:
-            self.pool.warm(REFERENCE, "jax", self.timeout)  # imports, while XLA's side keeps the host idle
+            self._warm_checks()  # while XLA's side keeps the host idle
         while self.ahead and not self.is_late() and self.pool.wait(0.1):
             self._send_early()
         self.backlog.drain()
         self._allow_measuring()
-        self.pool.stop(DEVICE)  # they hold the GPU's memory
+        if not cuda_driver.is_roomy():
+            self.pool.stop(DEVICE)  # they hold the GPU's memory
         _log.info("waited %.2f s for candidates to compile, or to be checked", time.perf_counter() - start)
+
+    def _warm_checks(self) -> None:
+        """Lets the processes that check import what they need, while nothing is timed."""
+        self.pool.warm(DEVICE, "tools", self.timeout)
+        self.pool.warm(REFERENCE, "jax", self.timeout)
 
     def verify(self, jobs: list[TuningJob], settled: Callable[[TuningJob], object]) -> None:
         """Checks of every measured job the candidates that would win, one after the other, until one is right.
@@ -181,7 +189,7 @@ class TuningQueue:
                 job.fail(answer)
                 self._finish(job)
                 return
-            parts = _listed({**answer.get("parts", {}), **answer.get("cores", {})})
+            parts = listed({**answer.get("parts", {}), **answer.get("cores", {})})
             _log.info("%s: reference made in %.2f s (%s)", job.problem.name, answer["seconds"], parts)
             job.kinds = list(answer["kinds"])
             if self.checks_last:
@@ -240,7 +248,7 @@ class TuningQueue:
             if isinstance(answer, CandidateRejected):
                 job.reject(label, answer)
             else:
-                parts = _listed(answer.get("cores", {}))
+                parts = listed({**answer.get("parts", {}), **answer.get("cores", {})})
                 _log.info("%s: %s checked in %.2f s (%s)", job.problem.name, label, answer["seconds"], parts)
                 job.passed.append(label)
             if self.checks_last:
@@ -287,11 +295,9 @@ class TuningQueue:
         if not self.sent:
             return
         if kernels := self._few_kernels(jobs):
-            self.pool.submit(XLA, {"op": "kernels_ahead", "problems": kernels}, self.timeout, _told)
-        self.pool.submit(XLA, {"op": "run_ahead"}, self.timeout, _told)
-        # Their first imports, while the GPU is busy; its memory they take when they are asked for something.
-        self.pool.warm(DEVICE, "tools", self.timeout)
-        self.pool.warm(REFERENCE, "jax", self.timeout)
+            self.pool.submit(XLA, {"op": "kernels_ahead", "problems": kernels}, self.timeout, told)
+        self.pool.submit(XLA, {"op": "run_ahead"}, self.timeout, told)
+        self._warm_checks()
         self.pool.drain()
         self._allow_measuring()
         spent = time.perf_counter() - start
@@ -331,7 +337,7 @@ class TuningQueue:
         parted = [str(job.file) for job in self.jobs if job.apart and str(job.file) in some]
         alone = not any(job.compiling for job in self.jobs)
         request = {"op": "compile_ahead", "problems": some, "apart": parted, "alone": alone}
-        self.pool.submit(XLA, request, self.timeout, _told)
+        self.pool.submit(XLA, request, self.timeout, told)
 
     def measure(self, job: TuningJob, expected: float | None = None) -> None:
         """Times what can be run of a job (``job.answer``); candidates that end the process are rejected.
@@ -363,7 +369,7 @@ class TuningQueue:
         if isinstance(answer, dict):
             job.answer = answer
             self.time.note_measured(self.time.clock() - begun)
-            parts = _listed(answer.get("parts", {}))
+            parts = listed(answer.get("parts", {}))
             _log.info("%s: measured in %.2f s (%s)", job.problem.name, answer["seconds"], parts)
 
     def _measure_once(self, job: TuningJob, order: list[str], expected: float | None) -> Answer | CandidateRejected:
@@ -387,14 +393,3 @@ class TuningQueue:
         while not kept and self.pool.wait(3600.0):
             pass  # kernels that are needed besides are compiled meanwhile: times are the device's
         return kept[0]
-
-
-def _listed(parts: dict[str, float]) -> str:
-    return ", ".join(f"{part} {float(spent):.2f}" for part, spent in parts.items())
-
-
-def _told(answer: Answer | CandidateRejected) -> None:
-    if isinstance(answer, CandidateRejected):
-        _log.info("compiling ahead: %s", answer)
-    else:
-        _log.info("%d programs ahead: %.2f s %s", answer["programs"], answer["seconds"], answer.get("told", ""))

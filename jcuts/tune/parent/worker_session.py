@@ -23,7 +23,7 @@ DEVICE = "device"
 """On a GPU, several that check kernels there: they wait for copies."""
 REFERENCE = "reference"
 """On a GPU, several that make references: they wait for XLA's compiler."""
-MOST_ON_GPU = 5
+MOST_ON_GPU = 8
 MOST_REFERENCES = 8
 """Most processes that check, and that make references, on a GPU."""
 _FRUGAL = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
@@ -52,7 +52,7 @@ class WorkerSession:
             if platform != "cpu":
                 sizes[COMPILE] = max(1, workers // 2)  # XLA compiles and times its algorithms at the same time
                 # Compilers and arithmetic on large arrays have threads of their own: more processes are no faster.
-                sizes[DEVICE] = max(1, min(MOST_ON_GPU, workers * 5 // 16))
+                sizes[DEVICE] = max(1, min(MOST_ON_GPU, workers // 2))
                 sizes[REFERENCE] = max(1, min(MOST_REFERENCES, workers // 2))
             more = (
                 {}

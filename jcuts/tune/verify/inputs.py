@@ -35,7 +35,7 @@ MOST_SEEDS = 16
 WANTED_SAMPLES = 64
 LARGE = 1 << 22
 """Elements of an output from which one normal set says enough."""
-PERIOD = (1 << 22) - 3
+PERIOD = (1 << 20) - 3
 """Random values that a larger input repeats: a prime, which no extent of it is a multiple of by chance."""
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jcuts.base.stopwatch import timed
 from jcuts.tune.baseline import autotune_cache
 from jcuts.tune.problem import Problem
 from jcuts.tune.verify import blocked_numpy
@@ -51,7 +51,7 @@ def make(
             where they matter; ``0.wholeK.npy``: XLA's whole result where only a sample of an output is kept.
         seed: of the first set of inputs.
         options: of the compiler, for XLA's side (on a GPU: `autotuned.reading`).
-        parts: gets what the first runs of both sides took, with their compilation [s].
+        parts: gets what both sides took, with their compilation, and everything together [s].
     Returns: the kinds of the sets (see `tune.verify.inputs`).
     """
     if options:
@@ -60,8 +60,9 @@ def make(
     placed = [None if s is None else jax.device_put(s) for s in seen]
     look = functools.partial(leaves, jax, seen=placed)
     kinds, rounds = seed_kinds(problem), False
-    with _Background(folder) as background:
-        wide = _wide(jax, problem, placed, background.pool)
+    with timed("all", parts), _Background(folder) as background:
+        with timed("lowered", parts):
+            wide = _wide(jax, problem, placed, background.pool)
         ahead = [background.pool.submit(make_inputs, problem, kinds[0], seed, short=True)]
         for number, kind in enumerate(kinds):
             inputs = ahead.pop().result()
@@ -70,18 +71,14 @@ def make(
             keep = functools.partial(background.save, number)
             keep("in", inputs)
             operands = _operands(jax, problem, inputs)
-            start = time.perf_counter()
-            results = library(*operands)
-            if parts is not None and number == 0:
-                parts["xla"] = time.perf_counter() - start
+            with timed("xla", parts):
+                results = library(*operands)
             if number == 0:
                 keep("whole", [None if s is None else x for x, s in zip(jax.tree.leaves(results), seen, strict=True)])
             xla = look(results)
             del results
-            start = time.perf_counter()
-            exact = _on_host(wide(np.uint64(0), np.zeros(3), *operands))
-            if parts is not None and number == 0:
-                parts["float64"] = time.perf_counter() - start
+            with timed("float64", parts):
+                exact = _on_host(wide(np.uint64(0), np.zeros(3), *operands))
             if number == 0:
                 rounds = problem.rounds and (problem.unsure or any(map(is_finer_than_tf32, xla, exact)))
             keep("xla", xla)

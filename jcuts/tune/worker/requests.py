@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jcuts.base.errors import AccuracyRejected, CandidateRejected, CompileRejected
+from jcuts.base.stopwatch import timed
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.tune.baseline import autotune_cache, conv_relu_bound
 from jcuts.tune.choice import LIBRARY, SCREENED
@@ -30,8 +31,6 @@ from jcuts.tune.verify.float_rules import Accuracy
 from jcuts.tune.verify.inputs import dtype_of, timing_inputs
 from jcuts.tune.worker import problem_files, runners
 
-ROOMY = 32 << 30
-"""Bytes of a GPU's memory from which on processes that wait for work may hold their share: half a gigabyte each."""
 MOST_ACCEPTED = 4
 """Problems whose accepted results a process remembers."""
 Announce = Callable[[str], None]
@@ -160,8 +159,10 @@ def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     seen = [verify_sampling.sample_positions(problem, o) for o in problem.outputs]
     got: list[list[np.ndarray]] = [[] for _ in problem.outputs]
     every: list[np.ndarray] = []
+    parts: dict[str, float] = {}
     for number in range(len(request["kinds"])):
-        results = run(problem_files.kept_inputs(request["problem"], request["folder"], number), number)
+        with timed("run", parts):
+            results = run(problem_files.kept_inputs(request["problem"], request["folder"], number), number)
         if len(results) != len(problem.outputs):
             raise AccuracyRejected(
                 f"{candidate.label} gives {len(results)} results instead of {len(problem.outputs)}", rule="shape"
@@ -172,17 +173,19 @@ def check(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
             every = results
     found = _accepted_alike(request["problem"], got)
     if found is None:
-        found = [
-            check_output(i, spec, expected[i], got[i], problem.tolerance) for i, spec in enumerate(problem.outputs)
-        ]
+        with timed("rule", parts):
+            found = [
+                check_output(i, spec, expected[i], got[i], problem.tolerance) for i, spec in enumerate(problem.outputs)
+            ]
         _accepted.setdefault(request["problem"], []).append((got, found))
         while len(_accepted) > MOST_ACCEPTED:
             del _accepted[next(iter(_accepted))]
-    for i, where in enumerate(seen):
-        if where is not None:
-            whole = problem_files.xla_result(request["problem"], request["folder"], i)
-            verify_sampling.compare(i, whole, every[i], found[i], where, may_flip=problem.perturb)
-    return {"accuracy": [asdict(a) for a in found]}
+    with timed("everywhere", parts):
+        for i, where in enumerate(seen):
+            if where is not None:
+                whole = problem_files.xla_result(request["problem"], request["folder"], i)
+                verify_sampling.compare(i, whole, every[i], found[i], where, may_flip=problem.perturb)
+    return {"accuracy": [asdict(a) for a in found], "parts": parts}
 
 
 def _check_output(index: int, spec: Output, result: np.ndarray, where: np.ndarray) -> np.ndarray:
@@ -362,21 +365,21 @@ def warm(request: dict[str, Any], _: Announce) -> dict[str, Any]:
     """Loads what later requests ask for, which takes a process seconds.
 
     The request's ``what``: ``compiler`` (of kernels for GPUs); ``jax``; ``xla``, which takes memory of the GPU as well;
-    ``tools``: what every process has.  Where the GPU is roomy, ``jax`` takes memory of it as well.
+    ``tools``: what every process has.  Where the GPU is roomy, ``jax`` and ``tools`` take memory of it as well.
     """
-    if request["what"] == "compiler":
+    from jcuts.tune.measure import cuda_driver
+
+    what, roomy = request["what"], cuda_driver.is_roomy()
+    if what == "compiler":
         from jcuts.codegen.cuda import compile as compiler
 
         compiler.available()
-    elif request["what"] == "jax":
-        from jcuts.tune.measure import cuda_driver
-
-        if cuda_driver.total_bytes() >= ROOMY:
-            problem_files.import_jax().devices()
-        else:
-            problem_files.import_jax()
-    elif request["what"] == "xla":
-        problem_files.import_jax().devices()
+    elif what in ("jax", "xla"):
+        jax = problem_files.import_jax()
+        if roomy or what == "xla":
+            jax.devices()
+    elif roomy:
+        cuda_driver.device()
     return {}
 
 

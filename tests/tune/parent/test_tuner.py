@@ -842,7 +842,7 @@ def test_what_is_ready_goes_to_xla_while_the_last_candidates_compile(tmp_path, m
         session.add(job)
     pool.busy, pool.rounds = False, 4
     session.finish()
-    wanted = [("warm", REFERENCE), ("compile_ahead", 2), ("compile_ahead", 2)]
+    wanted = [("warm", DEVICE), ("warm", REFERENCE), ("compile_ahead", 2), ("compile_ahead", 2)]
     assert [asked for asked in pool.asked if asked[0] != "compile"] == wanted
     session.compile_ahead(jobs)
     assert [n for op, n in pool.asked if op == "compile_ahead"] == [2, 2, 1]

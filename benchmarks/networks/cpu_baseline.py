@@ -67,10 +67,11 @@ class Row:
 
 
 def all_rows() -> list[Row]:
-    """Every workload at its smallest batch in every type of numbers."""
-    from benchmarks.networks.workloads import WORKLOADS
+    """Every workload at its smallest batch in every type of numbers, and the small training steps in float32."""
+    from benchmarks.networks.workloads import SMALL_TRAINING, WORKLOADS
 
-    return [Row.parse(f"{s.name}:{s.batches[0]}:{d}") for d in ("float32", "bfloat16") for s in WORKLOADS.values()]
+    found = [Row.parse(f"{s.name}:{s.batches[0]}:{d}") for d in ("float32", "bfloat16") for s in WORKLOADS.values()]
+    return found + [Row.parse(f"{s.name}:{s.batches[0]}") for s in SMALL_TRAINING.values()]
 
 
 # -- timing ---------------------------------------------------------------------------------------------------------

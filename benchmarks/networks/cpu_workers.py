@@ -22,9 +22,9 @@ PEERS = ("plain", "best", "openvino_latency", "openvino_throughput", "onnxruntim
 # -- programs of JAX ------------------------------------------------------------------------------------------------
 def program_of(job: dict[str, Any]) -> Any:
     """The workload's program."""
-    from benchmarks.networks.workloads import WORKLOADS
+    from benchmarks.networks.workloads import CPU_WORKLOADS
 
-    return WORKLOADS[job["name"]].build(job["batch"], dtype=job["dtype"], tiny=job["dry"])
+    return CPU_WORKLOADS[job["name"]].build(job["batch"], dtype=job["dtype"], tiny=job["dry"])
 
 
 def form_of(job: dict[str, Any]) -> Any:

@@ -146,12 +146,15 @@ def select_and_scatter_add(eqn: Equation) -> Op | Refusal:
         value = to_accumulator(ctx, ctx.input(0, tuple(place), live, 0.0), dtype, acc_type)
         return [(ctx.apply("select", acc_type, found, value, ctx.const(0.0, acc_type)),)]
 
-    def finish(ctx: Context, accs: list[int], out_index: IndexTuple) -> list[int]:
-        if acc_type != dtype:
-            return [ctx.apply("convert", dtype, accs[0], source=acc_type)]
-        return accs
-
     reds = tuple((f"t{d}", -(-window[d] // strides[d])) for d in dims)
+    alone = all(extent == 1 for _, extent in reds)
+
+    def finish(ctx: Context, accs: list[int], out_index: IndexTuple) -> list[int]:
+        found = accs[0]
+        if alone:  # a sum of one value as well starts from 0: it is never -0
+            found = ctx.apply("add", acc_type, found, ctx.const(0.0, acc_type))
+        return [found if acc_type == dtype else ctx.apply("convert", dtype, found, source=acc_type)]
+
     count = math.prod(e for _, e in reds) * 3 * len(taps)
     spec = ReduceSpec(reds, (AccSpec("add", acc_type),), term, finish, flop=count)
     info = {"window": window}

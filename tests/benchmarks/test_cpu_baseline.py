@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.networks import cpu_baseline, cpu_processes, cpu_runtimes, cpu_tables, cpu_workers
-from benchmarks.networks.workloads import WORKLOADS
+from benchmarks.networks.workloads import SMALL_TRAINING, WORKLOADS
 
 COMMAND = Path(__file__).resolve().parents[2] / "benchmarks" / "networks" / "cpu_baseline.py"
 PACKAGES = ("jax2onnx", "onnx", "onnxruntime", "openvino")
@@ -55,6 +55,12 @@ def test_every_workload_has_a_row_of_each_type(name):
     assert [r.dtype for r in rows] == ["float32", "bfloat16"]
     assert {r.form for r in rows} == {WORKLOADS[name].forms[0]}
     assert [cpu_baseline.Row.parse(f"{r.name}:{r.batch}:{r.dtype}:{r.form}") for r in rows] == rows
+
+
+def test_small_training_steps_have_a_row_in_float32():
+    rows = [r for r in cpu_baseline.all_rows() if r.name in SMALL_TRAINING]
+    assert sorted(r.name for r in rows) == sorted(SMALL_TRAINING)
+    assert {(r.dtype, r.form) for r in rows} == {("float32", "args")}
 
 
 @converters

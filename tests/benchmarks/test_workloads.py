@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.networks.workloads import WORKLOADS
+from benchmarks.networks.workloads import CPU_WORKLOADS, SMALL_TRAINING, WORKLOADS
 
 RUN = [n for n, s in WORKLOADS.items() if s.group != "cnn"]
-SLOW = [pytest.param("ResNet50_training", marks=pytest.mark.slow)]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ResNet50_training", "MobileNetV2_96px_training")]
+STEPS = [n for n, s in SMALL_TRAINING.items() if n != "MobileNetV2_96px_training"]
 """Building and compiling networks of keras takes minutes; two of them are run."""
 
 
@@ -18,9 +19,9 @@ def leaves(tree):
     return [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("name", ["MobileNetV2", *RUN, *SLOW])
+@pytest.mark.parametrize("name", ["MobileNetV2", *RUN, *STEPS, *SLOW])
 def test_runs_in_all_its_forms(name):
-    spec = WORKLOADS[name]
+    spec = CPU_WORKLOADS[name]
     program = spec.build(2, tiny=True)
     results = []
     for kind in spec.forms:
@@ -47,7 +48,7 @@ def test_bfloat16_is_what_is_computed(name):
 
 
 def test_the_registry_has_the_workloads_of_the_literature():
-    assert all(name == spec.name for name, spec in WORKLOADS.items())
+    assert all(name == spec.name for name, spec in CPU_WORKLOADS.items())
     inference = sum(len(s.batches) for s in list(WORKLOADS.values()) if f"{s.name}_training" in WORKLOADS)
     steps = [s for s in WORKLOADS.values() if s.name.removesuffix("_training") in WORKLOADS and s.kind == "training"]
     assert inference + len(steps) == 32

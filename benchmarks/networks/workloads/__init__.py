@@ -13,9 +13,12 @@ from .layers import NHWC, conv, doubled, halved, layer_norm
 from .mlp import mlp_step
 from .recurrent import gru
 from .registry import WORKLOADS
+from .small_training import SMALL_TRAINING
 from .spec import Form, Program, WorkloadSpec
 
 PROGRAMS = ("encoder", "gru", "mlp_step")
+CPU_WORKLOADS = WORKLOADS | SMALL_TRAINING
+"""What the CPU baselines measure."""
 
 
 def by_name(name: str, batch: int = 1, *, closed: bool = True, dtype: str = "float32") -> Workload:
@@ -33,9 +36,11 @@ def by_name(name: str, batch: int = 1, *, closed: bool = True, dtype: str = "flo
 
 __all__ = [
     "CNN",
+    "CPU_WORKLOADS",
     "DEPTHWISE",
     "NHWC",
     "PROGRAMS",
+    "SMALL_TRAINING",
     "WORKLOADS",
     "Form",
     "Program",

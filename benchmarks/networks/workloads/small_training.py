@@ -140,6 +140,7 @@ def resnet18_training(batch: int, dtype: str = "float32", tiny: bool = False) ->
     return training(loss, params, (jnp.asarray(images), jnp.arange(batch) % CLASSES), sgd(), dtype)
 
 
+MOBILENET_96PX = partial(cnn_training, "MobileNetV2", size=96)
 SMALL_TRAINING = {
     spec.name: spec
     for spec in (

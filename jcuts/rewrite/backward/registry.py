@@ -1,4 +1,4 @@
-"""Registry of the rewrites of training steps that always apply, in their order: padding, sums, residuals."""
+"""Registry of the rewrites of training steps that always apply, in their order: loops, padding, sums, residuals."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from jcuts.rewrite.backward.deviation_sums import deviation_sums
 from jcuts.rewrite.backward.explicit_padding import fold_padding
+from jcuts.rewrite.backward.hoist_weight_gradients import hoist_weight_gradients
 from jcuts.rewrite.backward.rematerialize import rematerialize
 from jcuts.rewrite.backward.separate_deviations import separate_deviations
 from jcuts.trace import jaxapi
@@ -30,6 +31,7 @@ class BackwardRewrite:
 
 
 REWRITES = (
+    BackwardRewrite("weight gradients", lambda closed: hoist_weight_gradients(closed)[0]),
     BackwardRewrite("padding", lambda closed: fold_padding(closed)[0], makes_asymmetric=True),
     BackwardRewrite("deviation sums", lambda closed: deviation_sums(closed)[0]),
     BackwardRewrite("residuals", lambda closed: rematerialize(closed)[0], gpu_only=True),

@@ -26,6 +26,7 @@ from jcuts.tune import resource_errors
 from jcuts.tune.baseline.xla_export import export_subset, with_exports
 from jcuts.tune.choice import SCREENED, UNCHECKED
 from jcuts.tune.database import Store
+from jcuts.tune.measure import cuda_driver
 from jcuts.tune.parent.job import TuningJob, make_job
 from jcuts.tune.parent.machine_lock import measuring_lock
 from jcuts.tune.parent.tuner import TuningBudget, tune
@@ -785,7 +786,17 @@ class Noting:
     drain = poll
 
     def stop(self, group):
-        pass
+        self.asked.append(("stop", group))
+
+
+@pytest.mark.parametrize("roomy", [False, True])
+def test_processes_that_check_stay_where_the_gpu_is_roomy(tmp_path, monkeypatch, roomy):
+    monkeypatch.setattr(cuda_driver, "is_roomy", lambda: roomy)
+    pool = Noting()
+    session = TuningQueue(pool, QUICK, None)  # type: ignore[arg-type]
+    session.add(make_job(replace(objects.problem("right"), device="a GPU"), tmp_path, 0))
+    session.finish()
+    assert (("stop", DEVICE) in pool.asked) == (not roomy)
 
 
 def test_xla_compiles_the_first_problems_on_a_gpu_while_others_are_prepared(tmp_path, monkeypatch):
@@ -843,7 +854,7 @@ def test_what_is_ready_goes_to_xla_while_the_last_candidates_compile(tmp_path, m
     pool.busy, pool.rounds = False, 4
     session.finish()
     wanted = [("warm", DEVICE), ("warm", REFERENCE), ("compile_ahead", 2), ("compile_ahead", 2)]
-    assert [asked for asked in pool.asked if asked[0] != "compile"] == wanted
+    assert [asked for asked in pool.asked if asked[0] not in ("compile", "stop")] == wanted
     session.compile_ahead(jobs)
     assert [n for op, n in pool.asked if op == "compile_ahead"] == [2, 2, 1]
 
@@ -854,9 +865,9 @@ def test_without_the_lock_nothing_runs_on_the_gpu_before_all_are_compiled(tmp_pa
     job = make_job(replace(objects.problem("right"), device="a GPU"), tmp_path, 0)
     session.add(job)
     session.finish()
-    assert [op for op, _ in pool.asked] == ["compile"]
+    assert [op for op, _ in pool.asked] == ["compile", "stop"]
     session.compile_ahead([job])
-    assert [op for op, _ in pool.asked][1:] == ["compile_ahead", "kernels_ahead", "run_ahead", "warm", "warm"]
+    assert [op for op, _ in pool.asked][2:] == ["compile_ahead", "kernels_ahead", "run_ahead", "warm", "warm"]
 
 
 def test_a_kernel_is_kept_as_soon_as_it_is_compiled(monkeypatch):

@@ -106,12 +106,12 @@ def compare(
 
     near = functools.partial(_all_near, scale=scale, limit=limit)
 
-    def apart(slab: slice) -> np.ndarray:
+    def is_apart(slab: slice) -> np.ndarray:
         a, b = c[slab], x[slab]
         return np.zeros(a.shape, bool) if near(a, b) else distances(a, b) > limit
 
     if may_flip:
-        _check_flips(index, c.size, seen, apart)
+        _check_flips(index, c.size, seen, is_apart)
         return
 
     def worst(slab: slice) -> float:

@@ -6,7 +6,7 @@ XLA's side and the float64 form run on the CPU; products may round their operand
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,13 +15,10 @@ from unittest import mock
 import jax
 import numpy as np
 
-from benchmarks.networks import modes
 from jcuts.base.errors import AccuracyRejected, CompileRejected
-from jcuts.base.settings import Settings
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.kernel_ir.verify import read
-from jcuts.pipeline import passes
 from jcuts.tune.baseline.xla_export import with_exports
 from jcuts.tune.problem import Candidate, Problem
 from jcuts.tune.verify import reference
@@ -38,19 +35,6 @@ class Verdict(NamedTuple):
     region: str
     label: str
     rejected: str
-
-
-def regions(closed: Any, settings: Settings) -> list[tuple[Problem, Any]]:
-    """The tuning problems of a function that is planned for an H200, each with its first region."""
-    found: dict[str, tuple[Problem, Any]] = {}
-
-    def times(problem: Problem, region: Any) -> Sequence[float]:
-        found.setdefault(problem.digest, (problem, region))
-        return [1e-6 * (n + 1) for n in range(len(problem.candidates) + 1)]
-
-    with modes.pretended({}, times):
-        passes.optimize_jaxpr(closed, settings, platform="cuda", may_measure=True)
-    return list(found.values())
 
 
 def verdicts(problem: Problem, region: Any, folder: Path, most: int = 1) -> Iterator[Verdict]:

@@ -36,19 +36,9 @@ MOST = 25
 def regions(row: Row, dry: bool) -> list[tuple[Any, Any]]:
     """Problems of a workload with their candidates, and one region of each."""
     from jcuts.base.settings import Settings
-    from jcuts.pipeline import passes
-
-    found: dict[str, tuple[Any, Any]] = {}
-
-    def times(problem: Any, region: Any) -> Sequence[float]:
-        found.setdefault(problem.digest, (problem, region))
-        return [1e-6 * (n + 1) for n in range(len(problem.candidates) + 1)]
 
     form = baseline.built(row, dry)
-    with modes.pretended({}, times):
-        closed = roofline.traced(form.function, form.arguments)
-        passes.optimize_jaxpr(closed, Settings(), platform="cuda", may_measure=True)
-    return list(found.values())
+    return modes.pretended_regions(roofline.traced(form.function, form.arguments), Settings())
 
 
 class Handlers:

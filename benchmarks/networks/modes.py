@@ -211,6 +211,21 @@ def prepare_candidates(problem: Any, prepare: Any) -> Any:
         session.with_exports = kept
 
 
+def pretended_regions(closed: Any, settings: Any) -> list[tuple[Any, Any]]:
+    """The tuning problems of a function that is planned for an H200, each with its candidates and its first region."""
+    from jcuts.pipeline import passes
+
+    found: dict[str, tuple[Any, Any]] = {}
+
+    def times(problem: Any, region: Any) -> Sequence[float]:
+        found.setdefault(problem.digest, (problem, region))
+        return [1e-6 * (n + 1) for n in range(len(problem.candidates) + 1)]
+
+    with pretended({}, times):
+        passes.optimize_jaxpr(closed, settings, platform="cuda", may_measure=True)
+    return list(found.values())
+
+
 def planning(spec: str, dry: bool) -> dict[str, Any]:
     """Python's share of a first call and of a warm start, for a pretended H200: nothing is compiled.
 

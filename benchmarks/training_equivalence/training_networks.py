@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from benchmarks.microbatch.training_models import resnet_loss, resnet_weights
 from benchmarks.networks.compiled_program import Stepped
 from benchmarks.networks.workloads import WORKLOADS, Form, Program
 from benchmarks.networks.workloads.gpt import gpt_training
 from benchmarks.networks.workloads.keras_cnn import cnn_training
-from benchmarks.networks.workloads.optimizers import sgd, training
+from benchmarks.networks.workloads.small_training import resnet18_training
 
 CLASSES = 10
 """Classes of images and symbols of sequences; a network may have more of them than occur."""
@@ -29,21 +28,6 @@ DRY_BATCH = 4
 """Batch of a dry run: batch norms of fewer images divide by next to nothing."""
 GPUS = ("MobileNetV2_training:64", "ResNet50_training:64", "GPT_training:8")
 """Default networks on a GPU."""
-
-
-def resnet18_training(batch: int, dtype: str, tiny: bool = False, divisor: int = 4, size: int = 64) -> Program:
-    """A training step of a ResNet-18 with fewer channels. Args: divisor: of the channels; size: of its images."""
-    import jax
-    import numpy as np
-
-    divisor, size = (32, 16) if tiny else (divisor, size)
-    params = {k: jax.numpy.asarray(w, dtype) for k, w in resnet_weights(divisor, CLASSES).items()}
-    images, labels = np.zeros((batch, 3, size, size), dtype), np.zeros(batch, np.int32)
-
-    def loss(params: Any, images: Any, labels: Any) -> Any:
-        return resnet_loss(params, images, labels, "default")
-
-    return training(loss, params, (images, labels), sgd(), dtype)
 
 
 @dataclass(frozen=True)
@@ -86,7 +70,7 @@ SMALL = {
     for network in (
         Network("MobileNet_small", 8, partial(cnn_training, "MobileNet", **MOBILENET), wide=False),
         Network("GPT_small", 8, partial(gpt_training, sizes=(2, 128, 4, 64, 512))),
-        Network("ResNet18_small", 16, resnet18_training),
+        Network("ResNet18_small", 16, partial(resnet18_training, divisor=4)),
     )
 }
 """Networks that are quick on a CPU."""

@@ -11,8 +11,8 @@ from benchmarks.networks.workloads import CPU_WORKLOADS, SMALL_TRAINING, WORKLOA
 
 RUN = [n for n, s in WORKLOADS.items() if s.group != "cnn"]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("ResNet50_training", "MobileNetV2_96px_training")]
-STEPS = [n for n, s in SMALL_TRAINING.items() if n != "MobileNetV2_96px_training"]
 """Building and compiling networks of keras takes minutes; two of them are run."""
+STEPS = [n for n, s in SMALL_TRAINING.items() if n != "MobileNetV2_96px_training"]
 
 
 def leaves(tree):

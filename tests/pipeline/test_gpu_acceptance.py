@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.networks import modes
 from jcuts.base.settings import Settings
 from jcuts.pipeline import kernel_selection, measured_partition
 from jcuts.trace import jaxapi
@@ -136,7 +137,7 @@ def test_kernels_of_a_training_step_are_accepted(name, monkeypatch, tmp_path):
     for module in (kernel_selection, measured_partition):
         monkeypatch.setattr(module, "LEAST_MOVED", 0)
     function, args = STEPS[name]()
-    problems = gpu_acceptance.regions(jaxapi.closed_jaxpr_of(function, *args), Settings())
+    problems = modes.pretended_regions(jaxapi.closed_jaxpr_of(function, *args), Settings())
     assert len(problems) >= 10
     found = []
     for number, (problem, region) in enumerate(problems):

@@ -116,8 +116,19 @@ def cnn_training(
     policy = dtype if dtype == "float32" else f"mixed_{dtype}"
     size = SMALLEST.get(name, 32) if tiny else size
     model = keras_model(name, policy, size, classifier_activation=None, **options)
-    trainable, other = variables(model, "float32", fresh=fresh)
-    initial, update = sgd()
+    x = array(batch, *model.input_shape[1:])
+    labels = jnp.arange(batch) % model.output_shape[-1]
+    return stateless_training(model, variables(model, "float32", fresh=fresh), sgd(), (x, labels))
+
+
+def stateless_training(
+    model: Any, weights: tuple[list[jax.Array], list[jax.Array]], rule: tuple, data: tuple[jax.Array, jax.Array]
+) -> Program:
+    """Training step of a keras model by ``stateless_call``: cross-entropy, an optimiser's rule, new statistics.
+
+    Args: weights: trainable and other variables; rule: of `optimizers`; data: images and labels.
+    """
+    (trainable, other), (initial, update) = weights, rule
 
     def step(trainable: Any, other: Any, state: Any, x: jax.Array, labels: jax.Array) -> Any:
         def loss(trainable: Any) -> tuple[jax.Array, Any]:
@@ -127,9 +138,7 @@ def cnn_training(
         (value, new), gradients = jax.value_and_grad(loss, has_aux=True)(trainable)
         return (*interleaved(update(trainable, state, gradients), new), value)
 
-    x = array(batch, *model.input_shape[1:])
-    labels = jnp.arange(batch) % model.output_shape[-1]
-    return Program(step, None, (trainable, other, initial(trainable), x, labels), carried=3)
+    return Program(step, None, (trainable, other, initial(trainable), *data), carried=3)
 
 
 def interleaved(updated: tuple[Any, Any], other: Any) -> tuple[Any, Any, Any]:

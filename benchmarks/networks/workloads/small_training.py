@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .arrays import Normal
-from .keras_cnn import cnn_training, interleaved
+from .arrays import Normal, array
+from .keras_cnn import cnn_training, stateless_training, variables
+from .layers import NHWC
 from .mlp import mlp_step
 from .optimizers import adamw, cross_entropy, sgd, training
 from .spec import Program, WorkloadSpec
@@ -19,11 +20,10 @@ from .spec import Program, WorkloadSpec
 CLASSES = 10
 DIGITS = (28, 28, 1)
 """Images of MNIST."""
-LAYOUT = ("NHWC", "HWIO", "NHWC")
 
 
-def _conv(w: Any, x: jax.Array, padding: str = "SAME") -> jax.Array:
-    return jax.nn.relu(lax.conv_general_dilated(x, w["w"], (1, 1), padding, dimension_numbers=LAYOUT) + w["b"])
+def _conv(w: Any, x: jax.Array) -> jax.Array:
+    return jax.nn.relu(lax.conv_general_dilated(x, w["w"], (1, 1), "SAME", dimension_numbers=NHWC) + w["b"])
 
 
 def _average(x: jax.Array) -> jax.Array:
@@ -75,21 +75,9 @@ def keras_cnn_training(batch: int, dtype: str = "float32", tiny: bool = False) -
             layers.Dense(CLASSES),
         ]
     )
-    trainable = [jnp.asarray(v.value) for v in model.trainable_variables]
-    other = [jnp.asarray(v.value) for v in model.non_trainable_variables]
-    initial, update = adamw(1e-3, decay=0.0)
-
-    def step(trainable: Any, other: Any, state: Any, x: jax.Array, labels: jax.Array) -> Any:
-        def loss(trainable: Any) -> tuple[jax.Array, Any]:
-            logits, new = model.stateless_call(trainable, other, x, training=True)
-            return cross_entropy(logits, labels), new
-
-        (value, new), gradients = jax.value_and_grad(loss, has_aux=True)(trainable)
-        return (*interleaved(update(trainable, state, gradients), new), value)
-
     made = Normal()
     data = made(batch, *DIGITS), made.integers(CLASSES, batch)
-    return Program(step, None, (trainable, other, initial(trainable), *data), carried=3)
+    return stateless_training(model, variables(model, "float32", fresh=True), adamw(1e-3, decay=0.0), data)
 
 
 def lstm_training(batch: int, dtype: str = "float32", tiny: bool = False) -> Program:
@@ -127,20 +115,24 @@ def mlp_training(batch: int, dtype: str = "float32", tiny: bool = False) -> Prog
     return Program(step, None, (params, *data), carried=1)
 
 
-def resnet18_training(batch: int, dtype: str = "float32", tiny: bool = False) -> Program:
-    """A ResNet-18 on images of 64x64, channels first; SGD with momentum."""
+def resnet18_training(
+    batch: int, dtype: str = "float32", tiny: bool = False, divisor: int = 1, size: int = 64
+) -> Program:
+    """A training step of a ResNet-18, channels first; SGD with momentum. Args: divisor: of the channels; size: of its
+    images.
+    """
     from benchmarks.microbatch.training_models import resnet_loss, resnet_weights
 
-    params = {k: jnp.asarray(w) for k, w in resnet_weights(32 if tiny else 1, CLASSES).items()}
-    images = np.random.default_rng(0).standard_normal((batch, 3, *((16, 16) if tiny else (64, 64)))).astype(np.float32)
+    divisor, size = (32, 16) if tiny else (divisor, size)
+    params = {k: jnp.asarray(w, dtype) for k, w in resnet_weights(divisor, CLASSES).items()}
+    images = array(batch, 3, size, size, dtype=dtype)
 
     def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
         return resnet_loss(params, images, labels, "default")
 
-    return training(loss, params, (jnp.asarray(images), jnp.arange(batch) % CLASSES), sgd(), dtype)
+    return training(loss, params, (images, jnp.arange(batch) % CLASSES), sgd(), dtype)
 
 
-MOBILENET_96PX = partial(cnn_training, "MobileNetV2", size=96)
 SMALL_TRAINING = {
     spec.name: spec
     for spec in (

@@ -1,5 +1,5 @@
-"""Hoists weight-gradient products out of the backward pass of a scan: one GEMM over all steps (loop-invariant code
-motion of an accumulation).
+"""Hoists weight-gradient products out of the backward pass of a scan: one GEMM over all steps (loop fission of an
+accumulation).
 
     for t: w += a[t]^T b[t]          becomes        w + a^T b,  contracted over steps and rows
 

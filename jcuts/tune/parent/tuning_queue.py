@@ -127,7 +127,7 @@ class TuningQueue:
             self._send_early()
         self.backlog.drain()
         self._allow_measuring()
-        if not cuda_driver.is_roomy():
+        if self.pool.platform != "cpu" and not cuda_driver.is_roomy():
             self.pool.stop(DEVICE)  # they hold the GPU's memory
         _log.info("waited %.2f s for candidates to compile, or to be checked", time.perf_counter() - start)
 

@@ -369,16 +369,16 @@ def warm(request: dict[str, Any], _: Announce) -> dict[str, Any]:
     """
     from jcuts.tune.measure import cuda_driver
 
-    what, roomy = request["what"], cuda_driver.is_roomy()
+    what = request["what"]
     if what == "compiler":
         from jcuts.codegen.cuda import compile as compiler
 
         compiler.available()
     elif what in ("jax", "xla"):
         jax = problem_files.import_jax()
-        if roomy or what == "xla":
+        if what == "xla" or cuda_driver.is_roomy():
             jax.devices()
-    elif roomy:
+    elif cuda_driver.is_roomy():
         cuda_driver.device()
     return {}
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from jcuts.base.settings import ATTENTION, CLEAR, Variant
 from jcuts.jit import end_to_end_benchmark
 from jcuts.jit.paired_timing import ms
 from jcuts.jit.variant_names import form_of, is_xla
-from jcuts.jit.variant_space import LOGITS, LONG
+from jcuts.jit.variant_space import LOGITS, LONG, numeric_rewrites
 
 IN_LOOPS = frozenset(name for options in end_to_end_benchmark.LOOP_OPTIONS.values() for name in options)
 """Compiler options for products in loops: whatever kernels gain, they decide how the products that are left run."""
@@ -31,22 +32,49 @@ def most_rewritten(forms: Sequence[Variant | None]) -> list[Variant | None]:
     ]
 
 
-def beyond_race_limit(names: Sequence[str], gains: Mapping[Variant | None, float]) -> dict[str, str]:
+def beyond_race_limit(
+    names: Sequence[str],
+    gains: Mapping[Variant | None, float],
+    totals: Mapping[Variant | None, float] = MappingProxyType({}),
+) -> dict[str, str]:
     """Programs that do not race where tuning time is limited, with the reason.
 
     Every program costs a compilation of the whole function and a first run, for which libraries compile in turn.  The
-    one whose kernels gain most by measured sums races, with those of attention alone and of `clear` gains, all with
-    compiler options where there are any; the first with those for products in loops
-    (`end_to_end_benchmark.LOOP_OPTIONS`), too; plain XLA always.
+    one that is expected to be the fastest races, with those of attention alone and of `clear` gains, all with compiler
+    options where there are any; the first with those for products in loops (`end_to_end_benchmark.LOOP_OPTIONS`), too;
+    plain XLA always.
+
+    Args: gains: what the kernels of each variant gain on XLA's code for their regions by measured sums [s]; totals:
+        what all regions take together (`variant_space.measured_totals`) [s].
     """
     ours = [name for name in names if not is_xla(name)]
     with_options = {name.partition(":")[0] for name in ours if ":" in name}
     racing = [name for name in ours if name not in with_options]  # the others are the same programs without options
-    best = max(racing, key=lambda name: gains.get(form_of(name), 0.0), default="")
+    best = _fastest(racing, gains, totals)
     form = best.partition(":")[0]
     few = {name for name in racing if (made := form_of(name)) is not None and made.regions in (ATTENTION, CLEAR)}
     kept = {best, *(f"{form}:{option}" for option in IN_LOOPS), *few}
     return {name: "not tried: the time for tuning is limited" for name in ours if name not in kept}
+
+
+def _fastest(
+    names: Sequence[str], gains: Mapping[Variant | None, float], totals: Mapping[Variant | None, float]
+) -> str:
+    """The program that is expected to be the fastest, '' of none.
+
+    Of those with the same products and convolutions it is the one whose kernels gain most on XLA's code.  Where
+    products differ so does XLA's code: those that are compared then have the regions that take least together.
+    """
+    leaders: dict[tuple[str, ...], str] = {}
+    for name in sorted(names, key=lambda name: -gains.get(form_of(name), 0.0)):
+        leaders.setdefault(numeric_rewrites(form_of(name)), name)
+    least: dict[tuple[str, ...], float] = {}
+    for form, total in totals.items():
+        key = numeric_rewrites(form)
+        least[key] = min(total, least.get(key, total))
+    if leaders and leaders.keys() <= least.keys():
+        return leaders[min(leaders, key=lambda key: least[key])]
+    return next(iter(leaders.values()), "")
 
 
 def too_little_gain(
@@ -70,7 +98,11 @@ def too_little_gain(
 
 
 def in_place_of_refused(
-    refused: Mapping[str, str], raced: Sequence[str], late: Mapping[str, str], gains: Mapping[Variant | None, float]
+    refused: Mapping[str, str],
+    raced: Sequence[str],
+    late: Mapping[str, str],
+    gains: Mapping[Variant | None, float],
+    totals: Mapping[Variant | None, float] = MappingProxyType({}),
 ) -> list[str]:
     """Programs to race where none of those with kernels was right: the next best of what the limit left out.
 
@@ -79,5 +111,5 @@ def in_place_of_refused(
     ours = [name for name in raced if not is_xla(name)]
     if not ours or not late or any(name not in refused for name in ours):
         return []
-    after = beyond_race_limit(list(late), gains)
+    after = beyond_race_limit(list(late), gains, totals)
     return [name for name in late if name not in after]

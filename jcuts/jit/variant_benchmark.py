@@ -42,7 +42,8 @@ def benchmark(traced: TracedCall, planned: PlanningResult, again: Decision | Non
     if traced.on_gpu and time_budget.current().is_limited:
         left = [name for name in names if name not in out]
         late = race_limits.too_little_gain(left, planned.gains, planned.plain_seconds)
-        late |= race_limits.beyond_race_limit([name for name in left if name not in late], planned.gains)
+        left = [name for name in left if name not in late]
+        late |= race_limits.beyond_race_limit(left, planned.gains, planned.totals)
     names = [name for name in names if name not in out and name not in late]
     every = None if traced.on_gpu else _near_ties(traced, planned.outcomes)
     if every is not None:
@@ -50,7 +51,7 @@ def benchmark(traced: TracedCall, planned: PlanningResult, again: Decision | Non
     barred = variant_space.over_workspace_limit(names, planned.rows if planned.racing else {}, traced.settings)
     contending = again.still_contending(names) if again else names
     decision = time_programs(traced, [n for n in contending if n == XLA or n not in barred], barred)
-    if more := race_limits.in_place_of_refused(decision.rejected, names, late, planned.gains):
+    if more := race_limits.in_place_of_refused(decision.rejected, names, late, planned.gains, planned.totals):
         log.info("none of %d programs is right, %d others are tried", len(names), len(more))
         refused, late = decision.rejected, {name: why for name, why in late.items() if name not in more}
         plain = [name for name in names if variant_space.is_xla(name) and name not in refused]

@@ -19,11 +19,13 @@ from jcuts.base import collector
 from jcuts.base.settings import ATTENTION, Variant
 from jcuts.jit import background_work, end_to_end_benchmark, race_limits, variant_space
 from jcuts.jit.decision import Decision
+from jcuts.jit.paired_timing import ms
 from jcuts.jit.traced_call import TracedCall
 from jcuts.microbatch.report import DivisionReport
 from jcuts.pipeline.outcome import Outcome
 from jcuts.primitive import shard_local
 from jcuts.primitive.lowering import Started, plan
+from jcuts.report import measured_sums
 from jcuts.report.function_report import NOT_CHECKED, NOT_MEASURED
 from jcuts.trace import jaxapi
 from jcuts.tune import device_slices, session, time_budget
@@ -58,6 +60,7 @@ class PlanningResult:
         rows: their convolutions under a workspace limit.
         behind: those of them that are left out, with the reason.
         gains: what the kernels of each gain on XLA's code by measured sums [s].
+        totals: what all regions take together, of forms that have all (`variant_space.measured_totals`) [s].
         joined: kernels in chains of two or more, as often as they run, of the forms that have any.
         plain_seconds: kernels of plain XLA's program by its profile [s], None without one, and where loops run them.
     """
@@ -67,6 +70,7 @@ class PlanningResult:
     rows: Mapping[Variant | None, Sequence[DivisionReport]]
     behind: Mapping[Variant | None, str] = field(default_factory=dict)
     gains: Mapping[Variant | None, float] = field(default_factory=dict)
+    totals: Mapping[Variant | None, float] = field(default_factory=dict)
     joined: Mapping[Variant | None, float] = field(default_factory=dict)
     plain_seconds: float | None = None
 
@@ -82,7 +86,9 @@ class PlanningResult:
         rows = {form: _divisions(outcome) for form, outcome in found.items()}
         joined = _joined({form: [outcome] for form, outcome in found.items()})
         behind = variant_space.dominated_variants(found)
-        return cls(outcomes, list(found), rows, behind, variant_space.measured_gains(found), joined)
+        gains = {form: measured_sums.kernel_sums(outcome.report)[1] for form, outcome in found.items()}
+        totals = variant_space.measured_totals(found)
+        return cls(outcomes, list(found), rows, behind, gains, totals, joined)
 
     @property
     def uses_jcuts(self) -> bool:
@@ -265,6 +271,9 @@ def _tune_and_plan(
         seconds = None if profiler is None or variant_space.has_loops(traced.closed) else profiler.total
         _add_derived(found, traced.closed, of_form, seconds)
     planned = PlanningResult.of_forms(found, outcomes)
+    for form, total in planned.totals.items():
+        told = variant_space.name_of(form), ms(total), ms(planned.gains[form])
+        log.info("%s: regions take %s by measured sums, of which kernels gain %s", *told)
     return replace(planned, plain_seconds=seconds)
 
 

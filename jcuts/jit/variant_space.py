@@ -37,6 +37,7 @@ from jcuts.pipeline import microbatch_convs
 from jcuts.pipeline.computation import TOO_LITTLE
 from jcuts.pipeline.gain_limits import gains_clearly, is_near_tie
 from jcuts.pipeline.outcome import Outcome
+from jcuts.report import measured_sums
 from jcuts.report.function_report import FunctionReport
 from jcuts.rewrite import registry as rewrite_registry
 from jcuts.rewrite.matmul_patterns import DOT
@@ -235,11 +236,9 @@ def variant_to_search(found: Mapping[Variant | None, Outcome]) -> Variant | None
     """
     sums: dict[Variant | None, tuple[int, float]] = {}
     for form, outcome in found.items():
-        rows = outcome.report.subsets
-        times = [s.xla_seconds if s.chosen == end_to_end_benchmark.XLA else s.seconds for s in rows]
-        if rows and (form is None or form.regions == "all"):
-            total = sum(s.count * (time or 0.0) for s, time in zip(rows, times, strict=True))
-            sums[form] = sum(time is None for time in times), total
+        if outcome.report.subsets and _has_all_regions(form):
+            times = [(s.count, measured_sums.seconds(s)) for s in outcome.report.subsets]
+            sums[form] = sum(time is None for _, time in times), sum(count * (time or 0.0) for count, time in times)
     if not sums:
         return None
     best = min(sums, key=lambda form: sums[form]) or Variant()
@@ -258,13 +257,13 @@ def variant_of_clear(found: Mapping[Variant | None, Outcome], plain_seconds: flo
     whole = [form for form in found if form is None or form.regions == "all"]
     if plain_seconds is None or not whole:
         return None
-    sums = {form: _sums(found[form]) for form in whole}
+    sums = {form: measured_sums.kernel_sums(found[form].report) for form in whole}
     best = max(sums, key=lambda form: sums[form][1])
     ours, gain = sums[best]
-    clear = _sums(found[best], gains_clearly)[1]
+    clear = measured_sums.kernel_sums(found[best].report, gains_clearly)[1]
     is_among = XLA_TIMES * (ours + gain) < plain_seconds
     attention = next((form for form in found if form is not None and form.regions == ATTENTION), None)
-    rest = plain_seconds - (0.0 if attention is None else _sums(found[attention])[1])
+    rest = plain_seconds - (0.0 if attention is None else measured_sums.kernel_sums(found[attention].report)[1])
     if not is_among or not end_to_end_benchmark.LEAST_GAIN * rest <= clear < gain:
         return None
     rewrites = [r for form in (best, attention) if form is not None for r in form.rewrites]
@@ -336,7 +335,7 @@ def dominated_variants(found: Mapping[Variant | None, Outcome]) -> dict[Variant 
     Args: found: the outcomes of all that could race.
     """
     out: dict[Variant | None, str] = {}
-    sums = {form: _sums(outcome) for form, outcome in found.items()}
+    sums = {form: measured_sums.kernel_sums(outcome.report) for form, outcome in found.items()}
     for form in found:
         alike = [other for other in found if numeric_rewrites(other) == numeric_rewrites(form)]
         best = max(alike, key=lambda other: sums[other][1])
@@ -353,9 +352,14 @@ def dominated_variants(found: Mapping[Variant | None, Outcome]) -> dict[Variant 
     return out
 
 
-def measured_gains(found: Mapping[Variant | None, Outcome]) -> dict[Variant | None, float]:
-    """What the kernels of every form gain on XLA's code by measured sums [s]."""
-    return {form: _sums(outcome)[1] for form, outcome in found.items()}
+def measured_totals(found: Mapping[Variant | None, Outcome]) -> dict[Variant | None, float]:
+    """What all regions of a variant take together, kernel or XLA's code [s]; of variants with all regions."""
+    sums = {f: measured_sums.total_seconds(outcome.report) for f, outcome in found.items() if _has_all_regions(f)}
+    return {form: total for form, total in sums.items() if total > 0.0}
+
+
+def _has_all_regions(form: Variant | None) -> bool:
+    return form is None or form.regions == "all"
 
 
 def dominated_names(names: Sequence[str], behind: Mapping[Variant | None, str]) -> dict[str, str]:
@@ -371,17 +375,3 @@ def numeric_rewrites(form: Variant | None) -> tuple[str, ...]:
 def _is_derived(outcome: Outcome) -> bool:
     """Whether XLA's own code for some kernel was never compiled: a program without kernels would have to."""
     return any(s.chosen != end_to_end_benchmark.XLA and s.derived for s in outcome.report.subsets)
-
-
-def _sums(outcome: Outcome, counts: Callable[[float, float], bool] = lambda kernel, xla: True) -> tuple[float, float]:
-    """What the kernels of a program were measured to take together, and what they gain on XLA's code [s].
-
-    Args: counts: which do, by a kernel's time and that of XLA's code.
-    """
-    won = [s for s in outcome.report.subsets if s.chosen != end_to_end_benchmark.XLA and s.origin == "measured"]
-    pairs = [
-        (s.count * s.seconds, s.count * s.xla_seconds)
-        for s in won
-        if s.seconds and s.xla_seconds and counts(s.seconds, s.xla_seconds)
-    ]
-    return sum(ours for ours, _ in pairs), sum(xla - ours for ours, xla in pairs)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import MODES
-from jcuts.tune.choice import LIBRARY, OVER_BUDGET, POSTPONED, Choice, Measurement, Rejection
+from jcuts.tune.choice import LIBRARY, OVER_BUDGET, POSTPONED, PROFILED, Choice, Measurement, Rejection
 from jcuts.tune.measure.statistics import CONTENDER, margin, standard_error
 from jcuts.tune.problem import Problem
 
@@ -107,10 +107,14 @@ def keep_xla_for_now(problem: Problem, why: str) -> Choice:
     return replace(keep_xla(problem), rejections=(Rejection(LIBRARY, POSTPONED, f"{why}: tuned at a later call"),))
 
 
-def keep_xla_over_budget(problem: Problem) -> Choice:
-    """The choice of a problem that the tuning budget did not reach: XLA's own code for this process; never stored."""
+def keep_xla_over_budget(problem: Problem, profiled: float | None = None) -> Choice:
+    """The choice of a problem that the tuning budget did not reach: XLA's own code for this process; never stored.
+
+    Args: profiled: XLA's time by the profile of the whole program [s].
+    """
     count = sum(c.kind != "stablehlo" for c in problem.candidates) or problem.expected
-    return replace(keep_xla(problem), rejections=(over_budget(LIBRARY, count),))
+    known = (Measurement(LIBRARY, profiled, profiled, profiled, 0, PROFILED),) if profiled else ()
+    return replace(keep_xla(problem), measurements=known, rejections=(over_budget(LIBRARY, count),))
 
 
 def over_budget(label: str, kernels: int = 1) -> Rejection:

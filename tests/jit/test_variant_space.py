@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jcuts.jit import end_to_end_benchmark, race_limits, variant_planning, varia
 from jcuts.jit.accuracy import float64_check
 from jcuts.jit.precompile import precompile_variants
 from jcuts.pipeline import computation
+from jcuts.report import measured_sums
 from jcuts.report.function_report import FunctionReport, RefusalReport, SubsetReport
 from jcuts.trace import jaxapi
 from jcuts.tune import time_budget
@@ -485,6 +487,36 @@ def test_few_programs_race_where_time_is_limited():
     out = race_limits.beyond_race_limit(names, {plain: 1e-4, turned: 3e-4})
     left = [name for name in names if name not in out and not variant_space.is_xla(name)]
     assert left == ["jcuts/dots+turns:graphs", "jcuts/dots+turns:library"]  # products in loops are left to XLA in both
+
+
+def test_where_products_differ_the_least_total_races():
+    """Gains count on XLA's code of the same variant, which is slower where it has more products."""
+    plain, merged = Variant(("scales",), "all"), Variant(("scales", "dots", "siblings"), "all")
+    anchored = Variant(("scales", "dots", "siblings"), "anchored")
+    names = ["xla", *variant_space.programs([plain, merged, anchored], ["graphs"])[2:]]
+    gains, totals = {plain: 3e-4, merged: 1e-4, anchored: 2e-4}, {plain: 5e-4, merged: 4e-4}
+    out = race_limits.beyond_race_limit(names, gains, totals)
+    assert [n for n in names if n not in out] == ["xla", "jcuts/scales+dots+siblings/anchored:graphs"]
+    out = race_limits.beyond_race_limit(names, gains, {plain: 5e-4})  # nothing is known of the others
+    assert [n for n in names if n not in out] == ["xla", "jcuts/scales:graphs"]
+
+
+def test_totals_count_kernels_and_what_is_left_to_xla():
+    def subset(chosen, seconds, xla_seconds, count, size):
+        return types.SimpleNamespace(
+            chosen=chosen, seconds=seconds, xla_seconds=xla_seconds, count=count, bytes=size, origin="measured"
+        )
+
+    def outcome(*rows):
+        return types.SimpleNamespace(report=types.SimpleNamespace(subsets=rows))
+
+    known = subset("window", 2e-6, 5e-6, 3, 100), subset("xla", 9e-6, 4e-6, 1, 200)
+    unknown = subset("xla", None, None, 2, 50)
+    found: Any = {None: outcome(*known), Variant((), "anchored"): outcome(*known), Variant(("dots",)): outcome()}
+    assert variant_space.measured_totals(found) == pytest.approx({None: 10e-6})
+    assert measured_sums.kernel_sums(found[None].report)[1] == pytest.approx(9e-6)
+    found = {None: outcome(*known, unknown), Variant(("dots",)): outcome(unknown)}
+    assert variant_space.measured_totals(found) == pytest.approx({None: 12e-6})  # a fifth more bytes
 
 
 def test_programs_that_cannot_gain_enough_do_not_race():

@@ -147,6 +147,10 @@ class _TuneRequest:
         usable = choice is not None and source != FOREIGN and choice.is_enough(self.mode) and not choice.is_cut
         return choice if usable else None
 
+    def over_budget(self, problem: Problem) -> Choice:
+        """The choice of a problem that is not reached."""
+        return keep_xla_over_budget(problem, self.profiled(problem.digest))
+
     def better(self, problem: Problem, choice: Choice) -> Choice:
         """A choice, or the one that was known before where the time was up sooner than then."""
         before = self.partial.get(problem.digest)
@@ -251,7 +255,8 @@ def _measure_in_rounds(
             found[problem.digest] = problem, choice
             if choice.is_cut and choice.origin == "measured":
                 asked.partial[problem.digest] = choice
-    found = {p.digest: (p, keep_xla_over_budget(p)) for p in problems} | found  # the last round may have been too late
+    # The last round may have been too late.
+    found = {p.digest: (p, asked.over_budget(p)) for p in problems} | found
     yield from found.values()
 
 
@@ -286,7 +291,7 @@ def _measure_all(
             for number, problem in enumerate(problems):
                 session.wait_for_room()
                 if session.is_late():
-                    yield problem, asked.better(problem, keep_xla_over_budget(problem))
+                    yield problem, asked.better(problem, asked.over_budget(problem))
                     continue
                 try:
                     full = prepare(problem) if prepare is not None else problem

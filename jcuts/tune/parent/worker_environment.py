@@ -28,6 +28,9 @@ _DROPPED = frozenset(
 )
 WARM_BUFFERS = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(64 << 20)}
 """glibc in a measuring process keeps large results: kernels are timed on warm memory, as in a chain's arena."""
+ONE_BLAS_THREAD = {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""NumPy's BLAS starts a thread per core, which all spin for 0.1 s after every product: on 16 cores one norm of a vector
+costs a second and a half of the processors that other measuring processes wait for."""
 
 
 def environment(platform: str = "cpu") -> dict[str, str]:
@@ -36,6 +39,7 @@ def environment(platform: str = "cpu") -> dict[str, str]:
     env["JAX_PLATFORMS"] = platform
     env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the parent holds most of a GPU's memory
     env["JCUTS_WORKER_PARENT"] = str(os.getpid())
+    env.update(ONE_BLAS_THREAD)
     if platform == "cpu":
         env.update({name: value for name, value in WARM_BUFFERS.items() if name not in env})
     current = knobs.current()

@@ -36,6 +36,16 @@ def ceil(value: Any) -> Any:
     return np.ceil(value).astype(np.int64) if isinstance(value, np.ndarray) else math.ceil(value)
 
 
+def floor(value: Any) -> Any:
+    """Rounded down to an integer."""
+    return np.floor(value).astype(np.int64) if isinstance(value, np.ndarray) else math.floor(value)
+
+
+def is_any(condition: Any) -> bool:
+    """Whether a condition holds for any schedule."""
+    return bool(condition.any()) if isinstance(condition, np.ndarray) else bool(condition)
+
+
 def where(condition: Any, yes: Any, no: Any) -> Any:
     """One of two values, for every schedule. Both are evaluated."""
     return np.where(condition, yes, no) if isinstance(condition, np.ndarray) else yes if condition else no

@@ -12,7 +12,7 @@ from typing import Any
 from jcuts.estimate import batch
 from jcuts.lower.patterns.gemm import GemmOperand
 from jcuts.schedule.gpu.gemm.problem import MmaTile, MmaTiles
-from jcuts.schedule.gpu.gemm.wgmma_tile import HIGH, WgmmaTile, cluster_slices
+from jcuts.schedule.gpu.gemm.wgmma_tile import HIGH, WgmmaTile, WgmmaTiles, cluster_slices
 
 FRAGMENT = (16, 8)
 """Rows and columns of an ``mma.sync`` accumulator tile."""
@@ -52,8 +52,11 @@ def remote_loads(tiling: MmaTile | MmaTiles, gather: Any) -> Any:
     return gather * (tiling.rows // tiling.warps[0] // FRAGMENT[0]) * (tiling.columns // tiling.warps[1] // FRAGMENT[1])
 
 
-def gathered_by_groups(tiling: WgmmaTile) -> float:
-    """The same of a ``wgmma`` tile."""
+def gathered_by_groups(tiling: WgmmaTile | WgmmaTiles) -> Any:
+    """The same of ``wgmma`` tiles."""
     along, across = tiling.groups
-    wide = tiling.columns // across // FRAGMENT[1]
-    return gathered(tiling.rows // along // HIGH, wide, tiling.cluster, step=1 if wide % 2 else 2)
+
+    def of(high: int, wide: int, sharers: int) -> float:
+        return gathered(high, wide, sharers, step=1 if wide % 2 else 2)
+
+    return batch.per_distinct(of, tiling.rows // along // HIGH, tiling.columns // across // FRAGMENT[1], tiling.cluster)

@@ -32,7 +32,7 @@ from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm.cluster_exchange import gathered_by_groups
 from jcuts.schedule.gpu.gemm.epilogue_stores import stored_bytes
 from jcuts.schedule.gpu.gemm.problem import GemmProblem
-from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile
+from jcuts.schedule.gpu.gemm.wgmma_tile import WgmmaTile, WgmmaTiles
 from jcuts.schedule.gpu.machine import WARP, GpuMachine
 
 CLUSTERS = fit.coefficients("gpu/gemm", "concurrent_clusters")
@@ -165,38 +165,37 @@ def group_rates(machine: GpuMachine, kind: str) -> CostCoefficients:
     return machine.record("gpu/gemm", "wgmma_tf32_weights", CostCoefficients)
 
 
-def coefficient_set(counter: GemmProblem, tiling: WgmmaTile) -> str:
+def coefficient_set(counter: GemmProblem, tiling: WgmmaTile | WgmmaTiles) -> str:
     """Which constants are a schedule's."""
     return "copied" if counter.item == 2 else "rounded" if tiling.rounded else "float32"
 
 
-def group_registers(counter: GemmProblem, tiling: WgmmaTile) -> float:
+def group_registers(counter: GemmProblem, tiling: WgmmaTile | WgmmaTiles) -> Any:
     """32-bit registers of a thread, as the assembler takes them on average."""
     totals = tiling.rows * tiling.columns / tiling.threads
     high = tiling.rows / tiling.groups[0] / HIGH
     if counter.item == 2:
         return GROUP_REGISTERS.half_base + totals + GROUP_REGISTERS.half_per_64_rows * high
-    most = min(FILE / tiling.threads, GROUP_REGISTERS.maximum)
+    most = batch.minimum(FILE / tiling.threads, GROUP_REGISTERS.maximum)
     if tiling.rounded:
         fragments = GROUP_REGISTERS.tf32_weights_per_64_rows * high * tiling.group
-        return min(most, GROUP_REGISTERS.tf32_weights_base + totals + fragments)
+        return batch.minimum(most, GROUP_REGISTERS.tf32_weights_base + totals + fragments)
     total = GROUP_REGISTERS.float32_base + GROUP_REGISTERS.float32_per_accumulator * totals
     share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
     for side, size in zip(counter.sides, (tiling.rows, tiling.columns), strict=True):
         words = size * tiling.terms / tiling.threads  # of a tile on its way
-        total += 0.0 if side.along_terms else GROUP_REGISTERS.float32_strided_operand
-        if share > 1:
-            total += words * (
-                GROUP_REGISTERS.float32_contiguous_word if side.along_terms else GROUP_REGISTERS.float32_strided_word
-            )
-            total += words * GROUP_REGISTERS.float32_word_in_flight * max(0, min(tiling.flight, share) - 1)
+        word = GROUP_REGISTERS.float32_contiguous_word if side.along_terms else GROUP_REGISTERS.float32_strided_word
+        ahead = batch.maximum(0, batch.minimum(tiling.flight, share) - 1)
+        total = total + (0.0 if side.along_terms else GROUP_REGISTERS.float32_strided_operand)
+        total = total + batch.where(share > 1, words * word, 0.0)
+        total = total + batch.where(share > 1, words * GROUP_REGISTERS.float32_word_in_flight * ahead, 0.0)
         if side.along_terms and side.run != counter.terms:  # taps: addresses
-            total += GROUP_REGISTERS.float32_gathered_base + GROUP_REGISTERS.float32_gathered_word * words
-    return min(most, total)
+            total = total + (GROUP_REGISTERS.float32_gathered_base + GROUP_REGISTERS.float32_gathered_word * words)
+    return batch.minimum(most, total)
 
 
-def group_time(counter: GemmProblem, tiling: WgmmaTile, shared: int, *, before: bool = False) -> TimeTerm:
-    """Cycles of a launch by warpgroups, and of the second one where terms are split.
+def group_time(counter: GemmProblem, tiling: WgmmaTile | WgmmaTiles, shared: Any, *, before: bool = False) -> TimeTerm:
+    """Cycles of a launch by warpgroups, and of the second one where terms are split; of one schedule or of a batch.
 
     Args: shared: bytes of a block; before: whether something is computed before the product.
     """
@@ -205,7 +204,7 @@ def group_time(counter: GemmProblem, tiling: WgmmaTile, shared: int, *, before: 
     rows, columns = tiling.rows, tiling.columns
     tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
     registers = group_registers(counter, tiling)
-    held = max(1, counter.machine.resident_blocks(tiling.threads, registers, shared))
+    held = batch.maximum(1, counter.machine.resident_blocks(tiling.threads, registers, shared))
     blocks = tiles * tiling.split * tiling.cluster
     beside, waves = occupancy(blocks, tiling.cluster, held, counter.machine.sms)
     share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
@@ -216,11 +215,13 @@ def group_time(counter: GemmProblem, tiling: WgmmaTile, shared: int, *, before: 
         term(Resource.L2, beside * written / rates.l2_bytes_per_cycle),
         term(Resource.LATENCY, GROUP_COST.late_residual_cycles if tiling.rounded and not tiling.early else 0.0),
     ]
-    if tiling.cluster > 1:
+    shares = tiling.cluster > 1
+    if batch.is_any(shares):
         own = rates.cluster_reduce_cycles, rates.cluster_reduce_cycles_per_block
-        meet, member = PUSH[kind] if tiling.push else own
-        spent = gather * beside * 4 * rows * columns / rates.dsmem_bytes_per_cycle
-        leave.append(serial([term(Resource.BARRIER, meet + member * tiling.cluster), term(Resource.DSMEM, spent)]))
+        meet, member = PUSH[kind] if batch.is_any(tiling.push) else own
+        joined = batch.where(shares, meet + member * tiling.cluster, 0.0)
+        spent = batch.where(shares, gather * beside * 4 * rows * columns / rates.dsmem_bytes_per_cycle, 0.0)
+        leave.append(serial([term(Resource.BARRIER, joined), term(Resource.DSMEM, spent)]))
     begin = term(Resource.START, rates.block_start_cycles + rates.warp_start_cycles * beside * tiling.threads / WARP)
     fill = term(Resource.LATENCY, rates.pipeline_fill_cycles)
     wave = serial([begin, fill, repeat(share, inner), serial(leave)])
@@ -228,13 +229,13 @@ def group_time(counter: GemmProblem, tiling: WgmmaTile, shared: int, *, before: 
     return beside_memory(counter, rates, total, tiling.split)
 
 
-def _group_k_tile(counter: GemmProblem, tiling: WgmmaTile, beside: int, before: bool) -> TimeTerm:
+def _group_k_tile(counter: GemmProblem, tiling: WgmmaTile | WgmmaTiles, beside: Any, before: bool) -> TimeTerm:
     """What a k-tile of all resident blocks of an SM takes."""
     kind = coefficient_set(counter, tiling)
     rates, raw = group_rates(counter.machine, kind), kind == "float32"
     rows, columns, line = tiling.rows, tiling.columns, tiling.terms * counter.item
     share, _ = k_tiles_per_split(counter.terms, tiling.terms, tiling.split * tiling.cluster)
-    ahead = min(share, tiling.stages) if tiling.stages >= share else tiling.stages - (1 if raw else 2)
+    ahead = batch.where(tiling.stages >= share, batch.minimum(share, tiling.stages), tiling.stages - (1 if raw else 2))
     port = (rows / HIGH * (HIGH + columns) + (rows + columns) * (2 if raw else 1)) * line
     moved = global_bytes(counter.sides, rows, columns, tiling.terms, rates.short_line_exponent)
     asked = l2_amount(counter, rows, columns) * counter.terms / (share * tiling.split * tiling.cluster)
@@ -243,7 +244,7 @@ def _group_k_tile(counter: GemmProblem, tiling: WgmmaTile, beside: int, before: 
         term(Resource.COMPUTE, beside * rows * columns * tiling.terms / rates.products_per_cycle, products),
         term(Resource.SMEM, beside * port / rates.smem_bytes_per_cycle),
         term(Resource.L2, beside * moved / rates.l2_bytes_per_cycle, beside * asked),
-        term(Resource.LATENCY, rates.load_latency_cycles / max(1, ahead) + rates.k_tile_overhead_cycles),
+        term(Resource.LATENCY, rates.load_latency_cycles / batch.maximum(1, ahead) + rates.k_tile_overhead_cycles),
     ]
     parts = [overlap(rates.overlap_remainder, limits)]
     if raw:
@@ -253,8 +254,8 @@ def _group_k_tile(counter: GemmProblem, tiling: WgmmaTile, beside: int, before: 
         )
         parts.append(term(Resource.ISSUE, beside * GROUP_COST.store_passes * stored / LINE))
     high = rows // tiling.groups[0] // HIGH
-    if beside == 1:  # nobody else fills the gaps between instructions
-        parts.append(term(Resource.GAP, GAP[kind] * line / STEP / tiling.group * high))
+    if batch.is_any(beside == 1):  # nobody else fills the gaps between instructions
+        parts.append(term(Resource.GAP, batch.where(beside == 1, GAP[kind] * line / STEP / tiling.group * high, 0.0)))
     if before and kind == "copied":
         parts.append(term(Resource.ISSUE, PROLOGUE_COST.norm_cycles * beside * line / LINE * high))
     return serial(parts)

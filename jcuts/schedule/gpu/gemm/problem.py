@@ -127,7 +127,7 @@ def gemm_tile(program: Program) -> GemmTile:
     return GemmTile(rows, columns, terms, params["threads"], params["stages"], split, cluster, "fma" in params)
 
 
-def column_sum_registers(sums: int, columns: int) -> int:
+def column_sum_registers(sums: int, columns: Any) -> Any:
     """Registers of a lane beside its accumulators: column sums of its warp's columns, a quarter of which it has.
 
     The first one takes the place of the accumulators that are not needed any more.

@@ -15,7 +15,7 @@ from jcuts.schedule import fit
 from jcuts.schedule.gpu.gemm import memory_bound as gemm_memory_bound
 from jcuts.schedule.gpu.gemm import wave_tiles
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
-from jcuts.schedule.gpu.gemm.wgmma_tile import LINE, WgmmaTile, can_swap_lanes
+from jcuts.schedule.gpu.gemm.wgmma_tile import LINE, WgmmaTile, WgmmaTiles, can_swap_lanes
 from jcuts.schedule.gpu.machine import Candidate
 
 MOST = 6
@@ -93,17 +93,15 @@ MOST_UNDER_WAY = 12
 
 def wgmma_schedules(counter: WgmmaProblem, most: int = MOST, *, alike: bool = False) -> Iterator[Candidate]:
     """Schedules for warpgroups, at most so many, best first; ``alike``: those that differ in their stages only too."""
-    best: dict[tuple[int, ...], tuple[float, WgmmaTile]] = {}
-    for tiling in tilings(counter):
-        cycles = counter.cycles(tiling)
-        key = (tiling.rows, tiling.columns, tiling.split, tiling.cluster)
-        three = tiling.rounded and not tiling.early and tiling.stages == 3  # more blocks side by side
-        key += (tiling.terms, tiling.stages, *tiling.groups) if alike else (three,)
+    tiles, best = tilings(counter), dict[tuple[int, ...], tuple[float, int]]()
+    prices = counter.cycles(tiles).tolist() if len(tiles) else []
+    for place, (cycles, key) in enumerate(zip(prices, _kinds(tiles, alike), strict=True)):
         if key not in best or cycles < best[key][0]:
-            best[key] = (cycles, tiling)
+            best[key] = (cycles, place)
     seen: dict[tuple[int, int], int] = {}
     scored = []
-    for cycles, tiling in sorted(best.values(), key=lambda found: found[0]):
+    for cycles, place in sorted(best.values(), key=lambda found: found[0]):
+        tiling = tiles.tile(place)
         tile = tiling.rows, tiling.columns
         scored.append((min(1.0, counter.least / cycles) * AGAIN ** seen.get(tile, 0), tiling))
         seen[tile] = seen.get(tile, 0) + 1
@@ -122,6 +120,16 @@ def wgmma_schedules(counter: WgmmaProblem, most: int = MOST, *, alike: bool = Fa
     for place, (score, tiling) in enumerate(chosen):
         for factor, other in _variants(counter, tiling, place < (SPREAD if counter.rounded else 1)):
             yield other.of(counter.program), factor * score
+
+
+def _kinds(tiles: WgmmaTiles, alike: bool) -> Iterator[tuple[int, ...]]:
+    """What tells schedules apart of which the fastest is taken."""
+    kept = [tiles.rows, tiles.columns, tiles.split, tiles.cluster]
+    if alike:
+        kept += [tiles.terms, tiles.stages, tiles.groups[0]]
+    elif tiles.rounded and not tiles.early:
+        kept.append(tiles.stages == 3)  # more blocks side by side
+    return zip(*(each.tolist() for each in kept), strict=True)
 
 
 def _variants(counter: WgmmaProblem, tiling: WgmmaTile, first: bool) -> list[tuple[float, WgmmaTile]]:
@@ -148,8 +156,18 @@ def _variants(counter: WgmmaProblem, tiling: WgmmaTile, first: bool) -> list[tup
     return [(factor, other) for factor, other in found if other is tiling or counter.fits(other)]
 
 
-def tilings(counter: WgmmaProblem) -> Iterator[WgmmaTile]:
+def tilings(counter: WgmmaProblem) -> WgmmaTiles:
     """All schedules that fit the product and the multiprocessor."""
+    pushes = int(counter.rounded or counter.short)
+    steps = 0 if counter.short and counter.rounded else 1
+    made = WgmmaTiles.of_rows(
+        list(_tiles(counter)), rounded=counter.through, steps=steps, early=int(counter.short), push=pushes
+    )
+    return made.take(counter.fits(made)) if len(made) else made
+
+
+def _tiles(counter: WgmmaProblem) -> Iterator[tuple[int, ...]]:
+    """Rows of `WgmmaTiles.of_rows`, whether they fit or not."""
     if not _is_worth_wgmma(counter):
         return
     shapes = SHAPES
@@ -157,20 +175,22 @@ def tilings(counter: WgmmaProblem) -> Iterator[WgmmaTile]:
         shapes += NARROW
         shapes += wave_tiles.wave_filling_tiles(counter.rows, counter.columns, counter.batch, counter.machine.sms)
     shapes += SHORT if counter.short else ()
+    clusters, sms = WIDE_CLUSTERS if counter.short else CLUSTERS, counter.machine.sms
+    pipelines: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for rows, columns, along in dict.fromkeys(shapes):
         if rows >= 2 * counter.rows or columns >= 2 * counter.columns:
             continue
         if not counter.copies_are_16_bytes(rows, columns):
             continue
-        tiles, sms = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns), counter.machine.sms
+        tiles = counter.batch * -(-counter.rows // rows) * -(-counter.columns // columns)
         few = tiles < 2 * sms and not counter.sums
-        clusters = WIDE_CLUSTERS if counter.short else CLUSTERS
         # a cluster that stores is faster, where it is large enough
         splits = few and (not counter.short or 2 * clusters[-1] * tiles < sms)
-        for split, cluster in [*((s, 1) for s in SPLITS if s == 1 or splits), *((1, c) for c in clusters if few)]:
-            for tiling in _k_pipelines(counter, (rows, columns, along), split, cluster):
-                if counter.fits(tiling):
-                    yield tiling
+        for way in [*((s, 1) for s in SPLITS if s == 1 or splits), *((1, c) for c in clusters if few)]:
+            if way not in pipelines:
+                pipelines[way] = list(_k_pipelines(counter, *way))
+            for pipeline in pipelines[way]:
+                yield rows, columns, along, *pipeline, *way
 
 
 def _is_worth_wgmma(counter: WgmmaProblem) -> bool:
@@ -183,9 +203,8 @@ def _is_worth_wgmma(counter: WgmmaProblem) -> bool:
     return points >= LEAST_POINTS and points * counter.terms >= LEAST_PRODUCTS
 
 
-def _k_pipelines(counter: WgmmaProblem, block: tuple[int, int, int], split: int, cluster: int) -> Iterator[WgmmaTile]:
+def _k_pipelines(counter: WgmmaProblem, split: int, cluster: int) -> Iterator[tuple[int, int, int]]:
     """k-tiles of a block: how long they are, and how many lie in shared memory or are on their way."""
-    rows, columns, along = block
     depths = list(WEIGHTS if counter.rounded else ROUNDED if counter.item == 4 else COPIED)
     share, _ = k_tiles_per_split(counter.terms, LINE // counter.item, split * cluster)
     if counter.short and share <= MOST_UNDER_WAY:
@@ -203,17 +222,4 @@ def _k_pipelines(counter: WgmmaProblem, block: tuple[int, int, int], split: int,
             continue
         if found > 1 and share < (2 if counter.short and split == 1 else 4):
             continue
-        yield WgmmaTile(
-            rows,
-            columns,
-            terms,
-            (along, 1),
-            stages,
-            flight,
-            split,
-            cluster,
-            counter.through,
-            steps=0 if counter.short and counter.rounded else 1,
-            push=int((counter.rounded or counter.short) and cluster > 1),
-            early=int(counter.short),
-        )
+        yield terms, stages, flight

@@ -7,10 +7,11 @@ copied or staged through registers (TF32 rounding), the prologue, the epilogue's
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import replace
+from typing import Any
 
 from jcuts.arch.sm_limits import SM_90
+from jcuts.estimate import batch
 from jcuts.estimate.time_model import TimeTerm
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.conv_window import gather_per_copy
@@ -20,7 +21,7 @@ from jcuts.schedule.gpu.gemm import cost as gemm_cost
 from jcuts.schedule.gpu.gemm import cost_tf32
 from jcuts.schedule.gpu.gemm.mma import LATENCY, bound_rates
 from jcuts.schedule.gpu.gemm.problem import GemmProblem, column_sum_registers
-from jcuts.schedule.gpu.gemm.wgmma_tile import HIGH, SHARED, WgmmaTile, smem_with_dsmem
+from jcuts.schedule.gpu.gemm.wgmma_tile import HIGH, SHARED, WgmmaTile, WgmmaTiles, smem_with_dsmem
 from jcuts.schedule.gpu.machine import GpuMachine, unit_rate
 
 _CANDIDATES = fit.coefficients("gpu/gemm", "wgmma_candidates")
@@ -80,68 +81,72 @@ class WgmmaProblem(GemmProblem):
         whole = self.terms % (terms * split) == 0
         return bool(self.through) and (whole or (self.ragged and split == 1))
 
-    def k_tiles_per_block(self, tiling: WgmmaTile) -> int:
+    def k_tiles_per_block(self, tiling: WgmmaTile | WgmmaTiles) -> Any:
         """k-tiles of a block."""
         return k_tiles_per_split(self.terms, tiling.terms, tiling.split * tiling.cluster)[0]
 
-    def fits(self, tiling: WgmmaTile) -> bool:
+    def fits(self, tiling: WgmmaTile | WgmmaTiles) -> Any:
         """Whether a multiprocessor has a block's shared memory and registers."""
-        registers = min(MOST_REGISTERS, FILE // tiling.threads)
-        return self.shared(tiling) <= MOST_SHARED and self.registers(tiling) <= registers
+        registers = batch.minimum(MOST_REGISTERS, FILE // tiling.threads)
+        return (self.shared(tiling) <= MOST_SHARED) & (self.registers(tiling) <= registers)
 
-    def shared(self, tiling: WgmmaTile) -> int:
+    def shared(self, tiling: WgmmaTile | WgmmaTiles) -> Any:
         """Bytes of shared memory of a block."""
         rows, columns = (
             size if side.along_terms or side.item == 4 else -(-size // HIGH) * HIGH
             for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True)
         )
         kept = (rows + columns) * tiling.terms * self.item * tiling.stages
-        kept += 4 * self.vectors * self.k_tiles_per_block(tiling) * tiling.terms
-        if not tiling.push:
-            return max(kept, 4 * rows * columns if tiling.cluster > 1 else 0)
-        return smem_with_dsmem(kept, tiling.room)
+        kept = kept + 4 * self.vectors * self.k_tiles_per_block(tiling) * tiling.terms
+        alone = batch.maximum(kept, batch.where(tiling.cluster > 1, 4 * rows * columns, 0))
+        if not batch.is_any(tiling.push):
+            return alone
+        return batch.where(tiling.push > 0, smem_with_dsmem(kept, tiling.room), alone)
 
     def copies_are_16_bytes(self, rows: int, columns: int) -> bool:
         """Whether such tiles are copied in whole pieces."""
         return all(_fits(side, size) for side, size in zip(self.sides, (rows, columns), strict=True))
 
-    def staging_registers(self, tiling: WgmmaTile) -> int:
+    def staging_registers(self, tiling: WgmmaTile | WgmmaTiles) -> Any:
         """What a thread takes of a tile of float32: whole pieces, or squares, of each operand."""
         total = 0
         for side, size in zip(self.sides, (tiling.rows, tiling.columns), strict=True):
             piece = side.width if side.along_terms else 16
-            total += -(-size * tiling.terms // (piece * tiling.threads)) * piece
+            total = total - (-size * tiling.terms // (piece * tiling.threads)) * piece
         return total
 
-    def registers(self, tiling: WgmmaTile) -> int:
+    def registers(self, tiling: WgmmaTile | WgmmaTiles) -> Any:
         """32-bit registers of a thread, roughly."""
         total = tiling.rows * tiling.columns // tiling.threads
         waiting = tiling.flight * self.staging_registers(tiling)
         if tiling.rounded:
             waiting = (FRAGMENTS if tiling.steps else WHOLE) * tiling.rows // tiling.groups[0] // HIGH
-        total += int(RESIDUAL_REGISTERS_PER_ACC * total) * self.beside if tiling.rounded else 0
-        total += column_sum_registers(self.sums, tiling.columns // tiling.groups[1])
-        return 56 + total + (waiting or 8) + (0 if waiting <= MOST_WAITING else MOST_REGISTERS)
+        if tiling.rounded:
+            total = total + batch.floor(RESIDUAL_REGISTERS_PER_ACC * total) * self.beside
+        total = total + column_sum_registers(self.sums, tiling.columns // tiling.groups[1])
+        beyond = batch.where(waiting <= MOST_WAITING, 0, MOST_REGISTERS)
+        return 56 + total + batch.where(waiting == 0, 8, waiting) + beyond
 
-    def _blocks(self, tiling: WgmmaTile) -> tuple[int, int]:
+    def _blocks(self, tiling: WgmmaTile | WgmmaTiles) -> tuple[Any, Any]:
         """Blocks side by side on a multiprocessor, and how often they are replaced."""
         tiles = self.batch * -(-self.rows // tiling.rows) * -(-self.columns // tiling.columns)
-        resident = min(SHARED // (self.shared(tiling) + 1024), FILE // (tiling.threads * self.registers(tiling)))
-        resident = max(1, min(resident, self.machine.threads_per_sm // tiling.threads))
+        by_shared = SHARED // (self.shared(tiling) + 1024)
+        by_registers = FILE // (tiling.threads * self.registers(tiling))
+        resident = batch.minimum(by_shared, by_registers, self.machine.threads_per_sm // tiling.threads)
+        resident = batch.maximum(1, resident)
         queue = -(-tiles * tiling.split * tiling.cluster // self.machine.sms)
-        if tiling.cluster == 1:
-            return min(resident, queue), -(-queue // resident)
-        once = gemm_cost.concurrent_clusters(tiling.cluster, self.machine.sms)
-        return min(resident, queue), math.ceil(tiles / (resident * once))
+        once = batch.per_distinct(lambda n: gemm_cost.concurrent_clusters(n, self.machine.sms), tiling.cluster)
+        waves = batch.where(tiling.cluster == 1, -(-queue // resident), batch.ceil(tiles / (resident * once)))
+        return batch.minimum(resident, queue), waves
 
-    def time(self, tiling: WgmmaTile) -> TimeTerm:
-        """Cycles of a launch, and of the second one where terms are split, by their terms."""
+    def time(self, tiling: WgmmaTile | WgmmaTiles) -> TimeTerm:
+        """Cycles of a launch, and of the second one where terms are split, by their terms; of one or of a batch."""
         if tiling.rounded and not self.short:
             beside, waves = self._blocks(tiling)
             return cost_tf32.time(self, tiling, beside, waves, self.rates)
         return gemm_cost.group_time(self, tiling, self.shared(tiling), before=self.before)
 
-    def cycles(self, tiling: WgmmaTile) -> float:
+    def cycles(self, tiling: WgmmaTile | WgmmaTiles) -> Any:
         """Estimated cycles of a launch, and of the second one where terms are split."""
         return self.time(tiling).value
 

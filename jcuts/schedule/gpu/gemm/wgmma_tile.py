@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from jcuts.arch.sm_limits import SM_90
+from jcuts.estimate import batch
 from jcuts.kernel_ir.program import Program
 from jcuts.schedule.gpu.gemm.problem import STEP
 from jcuts.schedule.gpu.machine import WARP, scheduled
@@ -64,14 +69,14 @@ def dsmem_tile_bytes(rows: int, columns: int, sharers: int, lanes: int) -> int:
     return dsmem_bytes(rows // HIGH, wide, 1 if wide % 2 else 2, sharers, lanes)
 
 
-def dsmem_is_separate(kept: int, room: int) -> bool:
+def dsmem_is_separate(kept: Any, room: Any) -> Any:
     """Whether a block has shared memory for what is pushed into it behind all that it keeps. Args: bytes of both."""
     return kept + room + BARRIER <= SHARED
 
 
-def smem_with_dsmem(kept: int, room: int) -> int:
+def smem_with_dsmem(kept: Any, room: Any) -> Any:
     """Bytes of shared memory of a block that is pushed into: where there is no more room, in the place of operands."""
-    return (kept + room if dsmem_is_separate(kept, room) else max(kept, room)) + BARRIER
+    return batch.where(dsmem_is_separate(kept, room), kept + room, batch.maximum(kept, room)) + BARRIER
 
 
 @dataclass(frozen=True)
@@ -139,3 +144,87 @@ class WgmmaTile:
         tile = (self.rows, self.columns, self.terms)
         params = (("tile", tile), ("groups", self.groups), ("stages", self.stages), *more)
         return scheduled(program, "product", self.threads, *params)
+
+
+@dataclass(frozen=True)
+class WgmmaTiles:
+    """Schedules of one GEMM as arrays, for vectorised pricing.
+
+    Attributes: those of `WgmmaTile`; the last four are the same for all schedules, and the others of them 0.
+    """
+
+    rows: Any
+    columns: Any
+    terms: Any
+    groups: tuple[Any, int]
+    stages: Any
+    flight: Any
+    split: Any
+    cluster: Any
+    push: Any
+    rounded: int
+    steps: int
+    early: int
+    paired: int = 0
+
+    @classmethod
+    def of_rows(
+        cls, found: Sequence[tuple[int, ...]], *, rounded: int, steps: int, early: int, push: int
+    ) -> WgmmaTiles:
+        """From (rows, columns, warpgroups along rows, terms, stages, flight, split, cluster) of each.
+
+        Args: push: whether blocks of clusters store into each other's shared memory.
+        """
+        rows, columns, along, terms, stages, flight, split, cluster = np.array(found, np.int64).reshape(-1, 8).T
+        pushes = push * (cluster > 1).astype(np.int64)
+        return cls(rows, columns, terms, (along, 1), stages, flight, split, cluster, pushes, rounded, steps, early)
+
+    @property
+    def threads(self) -> Any:
+        """Of a block."""
+        return GROUP * math.prod(self.groups)
+
+    @property
+    def group(self) -> Any:
+        """k-steps that are one group of instructions."""
+        return self.steps or self.terms * 4 // STEP
+
+    @property
+    def room(self) -> Any:
+        """Bytes in which blocks of a cluster store into each other's memory."""
+        along, across = self.groups
+        return batch.per_distinct(
+            dsmem_tile_bytes, self.rows // along, self.columns // across, self.cluster, self.threads
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[WgmmaTile]:
+        return (self.tile(place) for place in range(len(self)))
+
+    def take(self, places: Any) -> WgmmaTiles:
+        """The schedules at these places, or where a mask is set."""
+        rows, columns, terms, along = (each[places] for each in (self.rows, self.columns, self.terms, self.groups[0]))
+        stages, flight, split = (each[places] for each in (self.stages, self.flight, self.split))
+        cluster, push, rest = self.cluster[places], self.push[places], (self.rounded, self.steps, self.early)
+        return WgmmaTiles(rows, columns, terms, (along, 1), stages, flight, split, cluster, push, *rest)
+
+    def tile(self, place: int) -> WgmmaTile:
+        """One of the schedules."""
+        arrays = self.rows, self.columns, self.terms, self.groups[0], self.stages, self.flight, self.split
+        rows, columns, terms, along, stages, flight, split = (int(each[place]) for each in arrays)
+        return WgmmaTile(
+            rows,
+            columns,
+            terms,
+            (along, self.groups[1]),
+            stages,
+            flight,
+            split,
+            int(self.cluster[place]),
+            self.rounded,
+            steps=self.steps,
+            push=int(self.push[place]),
+            early=self.early,
+        )

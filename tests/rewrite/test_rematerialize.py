@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jcuts.rewrite.backward.rematerialize import LEAST_BYTES, rematerialize
+from jcuts.rewrite.backward.rematerialize import LEAST_BYTES, _Crossing, is_large, rematerialize
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
@@ -99,4 +99,46 @@ def test_a_stream_of_residuals_stays():
     new, _ = rematerialize(closed)
     assert count(new, "dot_general") == count(closed, "dot_general")
     assert count(new, "add") == count(closed, "add")  # sums of two large values are kept
+    same_values(new, closed, *args)
+
+
+def relu_norms(weights, x):
+    """Layers of a product, a norm over the rows, and a ReLU whose gradient keeps a mask."""
+    for w, g in weights:
+        y = x @ w
+        mean = jnp.mean(y, 0)
+        x = jax.nn.relu6((y - mean) * (jax.lax.rsqrt(jnp.mean(jnp.square(y - mean), 0) + 1e-5) * g))
+    return jnp.sum(x * x)
+
+
+def crossing_masks(closed):
+    """Masks in memory that element-wise operations read behind a product."""
+    crossing = _Crossing(closed)
+    made = [v for eqn in crossing.eqns for v in eqn.outvars if str(v.aval.dtype) == "bool" and is_large(v)]
+    order = {id(eqn): place for place, eqn in enumerate(crossing.eqns)}
+    products = [order[id(e)] for e in crossing.eqns if jaxapi.primitive_name(e) == "dot_general"]
+    return [v for v in made if any(crossing.made[v] < p < u for u in crossing.users[v] for p in products)]
+
+
+def test_the_mask_of_a_relu_is_made_of_what_the_norm_reads_anyway():
+    args = [(values(96, 96) / 9, values(96)) for _ in range(3)], values(1024, 96)
+    closed = flat(jax.grad(relu_norms), *args)
+    new, replaced = rematerialize(closed)
+    jaxapi.check(new)
+    assert replaced and len(crossing_masks(closed)) >= 2 and not crossing_masks(new)
+    same_values(new, closed, *args)
+
+
+def test_a_mask_stays_whose_source_nobody_reads_there():
+    """One byte per element in memory, where its operand would be four."""
+
+    def loss(weights, x):
+        for w in weights:
+            x = jax.nn.relu(x @ w)
+        return jnp.sum(x)
+
+    args = [values(96, 96) / 9 for _ in range(3)], values(1024, 96)
+    closed = flat(jax.grad(loss), *args)
+    new, _ = rematerialize(closed)
+    assert len(crossing_masks(new)) == len(crossing_masks(closed)) >= 2
     same_values(new, closed, *args)

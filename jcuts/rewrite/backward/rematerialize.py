@@ -9,8 +9,12 @@ memory anyway (`jax.checkpoint` with a policy that saves products does the same 
 
 A value crosses where a product, or another operation that is neither element-wise nor a reduction, lies between it and
 its reader.  Values that a product reads are in memory in any case, and stay what they are; so does the first value of
-a chain that crosses, which the others are made of.  No value changes: the copies are the same operations on the same
-operands.
+a chain that crosses, which the others are made of.
+
+A mask (of a ReLU) has a quarter of the bytes of its operand, and is computed again only where a kernel reads that
+operand anyway, as the gradient of a norm does.
+
+No value changes: the copies are the same operations on the same operands.
 """
 
 from __future__ import annotations
@@ -22,8 +26,11 @@ from jcuts.rewrite.hoist_vectors import ELEMENTWISE as VECTOR_OPS
 from jcuts.rewrite.hoist_vectors import LAYOUTS
 from jcuts.trace import jaxapi
 
-ELEMENTWISE = VECTOR_OPS | {"add_any", "clamp", "cos", "erf", "log1p", "not", "select_n", "sign", "sin"}
+MASKS = {"and", "eq", "ge", "gt", "le", "lt", "ne", "not", "or"}
+"""Comparisons, and what combines them."""
+ELEMENTWISE = VECTOR_OPS | MASKS | {"add_any", "clamp", "cos", "erf", "log1p", "select_n", "sign", "sin"}
 TYPES = ("float32", "bfloat16", "float16")
+MASK = "bool"
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
 LEAST_BYTES = 1 << 16
 """Smaller values stay: they cost nothing where they are."""
@@ -70,6 +77,10 @@ class _Crossing:
         """Element-wise readers behind an operation of another kind."""
         level = self.level[self.made[value]] if value in self.made else 0
         return [u for u in self.users[value] if self.level[u] > level and self.is_cheap(self.eqns[u])]
+
+    def far_levels(self, value: Any) -> set[int]:
+        """Levels of those readers: kernels that read the value from memory."""
+        return {self.level[u] for u in self.far(value)}
 
     def sources(self) -> dict[Any, Any]:
         """The one large value that an element-wise value is made of, for all that are made of one."""
@@ -123,8 +134,18 @@ def rematerialize(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """Replaces residuals by copies of what makes them; returns the program and the number of values replaced."""
     crossing = _Crossing(closed)
     cones: dict[Any, list[int]] = {}
-    for value, source in crossing.sources().items():
+    sources = crossing.sources()
+    read_at: dict[Any, set[int]] = defaultdict(set)  # source -> levels of kernels that read it
+    for value, source in sources.items():
+        read_at[source] |= crossing.far_levels(source)
         if is_large(value) and str(value.aval.dtype) in TYPES and crossing.far(value):
+            cone = crossing.cone(value, source)
+            if len(cone) <= MOST_OPERATIONS:
+                cones[value] = cone
+                read_at[source] |= crossing.far_levels(value)
+    for value, source in sources.items():
+        levels = crossing.far_levels(value)
+        if is_large(value) and str(value.aval.dtype) == MASK and levels and levels <= read_at[source]:
             cone = crossing.cone(value, source)
             if len(cone) <= MOST_OPERATIONS:
                 cones[value] = cone

@@ -78,7 +78,8 @@ jcuts/_native/libjcuts_cpu.so: custom_calls/launch_cpu.cc
 jcuts/_native/libjcuts_cuda.so: custom_calls/launch_cuda.cc
 jcuts/_native/libjcuts_cudnn.so: custom_calls/cudnn_conv.cc
 
-$(NATIVE): $(wildcard custom_calls/*.h) | $(BIN)/python
+# The headers are those of the installed jaxlib.
+$(NATIVE): $(wildcard custom_calls/*.h) | $(DEMO_STAMP)
 	mkdir -p $(@D)
 	$(CXX) -std=c++17 -O2 -fPIC -shared -pthread -Wall -Wextra -Wno-unused-parameter \
 	  -isystem "$$($(BIN)/python -c 'import jax.ffi; print(jax.ffi.include_dir())')" $(filter %.cc,$^) -o $@.new -ldl

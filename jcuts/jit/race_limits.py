@@ -50,9 +50,11 @@ def beyond_race_limit(
     ours = [name for name in names if not is_xla(name)]
     with_options = {name.partition(":")[0] for name in ours if ":" in name}
     racing = [name for name in ours if name not in with_options]  # the others are the same programs without options
-    best = _fastest(racing, gains, totals)
-    form = best.partition(":")[0]
     few = {name for name in racing if (made := form_of(name)) is not None and made.regions in (ATTENTION, CLEAR)}
+    best = max(racing, key=lambda name: gains.get(form_of(name), 0.0), default="")
+    if best not in few:
+        best = _fastest([name for name in racing if name not in few], gains, totals)
+    form = best.partition(":")[0]
     kept = {best, *(f"{form}:{option}" for option in IN_LOOPS), *few}
     return {name: "not tried: the time for tuning is limited" for name in ours if name not in kept}
 

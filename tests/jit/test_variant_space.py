@@ -497,6 +497,12 @@ def test_where_products_differ_the_least_total_races():
     gains, totals = {plain: 3e-4, merged: 1e-4, anchored: 2e-4}, {plain: 5e-4, merged: 4e-4}
     out = race_limits.beyond_race_limit(names, gains, totals)
     assert [n for n in names if n not in out] == ["xla", "jcuts/scales+dots+siblings/anchored:graphs"]
+    attention = Variant(("scales", "recomputes"), "attention")  # it races in any case, and has no total
+    more = [*names, "jcuts/scales+recomputes/attention:graphs"]
+    out = race_limits.beyond_race_limit(more, gains | {attention: 1e-5}, totals)
+    assert [n for n in more if n not in out] == ["xla", "jcuts/scales+dots+siblings/anchored:graphs", more[-1]]
+    out = race_limits.beyond_race_limit(more, gains | {attention: 5e-4}, totals)
+    assert [n for n in more if n not in out] == ["xla", more[-1]]
     out = race_limits.beyond_race_limit(names, gains, {plain: 5e-4})  # nothing is known of the others
     assert [n for n in names if n not in out] == ["xla", "jcuts/scales:graphs"]
 

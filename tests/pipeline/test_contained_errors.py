@@ -56,7 +56,8 @@ def test_what_fails_is_left_to_xla_with_one_warning(place, tune, monkeypatch, ca
         results = [ours(X), ours(X)]
     for got in results:
         np.testing.assert_array_equal(got, jax.jit(function)(X))
-    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    # The tuner's own logger may say that another process of the machine is measuring.
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and r.name == "jcuts"]
     assert "left to XLA" in warning and "ZeroDivisionError: float division by zero" in warning
     assert "JCUTS_RAISE_ERRORS" in warning
 

@@ -4,8 +4,9 @@
 
 Runs the request handlers of the measuring processes (`tune.worker.requests`: ``compile``, ``reference``, ``check``) in
 this process, one problem after the other, under `cProfile`; the first candidate of each problem, as planned for an
-H200.  Writes wall and processor time per handler and the functions that take most.  Needs a GPU; ``--dry`` makes the
-references of tiny shapes on a CPU.
+H200.  Writes wall and processor time per handler and the functions that take most.  ``--xla-option
+xla_gpu_autotune_level=1`` compiles XLA's side with options besides its own.  Measuring processes have
+``OPENBLAS_NUM_THREADS=1``: set it here, too.  Needs a GPU; ``--dry`` makes the references of tiny shapes on a CPU.
 """
 
 from __future__ import annotations
@@ -81,6 +82,20 @@ class Handlers:
         return found
 
 
+def add_options(options: Sequence[str]) -> None:
+    """Compiler options for XLA's side of references, as NAME=VALUE, beside those that it has."""
+    from jcuts.tune.baseline import autotune_cache
+
+    pairs = (option.partition("=") for option in options)
+    more = {name: int(value) if value.lstrip("-").isdigit() else value for name, _, value in pairs}
+    read = autotune_cache.read_shared_results
+
+    def with_more(place: str, timed: bool = True, narrow: bool = False) -> dict[str, Any]:
+        return read(place, timed, narrow) | more
+
+    setattr(autotune_cache, "read_shared_results", with_more)  # noqa: B010  # the handlers look it up by this name
+
+
 def accept(problem: Any, region: Any, folder: Path, handlers: Handlers, dry: bool) -> dict[str, Any]:
     """References and check of a problem's first candidate; what the handlers say of their parts."""
     from jcuts.tune.baseline import autotune_cache
@@ -109,10 +124,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--problems", type=int, default=12, help="drawn at random")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds")
+    parser.add_argument("--xla-option", action="append", default=[], metavar="NAME=VALUE", help="of XLA's side")
     parser.add_argument("--dry", action="store_true", help="references of tiny shapes on a CPU")
     options = parser.parse_args(argv)
     from jcuts.base.errors import CandidateRejected
 
+    add_options(options.xla_option)
     end = time.monotonic() + options.budget
     drawn = regions(options.row, options.dry)
     random.Random(0).shuffle(drawn)
@@ -128,7 +145,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(found[-1]), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     target = options.out / f"verification_{options.row.stem}.json"
-    record = {"row": str(options.row), "dry": options.dry, "problems": found, "handlers": handlers.summary()}
+    record = {
+        "row": str(options.row),
+        "dry": options.dry,
+        "xla_options": options.xla_option,
+        "problems": found,
+        "handlers": handlers.summary(),
+    }
     target.write_text(json.dumps(record | baseline.environment(), indent=1) + "\n", encoding="utf-8")
     return 0
 

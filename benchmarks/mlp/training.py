@@ -76,7 +76,8 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def _fail_if(status: Sequence[int], logs: Sequence[Path]) -> None:
+def _fail_if(status: Sequence[int | None], logs: Sequence[Path]) -> None:
+    """Raises for the first rank that ended by itself with an error; None: it was still running then."""
     for rank, (code, log) in enumerate(zip(status, logs, strict=True)):
         if code:
             raise TrainingFailed(f"rank {rank} ended with {code}:\n{log.read_text(encoding='utf-8')[-2000:]}")
@@ -98,23 +99,26 @@ def run(job: Job, processes: int, folder: Path) -> dict[int, Trained]:
         for rank, log in enumerate(logs):
             with log.open("wb") as out:
                 started.append(subprocess.Popen([*command, str(rank)], stdout=out, stderr=out, env=environment))
-        _wait(started)
+        status = _wait(started)
     finally:
         for process in started:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    _fail_if([process.returncode for process in started], logs)
+    _fail_if(status, logs)
     return {mode: _read(folder, mode, processes) for mode in job.modes}
 
 
-def _wait(started: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Until all have ended, or one with an error (the others would wait for it), or `LONGEST` is over."""
+def _wait(started: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
+    """Exit status of all once they have ended, or one with an error (the others would wait for it: None).
+
+    Raises: TrainingFailed: after `LONGEST`.
+    """
     end = time.monotonic() + LONGEST
     while time.monotonic() < end:
         status = [process.poll() for process in started]
         if None not in status or any(status):
-            return
+            return status
         time.sleep(0.05)
     raise TrainingFailed(f"{len(started)} processes did not end within {LONGEST} s")
 

@@ -261,6 +261,9 @@ def _floats(
         # whether they do depends on their order and on fused multiply-adds.
         end = (most / (64.0 * reduction if reduction > 1 else 1.0)) ** (1.0 / max(1, degree))
         special = [end, end / 2, end / 4, math.sqrt(end), *([] if positive else [-end, -end / 2, -math.sqrt(end)])]
+        if reduction > 1:  # terms of equal size would cancel, and leave what a fused multiply-add rounds off
+            shares = rng.uniform(0.5, 1.0, (-(-count // len(special)), len(special)))
+            special = (shares * special).ravel().tolist()
     _sprinkle(out, np.array(special).astype(dtype), rng, count)
     return out
 

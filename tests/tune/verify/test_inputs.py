@@ -161,6 +161,15 @@ def test_integers_of_the_whole_range_reach_its_ends():
         assert x.min() == np.iinfo(dtype).min and x.max() == np.iinfo(dtype).max
 
 
+def test_huge_terms_of_a_sum_do_not_cancel():
+    """Terms of one size leave what a fused multiply-add rounds off, which a clip makes 0 or 6."""
+    problem = make(Input((64, 64), "float32"), outputs=(Output((100,), "float32", 9),), degree=3)
+    (x,) = make_inputs(problem, HUGE, 0)
+    huge = np.abs(x[np.abs(x) > 1e3])
+    assert huge.size > 32 and np.unique(huge).size > 0.9 * huge.size
+    assert (x[np.abs(x) > 1e3] > 0).any() and (x[np.abs(x) > 1e3] < 0).any()
+
+
 @pytest.mark.parametrize(("reduction", "degree"), [(1, 1), (100, 1), (100, 2), (1, 3)])
 def test_huge_values_do_not_overflow_on_the_way(reduction, degree):
     problem = make(Input((1000,), "float32"), outputs=(Output((1,), "float32", reduction),), degree=degree)

@@ -27,12 +27,9 @@ import numba.cuda  # noqa: E402
 import numpy as np  # noqa: E402
 
 from benchmarks.mlp.machine import described, written  # noqa: E402
+from benchmarks.mlp.report_tables import ALPHA, BETA, BLOCKS, SHAPES  # noqa: E402
 from benchmarks.mlp.warp_accesses import BANK_BYTES, counts  # noqa: E402
 
-ALPHA = 2.0
-BETA = 5.0
-SHAPES = {"test 1": (800, 1000, 784), "test 2": (800, 10, 1000)}
-BLOCKS = (4, 8, 16, 32)
 ROWS = 4
 """Rows of C per thread in `register_blocked`."""
 REPEATS = 20

@@ -31,6 +31,7 @@ from benchmarks.cpu_kernels.layer_fusion import traced  # noqa: E402
 from benchmarks.mlp.gemm_loops import TILED, Gemm, in_tiles, naive  # noqa: E402
 from benchmarks.mlp.machine import described, written  # noqa: E402
 from benchmarks.mlp.network import difference  # noqa: E402
+from benchmarks.mlp.report_tables import ALPHA, BETA, BLOCKS, SHAPES  # noqa: E402
 from benchmarks.networks.interleaved_timing import back_to_back, quartiles  # noqa: E402
 from jcuts.kernel_ir.program import Program  # noqa: E402
 from jcuts.lower.region import lower_region  # noqa: E402
@@ -39,11 +40,6 @@ from jcuts.schedule.cpu import candidates as cpu_candidates  # noqa: E402
 from jcuts.xla.cpu_ffi_call import call_kernel  # noqa: E402
 from jcuts.xla.kernel_cache import kernel_for  # noqa: E402
 
-ALPHA = 2.0
-BETA = 5.0
-SHAPES = {"test 1": (800, 1000, 784), "test 2": (800, 10, 1000)}
-"""(M, N, K) of the report's grading mode 4."""
-BLOCKS = (4, 8, 16, 32)
 PARTS = 4
 """Of the sum over K in `in_parts`."""
 OURS = f"jcuts, sum in {PARTS} parts"

@@ -7,6 +7,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+ALPHA = 2.0
+BETA = 5.0
+"""Of C = alpha A B + beta C, grading mode 4 (3.1)."""
+SHAPES = {"test 1": (800, 1000, 784), "test 2": (800, 10, 1000)}
+"""(M, N, K) of the same."""
+BLOCKS = (4, 8, 16, 32)
+"""Block sizes of Table 2."""
+
 
 class Row(NamedTuple):
     """Table 1: relative differences of parallel from sequential weights (max and L2 norm), and seconds."""

@@ -254,7 +254,7 @@ def variant_of_clear(found: Mapping[Variant | None, Outcome], plain_seconds: flo
 
     Args: found: the outcomes of all that could race; plain_seconds: kernels of plain XLA's program by its profile [s].
     """
-    whole = [form for form in found if form is None or form.regions == "all"]
+    whole = [form for form in found if _has_all_regions(form)]
     if plain_seconds is None or not whole:
         return None
     sums = {form: measured_sums.kernel_sums(found[form].report) for form in whole}

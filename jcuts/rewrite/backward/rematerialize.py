@@ -134,21 +134,19 @@ def rematerialize(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """Replaces residuals by copies of what makes them; returns the program and the number of values replaced."""
     crossing = _Crossing(closed)
     cones: dict[Any, list[int]] = {}
-    sources = crossing.sources()
     read_at: dict[Any, set[int]] = defaultdict(set)  # source -> levels of kernels that read it
-    for value, source in sources.items():
+    masks = []
+    for value, source in crossing.sources().items():
         read_at[source] |= crossing.far_levels(source)
-        if is_large(value) and str(value.aval.dtype) in TYPES and crossing.far(value):
-            cone = crossing.cone(value, source)
-            if len(cone) <= MOST_OPERATIONS:
-                cones[value] = cone
-                read_at[source] |= crossing.far_levels(value)
-    for value, source in sources.items():
         levels = crossing.far_levels(value)
-        if is_large(value) and str(value.aval.dtype) == MASK and levels and levels <= read_at[source]:
-            cone = crossing.cone(value, source)
-            if len(cone) <= MOST_OPERATIONS:
-                cones[value] = cone
+        if not is_large(value) or not levels or len(cone := crossing.cone(value, source)) > MOST_OPERATIONS:
+            continue
+        if str(value.aval.dtype) in TYPES:
+            cones[value] = cone
+            read_at[source] |= levels
+        elif str(value.aval.dtype) == MASK:
+            masks.append((value, source, levels, cone))
+    cones |= {value: cone for value, source, levels, cone in masks if levels <= read_at[source]}
     return (_with_copies(closed, cones, crossing), len(cones)) if cones else (closed, 0)
 
 

@@ -12,12 +12,15 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <exception>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <new>
+#include <set>
 #include <shared_mutex>
 #include <string>
 #include <string_view>
@@ -361,51 +364,118 @@ static ffi::Error Execute(LaunchState* state, ffi::ThreadPool pool, ffi::Remaini
 // Several kernels in one call.  Values that only these kernels read lie in an arena that outlives the call: XLA's
 // temporary buffers beyond malloc's threshold are mapped anew in every call, a page fault per 4 KiB.
 
-class Arenas {
+// Arenas of all chains of the process, last in, first out.  The chains of a program run one after the other, and each
+// writes to what the one before has left in the caches: with an arena per chain, a network of sixty would go through
+// more memory than the last-level cache holds.
+class ArenaPool {
  public:
-  explicit Arenas(int64_t bytes) : bytes_(bytes) {}
-  ~Arenas() {
-    for (char* arena : free_) std::free(arena);
-  }
-  Arenas(const Arenas&) = delete;
-  Arenas& operator=(const Arenas&) = delete;
+  struct Arena {
+    char* data = nullptr;
+    int64_t bytes = 0;
+  };
 
-  // An arena that no other call uses; null for no bytes.  Throws std::bad_alloc.
-  char* Take() {
-    if (bytes_ == 0) return nullptr;
-    {
-      std::lock_guard lock(mutex_);
-      if (!free_.empty()) {
-        char* arena = free_.back();
-        free_.pop_back();
-        return arena;
-      }
-      free_.reserve(++made_);  // so that giving it back cannot fail
-    }
-    size_t align = bytes_ >= kHugePage ? kHugePage : kAlign;
-    size_t size = (static_cast<size_t>(bytes_) + align - 1) / align * align;
-    void* arena = std::aligned_alloc(align, size);
-    if (arena == nullptr) throw std::bad_alloc();
-#if defined(__linux__)
-    if (bytes_ >= kHugePage) madvise(arena, size, MADV_HUGEPAGE);  // a hint: fewer page faults and TLB misses
-#endif
-    return static_cast<char*>(arena);
-  }
-  void Give(char* arena) {
-    if (arena == nullptr) return;
-    if (bytes_ > kMostKept) return std::free(arena);
+  // Says that a chain with so many bytes exists; arenas larger than any chain needs are freed.
+  void Add(int64_t bytes) {
     std::lock_guard lock(mutex_);
-    free_.push_back(arena);
+    needed_.insert(bytes);
+  }
+  void Remove(int64_t bytes) {
+    std::lock_guard lock(mutex_);
+    needed_.erase(needed_.find(bytes));
+    auto too_large = [this](const Arena& arena) {
+      if (!TooLarge(arena)) return false;
+      std::free(arena.data);
+      return true;
+    };
+    free_.erase(std::remove_if(free_.begin(), free_.end(), too_large), free_.end());
+  }
+
+  // An arena of at least so many bytes that no other call uses; one without data for none.  Throws std::bad_alloc.
+  Arena Take(int64_t bytes) {
+    if (bytes == 0) return {};
+    Arena small;
+    if (bytes <= kMostKept) {
+      std::lock_guard lock(mutex_);
+      for (size_t k = free_.size(); k-- > 0;) {
+        if (free_[k].bytes < bytes) continue;
+        Arena found = free_[k];
+        free_.erase(free_.begin() + static_cast<std::ptrdiff_t>(k));
+        ++taken_;
+        return found;
+      }
+      free_.reserve(free_.size() + ++taken_);  // so that giving them back cannot fail
+      if (!free_.empty()) {                    // the new one takes its place
+        small = free_.back();
+        free_.pop_back();
+      }
+    }
+    std::free(small.data);
+    Arena made;
+    try {
+      made = Make(bytes);
+    } catch (...) {
+      if (bytes <= kMostKept) {
+        std::lock_guard lock(mutex_);
+        --taken_;
+      }
+      throw;
+    }
+    return made;
+  }
+  // Memory of arenas that no call uses.
+  int64_t FreeBytes() {
+    std::lock_guard lock(mutex_);
+    int64_t sum = 0;
+    for (const Arena& arena : free_) sum += arena.bytes;
+    return sum;
+  }
+  void Give(Arena arena) {
+    if (arena.data == nullptr) return;
+    if (arena.bytes <= Size(kMostKept)) {
+      std::lock_guard lock(mutex_);
+      --taken_;
+      if (!TooLarge(arena)) {
+        free_.push_back(arena);
+        return;
+      }
+    }
+    std::free(arena.data);
   }
 
  private:
   static constexpr int64_t kHugePage = 2 << 20;
   static constexpr int64_t kMostKept = 1 << 30;  // larger arenas go back to the system after each call
-  const int64_t bytes_;
+
+  static int64_t Size(int64_t bytes) {
+    int64_t align = Align(bytes);
+    return (bytes + align - 1) / align * align;
+  }
+  static int64_t Align(int64_t bytes) { return bytes >= kHugePage ? kHugePage : kAlign; }
+  static Arena Make(int64_t bytes) {
+    int64_t size = Size(bytes);
+    void* data = std::aligned_alloc(static_cast<size_t>(Align(bytes)), static_cast<size_t>(size));
+    if (data == nullptr) throw std::bad_alloc();
+#if defined(__linux__)
+    if (bytes >= kHugePage) madvise(data, static_cast<size_t>(size), MADV_HUGEPAGE);  // a hint: fewer page faults
+#endif
+    return {static_cast<char*>(data), size};
+  }
+  bool TooLarge(const Arena& arena) const {
+    auto largest = needed_.upper_bound(kMostKept);  // those beyond are not kept
+    return largest == needed_.begin() || arena.bytes > Size(*std::prev(largest));
+  }
+
   std::mutex mutex_;
-  std::vector<char*> free_;
-  size_t made_ = 0;
+  std::multiset<int64_t> needed_;
+  std::vector<Arena> free_;
+  size_t taken_ = 0;
 };
+
+// Leaked on purpose, like the table.
+ArenaPool& GetArenas() {
+  static ArenaPool* pool = new ArenaPool;
+  return *pool;
+}
 
 enum PlaceKind : int64_t { kOperand = 0, kResult = 1, kScratch = 2 };
 
@@ -421,10 +491,13 @@ struct Step {
 
 struct ChainState {
   static ffi::TypeId id;
-  explicit ChainState(int64_t bytes) : arenas(bytes) {}
+  explicit ChainState(int64_t bytes) : arena_bytes(bytes) { GetArenas().Add(arena_bytes); }
+  ~ChainState() { GetArenas().Remove(arena_bytes); }
+  ChainState(const ChainState&) = delete;
+  ChainState& operator=(const ChainState&) = delete;
+  const int64_t arena_bytes;
   std::vector<Step> steps;
   int64_t operands = 0, results = 0;  // numbers that steps name, plus one
-  Arenas arenas;
 };
 
 ffi::TypeId ChainState::id = {};
@@ -481,25 +554,25 @@ static ffi::Error ExecuteChain(ChainState* state, ffi::ThreadPool pool, ffi::Rem
   if (static_cast<int64_t>(args.size()) < state->operands || static_cast<int64_t>(rets.size()) < state->results) {
     return ffi::Error::InvalidArgument("jcuts chain: fewer buffers than its kernels name");
   }
-  char* arena = nullptr;
+  ArenaPool::Arena arena;
   try {
-    arena = state->arenas.Take();
+    arena = GetArenas().Take(state->arena_bytes);
     for (const Step& step : state->steps) {
       auto gather = [&](void** out) {
         for (const Place& place : step.places) {
           void* base = place.kind == kOperand  ? args.get<ffi::AnyBuffer>(place.number).value().untyped_data()
                        : place.kind == kResult ? rets.get<ffi::AnyBuffer>(place.number).value()->untyped_data()
-                                               : arena;
+                                               : arena.data;
           *out++ = static_cast<char*>(base) + place.offset;
         }
       };
-      char* scratch = step.scratch_stride > 0 ? AlignUp(arena + step.scratch_offset) : nullptr;
+      char* scratch = step.scratch_stride > 0 ? AlignUp(arena.data + step.scratch_offset) : nullptr;
       RunTiles(step.kernel, step.tiles, step.slots, scratch, step.scratch_stride, step.places.size(), gather, pool);
     }
-    state->arenas.Give(arena);
+    GetArenas().Give(arena);
     return ffi::Error::Success();
   } catch (const std::exception& error) {  // out of memory: nothing may unwind into XLA
-    state->arenas.Give(arena);
+    GetArenas().Give(arena);
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string("jcuts chain: ") + error.what());
   }
 }
@@ -559,6 +632,9 @@ int jcuts_register(const char* digest, void* kernel) {
 int jcuts_unregister(const char* digest) { return jcuts::GetTable().Erase(digest) ? 0 : 1; }
 
 int jcuts_is_registered(const char* digest) { return jcuts::GetTable().Find(digest) != nullptr ? 1 : 0; }
+
+// Bytes that chains keep between calls.
+int64_t jcuts_arena_bytes() { return jcuts::GetArenas().FreeBytes(); }
 
 void jcuts_set_resolver(jcuts::Resolver resolver) { jcuts::g_resolver.store(resolver, std::memory_order_release); }
 

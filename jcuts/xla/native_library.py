@@ -115,6 +115,7 @@ def _declare(lib: ctypes.CDLL) -> None:
         "jcuts_register": (ctypes.c_int, [ctypes.c_char_p, pointer]),
         "jcuts_unregister": (ctypes.c_int, [ctypes.c_char_p]),
         "jcuts_is_registered": (ctypes.c_int, [ctypes.c_char_p]),
+        "jcuts_arena_bytes": (size, []),
         "jcuts_set_resolver": (None, [RESOLVER]),
         "jcuts_bench": (
             ctypes.c_int,

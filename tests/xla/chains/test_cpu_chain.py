@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import re
 import threading
 
 import jax
@@ -15,7 +17,7 @@ from jcuts.base.settings import Settings
 from jcuts.pipeline.passes import optimize_jaxpr
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
-from jcuts.xla import cpu_ffi_call, cpu_launcher
+from jcuts.xla import cpu_ffi_call, cpu_launcher, native_library
 from jcuts.xla.chains import fuse
 from jcuts.xla.kernel_cache import kernel_for
 from tests import programs
@@ -82,6 +84,24 @@ def test_several_threads_have_arenas_of_their_own():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_chains_share_one_arena_which_goes_with_the_last_of_them():
+    """Chains run one after the other: an arena for each would be cold memory in every call."""
+    kept = native_library.load().jcuts_arena_bytes
+    gc.collect()
+    before = kept()
+    lowered = jax.jit(jaxpr_as_fun(planned(layers, True))).lower(X, W, V)
+    arenas = [int(found) for found in re.findall(r"arena_bytes = (\d+)", lowered.as_text())]
+    assert len(arenas) >= 2 and min(arenas) > 0
+    run = lowered.compile()
+    for _ in range(2):
+        jax.block_until_ready(run(X, W, V))
+        assert kept() <= max(before, max(arenas) + 63)
+    del run, lowered
+    jax.clear_caches()  # which hold executables
+    gc.collect()
+    assert kept() <= before
 
 
 @pytest.mark.parametrize(

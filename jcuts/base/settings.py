@@ -95,6 +95,7 @@ class Settings:
         strict: raise ``UnsupportedError`` instead of leaving an equation to XLA.
         chunk_logits: whether logits of a softmax loss are computed in chunks of tokens, to save memory; None: where
             they would take much of a device's memory, and where that wins a race (`pipeline.chunk_logits`).
+        donates: whether arguments are donated: kernels may overwrite those that results take the place of.
         form: the program variant; set by the end-to-end benchmark, not by users; None is the plain variant.
     """
 
@@ -106,6 +107,7 @@ class Settings:
     convolution_accuracy: str = "exact"
     strict: bool = False
     chunk_logits: bool | None = None
+    donates: bool = False
     form: Variant | None = None
     tune_seconds: float | None = field(default=None, repr=False)
 

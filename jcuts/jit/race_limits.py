@@ -14,6 +14,9 @@ from jcuts.jit.variant_space import LOGITS, LONG, numeric_rewrites
 IN_LOOPS = frozenset(name for options in end_to_end_benchmark.LOOP_OPTIONS.values() for name in options)
 """Compiler options for products in loops: whatever kernels gain, they decide how the products that are left run."""
 
+TOO_LATE = "not tried: the time for tuning is limited"
+"""Why a program did not race that would have without a limit."""
+
 
 def most_rewritten(forms: Sequence[Variant | None]) -> list[Variant | None]:
     """Variants that are planned where tuning time is limited: the plainest, and those with the most rewrites.
@@ -37,7 +40,7 @@ def beyond_race_limit(
     gains: Mapping[Variant | None, float],
     totals: Mapping[Variant | None, float] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """Programs that do not race where tuning time is limited, with the reason.
+    """Programs that do not race at first where tuning time is limited, with the reason (then see `affordable`).
 
     Every program costs a compilation of the whole function and a first run, for which libraries compile in turn.  The
     one that is expected to be the fastest races, with those of attention alone and of `clear` gains, all with compiler
@@ -51,12 +54,31 @@ def beyond_race_limit(
     with_options = {name.partition(":")[0] for name in ours if ":" in name}
     racing = [name for name in ours if name not in with_options]  # the others are the same programs without options
     few = {name for name in racing if (made := form_of(name)) is not None and made.regions in (ATTENTION, CLEAR)}
-    best = max(racing, key=lambda name: gains.get(form_of(name), 0.0), default="")
-    if best not in few:
-        best = _fastest([name for name in racing if name not in few], gains, totals)
+    best = _fastest([name for name in racing if name not in few], gains, totals)
     form = best.partition(":")[0]
     kept = {best, *(f"{form}:{option}" for option in IN_LOOPS), *few}
-    return {name: "not tried: the time for tuning is limited" for name in ours if name not in kept}
+    return {name: TOO_LATE for name in ours if name not in kept}
+
+
+def affordable(
+    late: Mapping[str, str],
+    seconds: float,
+    each: float,
+    gains: Mapping[Variant | None, float],
+    totals: Mapping[Variant | None, float] = MappingProxyType({}),
+) -> list[str]:
+    """Programs to race in the tuning time that is left, the one that is expected to be the fastest first.
+
+    Args: late: those that the limit left out; seconds: that are left; each: what one takes [s]; gains, totals: as of
+        `beyond_race_limit`.
+    """
+    with_options = {name.partition(":")[0] for name in late if ":" in name}
+    left = [name for name, why in late.items() if why == TOO_LATE and name not in with_options]
+    found: list[str] = []
+    while left and (len(found) + 1) * each <= seconds:
+        found.append(_fastest(left, gains, totals) or left[0])
+        left.remove(found[-1])
+    return found
 
 
 def _fastest(

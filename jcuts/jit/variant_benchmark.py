@@ -57,6 +57,7 @@ def benchmark(traced: TracedCall, planned: PlanningResult, again: Decision | Non
         plain = [name for name in names if variant_space.is_xla(name) and name not in refused]
         decision = time_programs(traced, [*plain, *(name for name in more if name not in barred)], barred)
         decision = dataclasses.replace(decision, rejected={**refused, **decision.rejected})
+    decision, late = _race_late_ones(traced, planned, decision, late, barred, time.monotonic() - start)
     single = chain_ablation.unchained_variant(decision, planned.joined)
     if single and not (traced.on_gpu and time_budget.current().is_limited):
         decision = _ablate_chains(traced, decision, single)
@@ -66,6 +67,33 @@ def benchmark(traced: TracedCall, planned: PlanningResult, again: Decision | Non
         decision = dataclasses.replace(decision, tries=again.tries + 1)
     log.info("%d whole programs compared in %.2f s", len(names), time.monotonic() - start)
     return decision
+
+
+def _race_late_ones(
+    traced: TracedCall,
+    planned: PlanningResult,
+    decision: Decision,
+    late: dict[str, str],
+    barred: Mapping[str, str],
+    spent: float,
+) -> tuple[Decision, dict[str, str]]:
+    """The decision with programs that the limit left out and for which there is time after all, and who is still out.
+
+    Args: spent: by the race so far [s].
+    """
+    raced = sum(not variant_space.is_xla(name) for name in decision.seconds)
+    each = spent / max(1, raced)
+    more = race_limits.affordable(late, time_budget.current().unspent(), each, planned.gains, planned.totals)
+    more = [name for name in more if name not in barred]
+    if not more:
+        return decision, late
+    log.info("%d further programs are tried in the time that is left", len(more))
+    names = dict.fromkeys([XLA, *(n for n in decision.seconds if variant_space.is_xla(n)), decision.chosen, *more])
+    again = time_programs(traced, list(names), barred)
+    seconds, speed = {**decision.seconds, **again.seconds}, {**decision.speed, **again.speed}
+    rejected = {**decision.rejected, **again.rejected}
+    again = dataclasses.replace(again, seconds=seconds, speed=speed, rejected=rejected)
+    return again, {name: why for name, why in late.items() if name not in more}
 
 
 def time_programs(traced: TracedCall, names: Sequence[str], barred: Mapping[str, str]) -> Decision:

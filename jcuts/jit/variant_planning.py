@@ -284,11 +284,14 @@ def _add_derived(
     plain_seconds: float | None,
 ) -> None:
     """Adds the variants that follow from measured times where they are programs of their own: of the partition search,
-    and of clear gains.  Args: plain_seconds: kernels of plain XLA's program by its profile [s].
+    of attention beside all other kernels, and of clear gains.
+
+    Args: plain_seconds: kernels of plain XLA's program by its profile [s].
     """
     searched = None if time_budget.current().is_spent() else variant_space.variant_to_search(found)
     for form, what in (
         (searched, "partition of %s searched in %.2f s"),
+        (variant_space.variant_with_attention(found), "%s planned in %.2f s"),
         (variant_space.variant_of_clear(found, plain_seconds), "clear gains of %s planned in %.2f s"),
     ):
         if form is None:

@@ -270,6 +270,22 @@ def variant_of_clear(found: Mapping[Variant | None, Outcome], plain_seconds: flo
     return Variant(tuple(dict.fromkeys(rewrites)), CLEAR)
 
 
+def variant_with_attention(found: Mapping[Variant | None, Outcome]) -> Variant | None:
+    """The variant with kernels for everything and those for attention and its gradient; None where there are none.
+
+    It has the rewrites of the variant with most measured gain and those of the one with kernels for attention alone.
+
+    Args: found: the outcomes of all that could race.
+    """
+    attention = next((form for form in found if form is not None and form.regions == ATTENTION), None)
+    whole = [form for form in found if _has_all_regions(form)]
+    if attention is None or not whole or measured_sums.kernel_sums(found[attention].report)[1] <= 0.0:
+        return None
+    best = max(whole, key=lambda form: measured_sums.kernel_sums(found[form].report)[1])
+    rewrites = [r for form in (best, attention) if form is not None for r in form.rewrites]
+    return Variant(tuple(dict.fromkeys(rewrites)))
+
+
 def _form(rewrites: Sequence[str], regions: str) -> Variant:
     """A form, without the rewrites that its regions have no use for."""
     return Variant(tuple(r for r in rewrites if regions != "none" or r not in KERNEL_ONLY), regions)

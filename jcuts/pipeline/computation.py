@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,6 +65,7 @@ class Region:
         source: where the choice comes from (`tune.row_signature`), '' where nothing was measured.
         rounded: numbers of the inputs that hold TF32 numbers only (they are part of the identity).
         kernel: the compiled winner, once it is compiled.
+        aliases: numbers of inputs that the winner overwrites -> of the outputs in their memory.
     """
 
     members: Members
@@ -81,6 +82,7 @@ class Region:
     source: str = ""
     rounded: tuple[int, ...] = ()
     kernel: CompiledKernel | None = None
+    aliases: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def ranked(self) -> Ranked:

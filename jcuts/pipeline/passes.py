@@ -95,7 +95,8 @@ def _rewrite(state: State) -> State:
         rewrites = _once(f"{state.digest} {rules}", form, lambda: rewritten(inlined, rules))
     closed = _once(f"{state.digest} {rules} numbers", form, lambda: splat_constants(rewrites.closed))
     divides = microbatch_convs.is_asked(state.settings)
-    for further in backward_rewrites(state.platform, divides=divides):
+    has_kernels = form is None or form.regions != "none"
+    for further in backward_rewrites(state.platform, divides=divides, has_kernels=has_kernels):
         key = f"{state.digest} {rules} {further.name} {divides}"
         closed = _once(key, form, functools.partial(further.apply, closed))
     count, convolutions = sum(rewrites.counts.values()), rewrites.convolutions
@@ -152,7 +153,7 @@ def _search(state: State) -> State:
 
 def _prepare(state: State) -> State:
     if state.platform != "cpu" and state.regions.origin != "none":
-        weight_prep.add_weight_prep_kernels(state.top)
+        weight_prep.add_weight_prep_kernels(state.top, donates=state.settings.donates)
     return state
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jcuts.base import knobs
@@ -34,7 +34,7 @@ class KernelCall:
 
     Attributes:
         number: where the call stands among the equations. covers: the numbers of those that go.
-        like: the equation whose source line the call gets. place: see `xla.cpu_ffi_call.call_kernel`.
+        like: the equation whose source line the call gets. place, aliases: see `xla.cpu_ffi_call.call_kernel`.
     """
 
     number: int
@@ -44,6 +44,7 @@ class KernelCall:
     outputs: Sequence[Any]
     like: jaxapi.Eqn
     place: tuple[int | None, int] | None = None
+    aliases: Mapping[int, int] = field(default_factory=dict)
 
 
 Calls = Mapping[int, Sequence[KernelCall]]
@@ -75,7 +76,8 @@ def _region_calls(level: Computation) -> list[KernelCall]:
             continue
         subset.kernel = kernel
         like, members = level.closed.jaxpr.eqns[max(subset.members)], sorted(subset.members)
-        found.append(KernelCall(members[0], members, kernel, subset.inputs, subset.outputs, like))
+        call = KernelCall(members[0], members, kernel, subset.inputs, subset.outputs, like, aliases=subset.aliases)
+        found.append(call)
     return found
 
 
@@ -123,7 +125,7 @@ def with_calls(top: Computation, calls: Calls) -> jaxapi.Closed:
 def _rebuilt(level: Computation, calls: Mapping[int, Sequence[KernelCall]]) -> jaxapi.Closed:
     mine = calls[id(level)]
     units = {call.number: call.covers for call in mine}
-    replacement = {c.number: kernel_eqns(c.kernel, c.inputs, c.outputs, c.like, c.place) for c in mine}
+    replacement = {c.number: kernel_eqns(c.kernel, c.inputs, c.outputs, c.like, c.place, c.aliases) for c in mine}
     count = len(level.closed.jaxpr.eqns)
     for number, bodies in level.bodies.items():
         rebuilt = [_rebuilt(body, calls) for body in bodies]

@@ -1,10 +1,10 @@
-"""Fuses the program's argument preparation (weight transposes, hoisted vectors) into one kernel each, not one per
-layer.
+"""Fuses a program's argument preparation (weight transposes, hoisted vectors) and the optimiser's updates into one
+kernel each, not one per layer.
 
-For the calls that `rewrite.tf32_weight_args` and `rewrite.hoist_vectors` make.  Transposed weights need no tolerance:
-each is an operand rounded to TF32, bit by bit what XLA computes.  Vectors are element-wise operations, whose errors are
-stated (`docs/vecmath.md`).  Whether a program with these kernels is accurate and faster is checked with the whole
-program.
+For the calls that `rewrite.tf32_weight_args`, `rewrite.hoist_vectors` and `rewrite.backward.multi_tensor_update` make.
+Transposed weights need no tolerance: each is an operand rounded to TF32, bit by bit what XLA computes.  Vectors and
+updates are element-wise operations, whose errors are stated (`docs/vecmath.md`).  Whether a program with these kernels
+is accurate and faster is checked with the whole program.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from jcuts.lower import horizontal, weight_transpose
 from jcuts.lower.tensor_graph import build_graph
 from jcuts.pipeline.computation import Computation
 from jcuts.rewrite import hoist_vectors, tf32_weight_args
+from jcuts.rewrite.backward import multi_tensor_update
 
 
-def add_weight_prep_kernels(level: Computation) -> int:
+def add_weight_prep_kernels(level: Computation, *, donates: bool = False) -> int:
     """Gives a kernel to every such call of a level that can have one; gives how many there are.
 
     None where no kernel of the level is chosen: then there is nobody to prepare anything for.
+
+    Args: donates: whether the function's arguments are donated: its updates then overwrite them.
     """
     found = 0
     if not any(subset.chosen for subset in level.subsets):
@@ -35,6 +38,7 @@ def add_weight_prep_kernels(level: Computation) -> int:
         if subset.inputs != list(eqn.invars) or subset.outputs != list(eqn.outvars):
             continue  # an argument twice, or a result that nothing reads
         subset.chosen, subset.origin = program, "estimated"
+        subset.aliases = multi_tensor_update.in_place(eqn, level.closed.jaxpr.invars) if donates else {}
         level.merge_into(subset)
         found += 1
     return found

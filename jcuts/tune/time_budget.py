@@ -79,6 +79,10 @@ class TimeBudget:
         """Seconds until tuning has to end, < 0 after that; infinite without a deadline."""
         return self.until - self.spent() if self.is_limited else math.inf
 
+    def unspent(self) -> float:
+        """Seconds until the budget ends, what was reserved among them; infinite without a deadline."""
+        return self.seconds - self.spent()
+
     def fail(self) -> None:
         """Says that tuning ended for another reason than time."""
         self.failed = self.is_limited  # the one without a limit belongs to all

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -40,7 +41,10 @@ def scratch_result_bytes(size: int, slots: int) -> int:
 
 
 def call_kernel(
-    kernel: CompiledKernel, *operands: Any, place: tuple[int | None, int] | None = None
+    kernel: CompiledKernel,
+    *operands: Any,
+    place: tuple[int | None, int] | None = None,
+    aliases: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[jax.Array, ...]:
     """Calls a kernel as one XLA custom call; works under ``jit`` and eagerly.
 
@@ -53,6 +57,8 @@ def call_kernel(
         operands: arrays of ``kernel.inputs``' shapes and dtypes.
         place: of a CUDA kernel that writes a part of its result: the operand that becomes the result, None where the
             rest is undefined; and bytes before what is written.
+        aliases: of a CUDA kernel that writes each element of some results where it has read that of an operand: numbers
+            of operands -> of the results in their memory.
     Returns: arrays of ``kernel.outputs``' shapes and dtypes.
     Raises:
         IRError: an operand does not fit the kernel.
@@ -62,7 +68,7 @@ def call_kernel(
     if is_image(kernel.object_code):
         from jcuts.xla import cuda_launcher
 
-        return cuda_launcher.call_kernel(kernel, *operands, place=place)
+        return cuda_launcher.call_kernel(kernel, *operands, place=place, aliases=aliases)
     cpu_launcher.ensure_registered()
     cpu_launcher.add_kernel(kernel)
     slots = max(1, min(kernel.tiles, pool_threads()))

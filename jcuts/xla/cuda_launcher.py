@@ -12,7 +12,8 @@ import ctypes
 import functools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -306,13 +307,18 @@ def set_hook(hook: Any) -> None:
     load().jcuts_cuda_set_hook(hook or HOOK(0))
 
 
-def call_kernel(kernel: CompiledKernel, *operands: Any, place: Place | None = None) -> tuple[jax.Array, ...]:
+def call_kernel(
+    kernel: CompiledKernel,
+    *operands: Any,
+    place: Place | None = None,
+    aliases: Mapping[int, int] = MappingProxyType({}),
+) -> tuple[jax.Array, ...]:
     """Calls a CUDA kernel as one XLA custom call (for images; `cpu_ffi_call.call_kernel` dispatches here).
 
     Scratch memory is an extra result (`scratch`): a handler that XLA captures into a graph must not allocate.
 
     Args: place: the operand that becomes the result (None: none does), and how many bytes of the result lie before what
-        the kernel writes.
+        the kernel writes. aliases: numbers of operands -> of the results that they become.
     """
     ensure_registered()
     add_kernel(kernel)
@@ -325,7 +331,7 @@ def call_kernel(kernel: CompiledKernel, *operands: Any, place: Place | None = No
         has_side_effect=False,
         input_layouts=[tuple(range(len(shape))) for shape, _ in kernel.inputs],
         output_layouts=[tuple(range(len(result.shape))) for result in results],
-        input_output_aliases=None if place is None or place[0] is None else {place[0]: 0},
+        input_output_aliases=(dict(aliases) or None) if place is None or place[0] is None else {place[0]: 0},
     )
     outputs = call(
         *operands,

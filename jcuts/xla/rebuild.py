@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jcuts.base.errors import IRError
@@ -25,9 +26,10 @@ def kernel_eqns(
     outputs: Sequence[Any],
     like: Any,
     place: tuple[int | None, int] | None = None,
+    aliases: Mapping[int, int] = MappingProxyType({}),
 ) -> list[Any]:
-    """Equations that call a kernel on variables of the surrounding jaxpr. Args: place: see `call_kernel`."""
-    return traced_eqns(lambda *xs: call_kernel(kernel, *xs, place=place), inputs, outputs, like)
+    """Equations that call a kernel on variables of the surrounding jaxpr. Args: place, aliases: see `call_kernel`."""
+    return traced_eqns(lambda *xs: call_kernel(kernel, *xs, place=place, aliases=aliases), inputs, outputs, like)
 
 
 def traced_eqns(

@@ -502,9 +502,38 @@ def test_where_products_differ_the_least_total_races():
     out = race_limits.beyond_race_limit(more, gains | {attention: 1e-5}, totals)
     assert [n for n in more if n not in out] == ["xla", "jcuts/scales+dots+siblings/anchored:graphs", more[-1]]
     out = race_limits.beyond_race_limit(more, gains | {attention: 5e-4}, totals)
-    assert [n for n in more if n not in out] == ["xla", more[-1]]
+    assert [n for n in more if n not in out] == ["xla", "jcuts/scales+dots+siblings/anchored:graphs", more[-1]]
     out = race_limits.beyond_race_limit(names, gains, {plain: 5e-4})  # nothing is known of the others
     assert [n for n in names if n not in out] == ["xla", "jcuts/scales:graphs"]
+
+
+def test_programs_that_the_limit_left_out_race_in_what_is_left_of_it():
+    plain, merged, anchored = None, Variant(("dots",), "all"), Variant(("dots",), "anchored")
+    names = variant_space.programs([plain, merged, anchored], ["graphs"])[2:]
+    gains = {plain: 1e-4, merged: 2e-4, anchored: 3e-4}
+    late = dict.fromkeys(names, race_limits.TOO_LATE) | {"jcuts/slots:graphs": "its kernels gain too little"}
+
+    def affordable(seconds):
+        return race_limits.affordable(late, seconds, 4.0, gains)
+
+    assert affordable(-5.0) == affordable(3.9) == [] and affordable(4.1) == ["jcuts/dots/anchored:graphs"]
+    assert affordable(9.0) == ["jcuts/dots/anchored:graphs", "jcuts/dots:graphs"]
+    assert affordable(1e3) == ["jcuts/dots/anchored:graphs", "jcuts/dots:graphs", "jcuts:graphs"]  # not without options
+
+
+def test_attention_races_beside_all_other_kernels(monkeypatch):
+    gains = {"plain": 1e-4, "turned": 2e-4, "attention": 3e-4}
+    monkeypatch.setattr(variant_space.measured_sums, "kernel_sums", lambda report: (1e-4, gains[report]))
+    turned, attention = Variant(("scales", "turns"), "all"), Variant(("scales", "recomputes"), "attention")
+    found = {
+        form: types.SimpleNamespace(report=name)
+        for form, name in ((Variant(("scales",)), "plain"), (turned, "turned"), (attention, "attention"))
+    }
+    assert variant_space.variant_with_attention(found) == Variant(("scales", "turns", "recomputes"), "all")
+    gains["attention"] = 0.0
+    assert variant_space.variant_with_attention(found) is None
+    del found[attention]
+    assert variant_space.variant_with_attention(found) is None
 
 
 def test_totals_count_kernels_and_what_is_left_to_xla():

@@ -42,7 +42,7 @@ def rebuilt(on_gpu, monkeypatch):
     """What the passes make of a function whose column sums are kernels, all else XLA's; kernels are interpreted."""
     calls = []
 
-    def eqns(program, inputs, outputs, like, place=None):
+    def eqns(program, inputs, outputs, like, place=None, aliases=None):
         calls.append(program)
         types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in outputs]
         run = lambda *xs: tuple(interpret(program, [np.asarray(x) for x in xs]))  # noqa: E731

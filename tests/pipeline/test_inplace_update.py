@@ -55,7 +55,7 @@ def rebuilt(monkeypatch):
     """What `pipeline` makes of a function for a GPU on which every subset takes its first kernel."""
     calls = []
 
-    def eqns(kernel, inputs, outputs, like, place=None):
+    def eqns(kernel, inputs, outputs, like, place=None, aliases=None):
         calls.append((kernel, place, [v.aval.shape for v in inputs], [v.aval.shape for v in outputs]))
         avals = [v.aval for v in outputs]
         return traced_eqns(
@@ -209,7 +209,7 @@ def test_xla_copies_no_array_that_kernels_update(rebuilt, monkeypatch):
     """Custom calls in the place of kernels, compiled by XLA: all that is left are the calls."""
     monkeypatch.setattr(inplace_concat, "LEAST_BYTES", 1)
 
-    def call(kernel, inputs, outputs, like, place=None):
+    def call(kernel, inputs, outputs, like, place=None, aliases=None):
         results = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in outputs]
         aliases = None if place is None or place[0] is None else {place[0]: 0}
         ffi = jax.ffi.ffi_call(cuda_launcher.KEEP, results, input_output_aliases=aliases)
@@ -241,7 +241,7 @@ def test_an_array_of_nan_gives_right_results(function, rebuilt, monkeypatch):
         array = np.full(shape, np.nan, dtype) if place[0] is None else operands[place[0]]
         return tuple(ptx_machine.run_kernel(ptx, kernel, operands, start=place[1], array=array))
 
-    def call(kernel, inputs, outputs, like, place=None):
+    def call(kernel, inputs, outputs, like, place=None, aliases=None):
         results = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in outputs]
         run = functools.partial(execute, kernel, place)
         return traced_eqns(lambda *xs: jax.pure_callback(run, tuple(results), *xs), inputs, outputs, like)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from jcuts.rewrite.backward.deviation_sums import deviation_sums
 from jcuts.rewrite.backward.explicit_padding import fold_padding
 from jcuts.rewrite.backward.hoist_weight_gradients import hoist_weight_gradients
+from jcuts.rewrite.backward.multi_tensor_update import multi_tensor_updates
 from jcuts.rewrite.backward.rematerialize import rematerialize
 from jcuts.rewrite.backward.separate_deviations import separate_deviations
 from jcuts.trace import jaxapi
@@ -22,12 +23,14 @@ class BackwardRewrite:
         gpu_only: whether it serves kernels for GPUs alone.
         makes_asymmetric: whether convolutions may be padded differently on their two sides, which cuDNN's divided ones
             cannot be.
+        with_kernels: whether it serves variants with kernels alone.
     """
 
     name: str
     apply: Callable[[jaxapi.Closed], jaxapi.Closed]
     gpu_only: bool = False
     makes_asymmetric: bool = False
+    with_kernels: bool = False
 
 
 REWRITES = (
@@ -36,11 +39,17 @@ REWRITES = (
     BackwardRewrite("deviation sums", lambda closed: deviation_sums(closed)[0]),
     BackwardRewrite("residuals", lambda closed: rematerialize(closed)[0], gpu_only=True),
     BackwardRewrite("deviations", separate_deviations, gpu_only=True),
+    BackwardRewrite("updates", lambda closed: multi_tensor_updates(closed)[0], gpu_only=True, with_kernels=True),
 )
 
 
-def backward_rewrites(platform: str, *, divides: bool) -> Iterator[BackwardRewrite]:
-    """Those for a platform. Args: divides: whether convolutions are divided under a workspace limit."""
+def backward_rewrites(platform: str, *, divides: bool, has_kernels: bool = True) -> Iterator[BackwardRewrite]:
+    """Those for a platform.
+
+    Args: divides: whether convolutions are divided under a workspace limit; has_kernels: whether the variant has any.
+    """
     for rewrite in REWRITES:
-        if not (rewrite.gpu_only and platform == "cpu") and not (rewrite.makes_asymmetric and divides):
+        if rewrite.gpu_only and platform == "cpu":
+            continue
+        if not (rewrite.makes_asymmetric and divides) and (has_kernels or not rewrite.with_kernels):
             yield rewrite

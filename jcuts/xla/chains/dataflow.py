@@ -57,17 +57,19 @@ class Dataflow:
 
 
 def is_kernel(eqn: Any) -> bool:
-    """Whether an equation is a kernel call; false where it also reads the old value of the operand it overwrites (XLA
-    copies that).
+    """Whether an equation is a kernel call that can be part of a chain.
+
+    Others also read the old value of the operand that they overwrite (XLA copies that), or overwrite several.
     """
-    return jaxapi.call_target(eqn) in TARGETS and all(
-        sum(a is eqn.invars[k] for a in eqn.invars) == 1 for k in _overwritten(eqn)
-    )
+    if jaxapi.call_target(eqn) not in TARGETS or len(_overwritten(eqn)) > 1:
+        return False
+    return all(sum(a is eqn.invars[k] for a in eqn.invars) == 1 for k in _overwritten(eqn))
 
 
 def _overwritten(eqn: Any) -> list[int]:
-    """Numbers of a call's operands that it overwrites: one, with its first result, or none
-    (`cuda_launcher.call_kernel`).
+    """Numbers of a call's operands that it overwrites (`cuda_launcher.call_kernel`).
+
+    One, with its first result, or none; those of a multi-tensor update are many.
     """
     return [k for k, _ in eqn.params["input_output_aliases"] or ()]
 

@@ -17,18 +17,23 @@ from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.program import Buffer, Program
 from jcuts.lower.horizontal import is_map
 
+POINTS = 4
+"""Of a thread: 16 bytes of float32."""
+
 
 @dataclass(frozen=True)
 class CombinedShape:
     """How horizontally fused programs divide the grid.
 
     Attributes:
-        threads: of a block, each with one point.
+        threads: of a block.
+        points: of a thread, by program: as many as a vector load has, one where they do not divide the axis.
         first: the first block of every program.
         blocks: of the launch.
     """
 
     threads: int
+    points: tuple[int, ...]
     first: tuple[int, ...]
     blocks: int
 
@@ -40,8 +45,11 @@ def combined_shape(program: Program) -> CombinedShape:
     threads = int(str(dict(program.params)["threads"]))
     if not all(map(is_map, program.phases)):
         raise CompileRejected(f"{program.name}: not only maps along one axis")
-    counts = [0, *itertools.accumulate(-(-p.axes[0].extent // threads) for p in program.phases)]
-    return CombinedShape(threads, tuple(counts[:-1]), counts[-1])
+    extents = [phase.axes[0].extent for phase in program.phases]
+    points = tuple(POINTS if extent % POINTS == 0 else 1 for extent in extents)
+    blocks = (-(-extent // (threads * each)) for extent, each in zip(extents, points, strict=True))
+    counts = [0, *itertools.accumulate(blocks)]
+    return CombinedShape(threads, points, tuple(counts[:-1]), counts[-1])
 
 
 def binary_dispatch(builder: GpuBuilder, number: L.Value, first: Sequence[int], emit: Callable[[int], None]) -> None:
@@ -85,22 +93,25 @@ class HorizontalKernel:
         self.pointers, self.block, self.thread = pointers, integers["block"], integers["thread"]
 
     def emit(self) -> None:
-        """Computes this thread's point."""
+        """Computes this thread's points."""
         binary_dispatch(self.builder, self.block, self.shape.first, self._map)
 
     def _map(self, number: int) -> None:
         builder, phase = self.builder, self.program.phases[number]
         (axis,) = phase.axes
+        points = self.shape.points[number]
         block = builder.sub(self.block, L.I32(self.shape.first[number]))
-        place = builder.add(builder.mul(block, L.I32(self.shape.threads)), self.thread)
+        thread = builder.add(builder.mul(block, L.I32(self.shape.threads)), self.thread)
+        place = builder.mul(thread, L.I32(points)) if points > 1 else thread
         point = RegisterTileEmitter(
             builder,
             phase,
-            TileVariant(((axis.name, 1),)),
+            TileVariant(((axis.name, points),)),
             self.buffers,
             self.pointers,
             {axis.name: place},
-            {axis.name: 1},
+            {axis.name: points},
         )
+        point.in_place = True
         with builder.if_then(builder.icmp_signed("<", place, L.I32(axis.extent))):
             point.emit()

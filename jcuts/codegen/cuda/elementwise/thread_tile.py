@@ -93,6 +93,8 @@ class RegisterTileEmitter:
         """All guards of loads hold: they are left out."""
         self.live: L.Value | None = None
         """What every store needs, where not every thread has a point of its own."""
+        self.in_place = False
+        """Whether stores may overwrite what the same thread has loaded."""
 
     def _frame(self, bases: Mapping[str, L.Value], ranges: Mapping[str, int], steps: Mapping[str, int]) -> M.Frame:
         return M.Frame(
@@ -102,6 +104,7 @@ class RegisterTileEmitter:
             {**self.ranges, **ranges},
             {**self.multiples, **steps},
             live=self.live,
+            in_place=self.in_place,
         )
 
     def emit(self) -> None:

@@ -39,6 +39,7 @@ class Frame:
         multiples: axis -> a number that divides its value.
         values: data-flow node -> its value, for indices that are computed at run time.
         live: a condition that every store needs (threads beyond the last tile), or None.
+        in_place: whether results may overwrite operands: loads are no ``.nc`` then, and stay in front of the stores.
     """
 
     builder: GpuBuilder
@@ -48,6 +49,7 @@ class Frame:
     multiples: Mapping[str, int]
     values: dict[int, L.Value] = field(default_factory=dict)
     live: L.Value | None = None
+    in_place: bool = False
     cache: dict[object, L.Value] = field(default_factory=dict)
 
 
@@ -183,8 +185,10 @@ def load_words(
         holds = only if holds is None else builder.and_(holds, only)
     where = f"[${registers}+{constant}]" if constant else f"[${registers}]"
     result = ir.LiteralStructType([kind] * registers) if registers > 1 else kind
+    path = "" if frame.in_place else ".nc"
     if holds is None:
-        found = asm(builder, f"ld.global.nc{vector}.{typed} {target}, {where};", result, [place])
+        text = f"ld.global{path}{vector}.{typed} {target}, {where};"
+        found = asm(builder, text, result, [place], effects=frame.in_place)
     else:
         packed = 0
         for k in range(each // size):
@@ -193,7 +197,7 @@ def load_words(
         starts = " ".join(f"mov.{move} {name}, {packed:#x};" for name in names)
         text = (
             f"{{ .reg .pred p; setp.ne.b32 p, ${registers + 1}, 0; {starts} "
-            f"@p ld.global.nc{vector}.{typed} {target}, {where}; }}"
+            f"@p ld.global{path}{vector}.{typed} {target}, {where}; }}"
         )
         # Early-clobber: a result register is written before the address is read.
         found = _early(builder, text, result, [place, builder.zext(holds, I32)])

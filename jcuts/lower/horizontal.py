@@ -7,6 +7,7 @@ thousand numbers together, are one launch instead of one per layer), and for an 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -60,12 +61,10 @@ def _sharing(phases: Sequence[Phase], inputs: dict[int, Buffer]) -> list[Phase]:
     arrays = {buffer.name for buffer in inputs.values() if buffer.size > 1}
     found: list[Phase] = []
     for phase in phases:
-        for k, other in enumerate(found):
-            if other.axes[0].extent == phase.axes[0].extent and arrays & _loaded(other) & _loaded(phase):
-                phase = _merged(other, phase)
-                found[k : k + 1] = []
-                break
-        found.append(phase)
+        extent, mine = phase.axes[0].extent, arrays & _loaded(phase)
+        alike = [other for other in found if other.axes[0].extent == extent and mine & _loaded(other)]
+        found = [other for other in found if not any(other is one for one in alike)]
+        found.append(functools.reduce(_merged, [*alike, phase]))
     return found
 
 

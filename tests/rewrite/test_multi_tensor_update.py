@@ -130,6 +130,26 @@ def compare(call, run):
         np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)
 
 
+def test_what_reads_one_array_is_one_phase():
+    """Three results in one launch, the third of which reads what the first and the second overwrite."""
+    shapes = [(n, 4) for n in range(2, 10)]
+    args = tuple([values(*s) for s in shapes] for _ in range(4))
+
+    def step(a, b, c, g):
+        def sums(*xs):
+            return [sum(x) for x in zip(*xs, strict=True)]
+
+        gradients = [jnp.cumsum(x, axis=0) for x in g]
+        return sums(a, gradients), [2 * x for x in b], sums(a, b, c)
+
+    made, count = multi_tensor_update.multi_tensor_updates(flat(step, args))
+    (call,) = calls_of(made)
+    program = weight_prep._program(call)
+    assert program is not None and len(program.phases) == len(shapes) and count == 3 * len(shapes)
+    assert len(multi_tensor_update.in_place(call, made.jaxpr.invars)) == count
+    compare(call, lambda operands: interpret(program, operands))
+
+
 def test_what_something_else_reads_stays():
     """A new parameter that the loss of the next batch reads is no leaf, nor what it is made of; nor are too few."""
 

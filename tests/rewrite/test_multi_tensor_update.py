@@ -92,7 +92,7 @@ def test_all_leaves_are_one_call_in_place(step, results):
         jaxapi.eval_closed(closed, *jax.tree.leaves(args)),
         strict=True,
     ):
-        np.testing.assert_array_equal(got, want)
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)  # a call is compiled: its products are fused
     pairs = multi_tensor_update.in_place(call, made.jaxpr.invars)
     order = {v: k for k, v in enumerate(made.jaxpr.invars)}, {v: k for k, v in enumerate(made.jaxpr.outvars)}
     assert len(pairs) == results  # every result has the memory of the argument at its own place

@@ -1,7 +1,7 @@
 """Accumulators of a register tile on a CPU, with blocked summation: stack slots that LLVM promotes to registers.
 
 The rounding error of a sum grows with the number of terms in one accumulator (Higham, "The accuracy of floating point
-summation", 1993, section 4).  From `LONG` terms on, an accumulator of float32 holds the sum of a block, which is added
+summation", 1993, section 4).  From `LONG` terms on, an accumulator of floats holds the sum of a block, which is added
 to a total at the end of the block.
 """
 
@@ -23,6 +23,8 @@ LEAST_BLOCK = 256
 """Terms of the shortest block: a total costs an addition and what the registers cannot hold."""
 LONG = 2 * LEAST_BLOCK
 """Terms of one accumulator from which on a sum is divided into blocks."""
+TYPES = ("float32", "float64")
+"""Of accumulators whose sums are divided."""
 
 Slots = tuple[L.Value, ...]
 
@@ -87,7 +89,7 @@ class Accumulators:
         return parts[0]
 
     def _in_blocks(self, acc: Acc) -> bool:
-        return acc.combine == "add" and acc.dtype == "float32" and self.terms >= LONG
+        return acc.combine == "add" and acc.dtype in TYPES and self.terms >= LONG
 
     def _types(self, acc: Acc) -> list[L.Type]:
         kinds = [E.register_type(acc.dtype)] + ([L.element_type(acc.index_dtype)] if acc.index_dtype else [])

@@ -51,6 +51,21 @@ def test_long_sums_are_exact_to_a_few_ulp(name):
         assert error.max() < 8e-7 and np.sqrt(np.mean(error**2)) < 4e-7, program.params
 
 
+@pytest.mark.parametrize("name", ["columns", "rows", "product"])
+def test_long_sums_of_float64_are_exact_to_a_few_ulp(name):
+    fn, arguments = LONG_SUMS[name]
+    arguments = [a.astype(np.float64) for a in arguments]
+    with jax.enable_x64(True):
+        traced = programs.trace(fn, *arguments)
+        schedules = programs.schedules(traced.program(), 4)
+    wide = [a.astype(np.longdouble) for a in arguments]
+    wanted = wide[0] @ wide[1] if name == "product" else wide[0].sum(int(name == "rows"))
+    for program in schedules:
+        (got,) = Launcher(compile_program(program)).run([np.asarray(o) for o in traced.operands()], Schedule())
+        error = np.abs(got.reshape(wanted.shape) - wanted) / wanted
+        assert error.max() < 2e-15 and np.sqrt(np.mean(error**2)) < 8e-16, (error.max(), program.params)
+
+
 def test_infinities_and_zeros_of_long_sums():
     x = np.zeros((5000, 4), np.float32)
     x[:, 0], x[3000, 1], x[100, 2], x[200, 2] = -0.0, np.inf, np.inf, -np.inf

@@ -19,7 +19,10 @@ at 1, K the reduction length, tiny the smallest normal number, and err(a) = max(
         max err(c)  <=  4 tolerance * max err(x)  +  4 eps sqrt(K) R.
     Neighbours in a band may differ in condition: an element that simulated rounding of one ulp moves as far is no
     one's fault (a sum that cancels among numbers that are small by themselves, on which XLA was lucky).
-5.  *Special inputs* (NaN, infinities, -0, denormals; huge values): rules 1, 2, and rule 3 with 4 tolerance.
+5.  *Special inputs* (NaN, infinities, -0, denormals; huge values): rules 1, 2, and rule 3 with 4 tolerance.  An output
+    that huge values saturate at both ends (a clip, a sigmoid) is judged at its ends: what lies between them is what
+    huge terms left where they cancelled, on which XLA was as lucky as its order of summation; there c only stays
+    between the ends.
 6.  *Discrete outputs* (integers, booleans, argmax, comparisons): equal to x bit by bit.
 
 Where runs of the reference with simulated rounding (`tune.verify.float64_eval`) disagree by more than rounding

@@ -14,9 +14,9 @@ from jcuts.base.errors import AccuracyRejected
 from jcuts.tune.problem import Output
 from jcuts.tune.verify import blocked_numpy
 from jcuts.tune.verify.expected import FlatReference, OutputReference, classes, first, flat
-from jcuts.tune.verify.inputs import NORMAL
+from jcuts.tune.verify.inputs import HUGE, NORMAL
 from jcuts.tune.verify.magnitude_bands import ErrorBands, rms
-from jcuts.tune.verify.tolerances import ELEMENT_FACTOR, FLIP_FLOORS, FLOOR_ULP, NOISE_ULP
+from jcuts.tune.verify.tolerances import ELEMENT_FACTOR, FLIP_FLOORS, FLOOR_ULP, NOISE_ULP, SATURATED
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,23 @@ def check_floats(
                 continue
             part = _prepare(index, number, spec, want, have, dtype, floor)
             own = _pool([part], tiny)
-            c, x = own.relative(part.candidate_error), max(own.xla, e_x)
+            errors = _less_cancelled(part) if part.kind == HUGE else part.candidate_error
+            c, x = own.relative(errors), max(own.xla, e_x)
             limit = ELEMENT_FACTOR * tolerance * x + floor
             if not c <= limit:
                 raise _too_far(index, part.kind, c, x, limit, eps, seed=number)
     return accuracy
+
+
+def _less_cancelled(part: _Set) -> np.ndarray:
+    """Errors on huge inputs, without those of elements between the ends of a saturated output (rule 5)."""
+    r, errors = part.reference, part.candidate_error
+    if r.size == 0:
+        return errors
+    low, high = r.min(), r.max()
+    if not min(np.count_nonzero(r == low), np.count_nonzero(r == high)) >= max(2, SATURATED * r.size):
+        return errors
+    return np.where((r > low) & (r < high) & (errors <= high - low), 0.0, errors)
 
 
 @functools.lru_cache(maxsize=3)

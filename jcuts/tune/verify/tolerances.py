@@ -17,6 +17,9 @@ NOISE_ULP = 4.0
 FLIP_FLOORS = 16.0
 """Spread of runs with simulated rounding, over what rounding explains, from which on only their range bounds a result:
 an operation flips between discrete values."""
+SATURATED = 1 / 16
+"""Share of an output on huge inputs that is at its least value, and share at its largest, from which on it is taken to
+be clipped: what lies between is what huge terms left where they cancelled."""
 TRUST_ULP = 1.0
 """Simulated rounding of a float64 operation, where it stands for XLA's own error (see `tune.verify.acceptance`)."""
 FINER = 2.0**-15

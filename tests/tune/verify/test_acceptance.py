@@ -88,6 +88,42 @@ def test_classes_must_match(kind, value):
         check(Output((50,), "float32"), [normal, special], [x, x])
 
 
+def clipped(rng, low, high):
+    """Huge sums behind a clip: most elements at its ends, a few where terms cancelled."""
+    r = np.clip(
+        np.where(rng.random(2000) < 0.02, rng.uniform(0.5, 5.5, 2000), rng.choice([-1e12, 1e12], 2000)), low, high
+    )
+    between = np.flatnonzero((r > 0.5) & (r < 5.5))
+    return OutputReference(HUGE, (r * (1 + 1e-6)).astype(np.float32).clip(low, high), r), between
+
+
+def test_what_cancels_between_the_ends_of_a_clip_is_no_ones_fault():
+    r, x, _ = sums(np.random.default_rng(3), rows=2000)
+    normal, spec = OutputReference(NORMAL, x, r), Output((2000,), "float32", reduction=500)
+    want, between = clipped(np.random.default_rng(4), 0.0, 6.0)
+    got = want.xla.copy()
+    got[between[0]] += 2e-3  # 4,000 ulp
+    check(spec, [normal, want], [normal.xla, got])
+    for place, value in ((between[0], -3.0), (np.flatnonzero(want.reference == 6.0)[0], 5.99), (0, np.nan)):
+        bad = want.xla.copy()
+        bad[place] = value
+        with pytest.raises(AccuracyRejected):
+            check(spec, [normal, want], [normal.xla, bad])
+
+
+def test_a_rectifier_has_one_end():
+    """What lies above it is huge by itself, and judged."""
+    r, x, _ = sums(np.random.default_rng(3), rows=2000)
+    normal, spec = OutputReference(NORMAL, x, r), Output((2000,), "float32", reduction=500)
+    rng = np.random.default_rng(5)
+    r = np.maximum(rng.standard_normal(2000) * 1e12, 0.0)
+    want = OutputReference(HUGE, r.astype(np.float32), r)
+    got = want.xla.copy()
+    got[r.argmax()] *= np.float32(1.01)
+    with pytest.raises(AccuracyRejected, match="huge"):
+        check(spec, [normal, want], [normal.xla, got])
+
+
 def test_overflow_of_xla_alone_binds_nobody():
     r = np.array([1.0, 2.0, 3e38])
     x = np.array([1.0, 2.0, np.inf], np.float32)

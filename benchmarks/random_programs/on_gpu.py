@@ -12,8 +12,9 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -148,8 +149,16 @@ def _ptx(digest: str) -> str:
     return ptx_of(_programs[digest], xla_devices.target())
 
 
-def interpret(kernel: CompiledKernel, *operands: Any, place: tuple[int, int] | None = None) -> tuple[Any, ...]:
-    """What `cuda.call_kernel` does, by the PTX machine; code of libdevice is evaluated as a data-flow graph."""
+def interpret(
+    kernel: CompiledKernel,
+    *operands: Any,
+    place: tuple[int, int] | None = None,
+    aliases: Mapping[int, int] = MappingProxyType({}),
+) -> tuple[Any, ...]:
+    """What `cuda.call_kernel` does, by the PTX machine; code of libdevice is evaluated as a data-flow graph.
+
+    Results have memory of their own: ``aliases`` changes no value.
+    """
     assert place is None  # no update in place is taken over (`_pretended`)
     from jcuts.kernel_ir.interpret import interpret as evaluate
     from tests.ptx import machine as ptx_machine

@@ -9,7 +9,7 @@ from jcuts.base.settings import ATTENTION, CLEAR, Variant
 from jcuts.jit import end_to_end_benchmark
 from jcuts.jit.paired_timing import ms
 from jcuts.jit.variant_names import form_of, is_xla
-from jcuts.jit.variant_space import LOGITS, LONG, numeric_rewrites
+from jcuts.jit.variant_space import LOGITS, LONG, RECOMPUTED, numeric_rewrites
 
 IN_LOOPS = frozenset(name for options in end_to_end_benchmark.LOOP_OPTIONS.values() for name in options)
 """Compiler options for products in loops: whatever kernels gain, they decide how the products that are left run."""
@@ -43,9 +43,9 @@ def beyond_race_limit(
     """Programs that do not race at first where tuning time is limited, with the reason (then see `affordable`).
 
     Every program costs a compilation of the whole function and a first run, for which libraries compile in turn.  The
-    one that is expected to be the fastest races, with those of attention alone and of `clear` gains, all with compiler
-    options where there are any; the first with those for products in loops (`end_to_end_benchmark.LOOP_OPTIONS`), too;
-    plain XLA always.
+    one that is expected to be the fastest races, with the one of `clear` gains, and the one of attention alone where
+    the former has no attention, all with compiler options where there are any; the first with those for products in
+    loops (`end_to_end_benchmark.LOOP_OPTIONS`), too; plain XLA always.
 
     Args: gains: what the kernels of each variant gain on XLA's code for their regions by measured sums [s]; totals:
         what all regions take together (`variant_space.measured_totals`) [s].
@@ -53,8 +53,11 @@ def beyond_race_limit(
     ours = [name for name in names if not is_xla(name)]
     with_options = {name.partition(":")[0] for name in ours if ":" in name}
     racing = [name for name in ours if name not in with_options]  # the others are the same programs without options
-    few = {name for name in racing if (made := form_of(name)) is not None and made.regions in (ATTENTION, CLEAR)}
-    best = _fastest([name for name in racing if name not in few], gains, totals)
+    forms = {name: form_of(name) or Variant() for name in racing}
+    clear = [name for name, made in forms.items() if made.regions == CLEAR]
+    alone = [name for name, made in forms.items() if made.regions == ATTENTION]
+    best = _fastest([name for name in racing if name not in (*clear, *alone)], gains, totals)
+    few = clear if any(RECOMPUTED in forms[name].rewrites for name in clear) else [*clear, *alone]
     form = best.partition(":")[0]
     kept = {best, *(f"{form}:{option}" for option in IN_LOOPS), *few}
     return {name: TOO_LATE for name in ours if name not in kept}

@@ -503,6 +503,10 @@ def test_where_products_differ_the_least_total_races():
     assert [n for n in more if n not in out] == ["xla", "jcuts/scales+dots+siblings/anchored:graphs", more[-1]]
     out = race_limits.beyond_race_limit(more, gains | {attention: 5e-4}, totals)
     assert [n for n in more if n not in out] == ["xla", "jcuts/scales+dots+siblings/anchored:graphs", more[-1]]
+    clear = [*more, "jcuts/scales+dots+siblings+recomputes/clear:graphs"]  # attention's kernels are among these
+    out = race_limits.beyond_race_limit(clear, gains | {attention: 5e-4}, totals)
+    assert [n for n in clear if n not in out] == ["xla", "jcuts/scales+dots+siblings/anchored:graphs", clear[-1]]
+    assert race_limits.affordable(out, 9.0, 4.0, gains | {attention: 5e-4})[:1] == [more[-1]]
     out = race_limits.beyond_race_limit(names, gains, {plain: 5e-4})  # nothing is known of the others
     assert [n for n in names if n not in out] == ["xla", "jcuts/scales:graphs"]
 

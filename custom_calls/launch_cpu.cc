@@ -400,46 +400,36 @@ class ArenaPool {
         if (free_[k].bytes < bytes) continue;
         Arena found = free_[k];
         free_.erase(free_.begin() + static_cast<std::ptrdiff_t>(k));
-        ++taken_;
         return found;
       }
-      free_.reserve(free_.size() + ++taken_);  // so that giving them back cannot fail
-      if (!free_.empty()) {                    // the new one takes its place
+      if (!free_.empty()) {  // the new one takes its place
         small = free_.back();
         free_.pop_back();
       }
     }
     std::free(small.data);
-    Arena made;
-    try {
-      made = Make(bytes);
-    } catch (...) {
-      if (bytes <= kMostKept) {
-        std::lock_guard lock(mutex_);
-        --taken_;
-      }
-      throw;
-    }
-    return made;
+    return Make(bytes);
   }
+  // Keeps an arena for the next call, or frees it where none needs it or there is no memory for the list.
+  void Give(Arena arena) noexcept {
+    if (arena.data == nullptr) return;
+    try {
+      std::lock_guard lock(mutex_);
+      if (!TooLarge(arena)) {
+        free_.push_back(arena);
+        return;
+      }
+    } catch (const std::exception&) {
+    }
+    std::free(arena.data);
+  }
+
   // Memory of arenas that no call uses.
   int64_t FreeBytes() {
     std::lock_guard lock(mutex_);
     int64_t sum = 0;
     for (const Arena& arena : free_) sum += arena.bytes;
     return sum;
-  }
-  void Give(Arena arena) {
-    if (arena.data == nullptr) return;
-    if (arena.bytes <= Size(kMostKept)) {
-      std::lock_guard lock(mutex_);
-      --taken_;
-      if (!TooLarge(arena)) {
-        free_.push_back(arena);
-        return;
-      }
-    }
-    std::free(arena.data);
   }
 
  private:
@@ -468,7 +458,6 @@ class ArenaPool {
   std::mutex mutex_;
   std::multiset<int64_t> needed_;
   std::vector<Arena> free_;
-  size_t taken_ = 0;
 };
 
 // Leaked on purpose, like the table.

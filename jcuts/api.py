@@ -93,7 +93,6 @@ def optimize(
         convolution_accuracy=convolution_accuracy,
         strict=strict,
         chunk_logits=chunk_logits,
-        donates=donate_argnums is not None and donate_argnums != (),
     )
     if static_argnames is not None and not isinstance(static_argnames, str):
         static_argnames = tuple(static_argnames)

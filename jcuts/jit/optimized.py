@@ -58,10 +58,10 @@ class Optimized:
         store: end_to_end_benchmark.DecisionStore | None = None,
     ) -> None:
         functools.update_wrapper(self, fn)
-        self.settings = settings
         self._fn = fn
         options = {k: v for k, v in jit_options.items() if v is not None}
         self._arguments = CallSignature(fn, options)
+        self.settings = settings = dataclasses.replace(settings, donates=self._arguments.donates)
         self._online: OnlineTuning | None = None
         decides = settings
         if settings.tune == ONLINE:

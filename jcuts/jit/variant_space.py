@@ -262,28 +262,34 @@ def variant_of_clear(found: Mapping[Variant | None, Outcome], plain_seconds: flo
     ours, gain = sums[best]
     clear = measured_sums.kernel_sums(found[best].report, gains_clearly)[1]
     is_among = XLA_TIMES * (ours + gain) < plain_seconds
-    attention = next((form for form in found if form is not None and form.regions == ATTENTION), None)
+    attention = _attention_alone(found)
     rest = plain_seconds - (0.0 if attention is None else measured_sums.kernel_sums(found[attention].report)[1])
     if not is_among or not end_to_end_benchmark.LEAST_GAIN * rest <= clear < gain:
         return None
-    rewrites = [r for form in (best, attention) if form is not None for r in form.rewrites]
-    return Variant(tuple(dict.fromkeys(rewrites)), CLEAR)
+    return Variant(_rewrites_of(best, attention), CLEAR)
 
 
 def variant_with_attention(found: Mapping[Variant | None, Outcome]) -> Variant | None:
-    """The variant with kernels for everything and those for attention and its gradient; None where there are none.
-
-    It has the rewrites of the variant with most measured gain and those of the one with kernels for attention alone.
+    """The variant of most measured gain with kernels for attention and its gradient besides; None where there are none.
 
     Args: found: the outcomes of all that could race.
     """
-    attention = next((form for form in found if form is not None and form.regions == ATTENTION), None)
+    attention = _attention_alone(found)
     whole = [form for form in found if _has_all_regions(form)]
     if attention is None or not whole or measured_sums.kernel_sums(found[attention].report)[1] <= 0.0:
         return None
     best = max(whole, key=lambda form: measured_sums.kernel_sums(found[form].report)[1])
-    rewrites = [r for form in (best, attention) if form is not None for r in form.rewrites]
-    return Variant(tuple(dict.fromkeys(rewrites)))
+    return Variant(_rewrites_of(best, attention))
+
+
+def _attention_alone(found: Mapping[Variant | None, Outcome]) -> Variant | None:
+    """The variant with kernels for attention alone."""
+    return next((form for form in found if form is not None and form.regions == ATTENTION), None)
+
+
+def _rewrites_of(*forms: Variant | None) -> tuple[str, ...]:
+    """The rewrites of all of these, each once."""
+    return tuple(dict.fromkeys(r for form in forms if form is not None for r in form.rewrites))
 
 
 def _form(rewrites: Sequence[str], regions: str) -> Variant:

@@ -82,7 +82,7 @@ def hoist_vectors(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
 
 
 def body(call: Any) -> jaxapi.Closed | None:
-    """The jaxpr of a call that this rewrite made, without the barrier; None for any other equation."""
+    """The jaxpr of a call that `barrier_call` made, without the barrier; None for any other equation."""
     bodies = jaxapi.inner_jaxprs(call) if jaxapi.primitive_name(call) in CALLS else []
     if len(bodies) != 1 or bodies[0][2].consts or not bodies[0][2].jaxpr.eqns:
         return None
@@ -91,6 +91,19 @@ def body(call: Any) -> jaxapi.Closed | None:
     if jaxapi.primitive_name(last) != BARRIER or list(last.outvars) != list(inside.jaxpr.outvars):
         return None
     return jaxapi.make_closed([], inside.jaxpr.invars, last.invars, eqns, [], like=inside)
+
+
+def barrier_call(name: str, inside: jaxapi.Closed, operands: Sequence[Any], results: Sequence[Any]) -> Any:
+    """A call equation of a jaxpr, behind an optimisation barrier: `body` gives the jaxpr back.
+
+    Args: operands, results: variables of the surrounding jaxpr.
+    """
+
+    def call(*xs: Any) -> list[Any]:
+        return jax.lax.optimization_barrier(jaxapi.eval_closed(inside, *xs))
+
+    call.__name__ = name
+    return jaxapi.call_eqn(call, operands, results)
 
 
 def _groups(results: Sequence[Any], made: dict[Any, Any]) -> list[list[Any]]:
@@ -140,8 +153,4 @@ def _call(closed: jaxapi.Closed, results: Sequence[Any], new: list[Any], made: d
     eqns = _ancestors(results, made)
     read = list(dict.fromkeys(a for e in eqns for a in e.invars if not jaxapi.is_literal(a) and a not in made))
     inside = jaxapi.make_closed([], read, results, eqns, [], like=closed)
-
-    def vectors(*operands: Any) -> list[Any]:
-        return jax.lax.optimization_barrier(jaxapi.eval_closed(inside, *operands))
-
-    return jaxapi.call_eqn(vectors, read, new)
+    return barrier_call("vectors", inside, read, new)

@@ -31,13 +31,6 @@ SHAPES = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def usable():
-    why = xla_devices.unusable()
-    if why:
-        pytest.skip(why)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_candidate(name, dtype):

@@ -45,13 +45,6 @@ LAYERS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def usable():
-    why = xla_devices.unusable()
-    if why:
-        pytest.skip(why)
-
-
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_candidate(name):
     """Twice, with equal bits."""

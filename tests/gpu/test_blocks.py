@@ -40,13 +40,6 @@ HALVES = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def usable():
-    why = xla_devices.unusable()
-    if why:
-        pytest.skip(why)
-
-
 @pytest.mark.parametrize("name", [*BLOCKS, *LARGE])
 def test_every_candidate(name):
     layers = {**BLOCKS, **LARGE}[name]

@@ -25,13 +25,6 @@ ROUNDING = 2.0**-10
 """Allowed error over the largest value: operands are rounded to TF32."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def usable():
-    why = xla_devices.unusable()
-    if why:
-        pytest.skip(why)
-
-
 LAYERS = {
     "3x3": ((8, 27, 29, 64), (3, 3, 64, 72), 3.0),
     "1x1": ((16, 28, 28, 96), (1, 1, 96, 200), 0.0),

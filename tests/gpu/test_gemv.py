@@ -16,13 +16,6 @@ from tests.codegen.cuda.gemv.test_gemv import k_major, layer, row_major
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True, scope="module")
-def usable():
-    why = xla_devices.unusable()
-    if why:
-        pytest.skip(why)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("fn", [row_major, k_major])
 @pytest.mark.parametrize(("terms", "columns"), [(2048, 1000), (1284, 332), (4096, 64), (16, 5000), (9999, 777)])

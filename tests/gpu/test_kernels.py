@@ -23,13 +23,6 @@ pytestmark = pytest.mark.gpu
 SPECIAL = np.array([0.0, -0.0, 1.0, -1.0, 0.5, 1e-40, -1e-40, 3e38, -3e38, np.inf, -np.inf, np.nan, 1e10, -1e10, 88.0])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def usable():
-    why = xla_devices.unusable()
-    if why:
-        pytest.skip(why)
-
-
 def wide(x):
     return x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
 

@@ -9,19 +9,11 @@ import pytest
 from jcuts.pipeline import weight_prep
 from jcuts.rewrite.backward import multi_tensor_update
 from jcuts.trace import jaxapi
-from jcuts.xla import devices as xla_devices
 from jcuts.xla.cpu_ffi_call import call_kernel
 from jcuts.xla.kernel_cache import kernel_for
 from tests.rewrite import test_multi_tensor_update as updates
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True, scope="module")
-def usable():
-    why = xla_devices.unusable()
-    if why:
-        pytest.skip(why)
 
 
 @pytest.mark.parametrize("step", [updates.sgd, updates.adamw, updates.lion])

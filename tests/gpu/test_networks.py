@@ -13,17 +13,9 @@ from jcuts.base import knobs
 from jcuts.jit import variant_space
 from jcuts.trace import jaxapi
 from jcuts.xla import cuda_launcher
-from jcuts.xla import devices as xla_devices
 
 pytestmark = pytest.mark.gpu
 RNG = np.random.default_rng(11)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def usable():
-    why = xla_devices.unusable()
-    if why:
-        pytest.skip(why)
 
 
 def values(*shape, scale=1.0):

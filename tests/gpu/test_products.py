@@ -22,13 +22,6 @@ LIMIT = 5e-7
 """Allowed error over the root mean square, by root of the terms: units add up with fewer bits than float32 has."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def usable():
-    why = xla_devices.unusable()
-    if why:
-        pytest.skip(why)
-
-
 def dense(x, w, b):
     return jax.nn.relu(x @ w + b)
 

@@ -32,13 +32,6 @@ FUNCTIONS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def usable():
-    why = xla_devices.unusable()
-    if why:
-        pytest.skip(why)
-
-
 def check_replays(compiled, arguments):
     """Equal bits in 1,000 runs with junk of random sizes made and dropped between them, most of them replays."""
     rng = np.random.default_rng(0)

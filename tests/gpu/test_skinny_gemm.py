@@ -28,13 +28,6 @@ from tests.gpu.test_products import LIMIT
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True, scope="module")
-def usable():
-    why = xla_devices.unusable()
-    if why:
-        pytest.skip(why)
-
-
 def checked(programs, fn, traced, arguments, exact=False):
     """Runs schedules twice, against float64. Args: exact: of operands as they are, not rounded to TF32."""
     if exact:

@@ -17,13 +17,6 @@ from tests.gpu import cases, objects
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True, scope="module")
-def usable():
-    why = xla_devices.unusable()
-    if why:
-        pytest.skip(why)
-
-
 def test_a_function_is_tuned(tmp_path):
     x = cases.normal(4096, 1024)
     with knobs.scope(cache_dir=tmp_path, max_candidates=4):

@@ -12,19 +12,11 @@ from jcuts.lower.weight_transpose import MOST, transpose_program
 from jcuts.pipeline import weight_prep
 from jcuts.rewrite.tf32_weights import round_tf32
 from jcuts.trace import jaxapi
-from jcuts.xla import devices as xla_devices
 from jcuts.xla.cpu_ffi_call import call_kernel
 from jcuts.xla.kernel_cache import kernel_for
 from tests.codegen.cuda.elementwise.test_horizontal import calls
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True, scope="module")
-def usable():
-    why = xla_devices.unusable()
-    if why:
-        pytest.skip(why)
 
 
 @pytest.mark.parametrize("count", [3, MOST // 2])

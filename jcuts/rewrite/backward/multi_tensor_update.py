@@ -20,10 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from jcuts.rewrite.backward.rematerialize import ELEMENTWISE
-from jcuts.rewrite.hoist_vectors import MOST, TYPES, body
+from jcuts.rewrite.hoist_vectors import MOST, TYPES, barrier_call, body
 from jcuts.trace import jaxapi
 
 LEAST_LEAVES = 8
@@ -125,13 +123,17 @@ class _Updates:
                 if number in mine or not self._is_member(number, result.aval.shape):
                     continue
                 mine.add(number)
-                stack += [self.made[a] for a in self.eqns[number].invars if not jaxapi.is_literal(a) and a in self.made]
+                stack += self._makers(number)
             for before in sorted({of_eqn[n] for n in mine if n in of_eqn}):
                 mine |= parts[before]
                 parts[before] = set()
             parts.append(mine)
             of_eqn |= dict.fromkeys(mine, len(parts) - 1)
         return [part for part in parts if part]
+
+    def _makers(self, number: int) -> list[int]:
+        """The equations that make what an equation reads."""
+        return [self.made[a] for a in self.eqns[number].invars if not jaxapi.is_literal(a) and a in self.made]
 
     def _is_member(self, number: int, shape: tuple[int, ...]) -> bool:
         eqn = self.eqns[number]
@@ -150,8 +152,7 @@ class _Updates:
                 number = stack.pop()
                 if number in kept and number not in needed:
                     needed.add(number)
-                    atoms = self.eqns[number].invars
-                    stack += [self.made[a] for a in atoms if not jaxapi.is_literal(a) and a in self.made]
+                    stack += self._makers(number)
             if needed == members:
                 return members
             members = needed
@@ -218,8 +219,4 @@ def _call(closed: jaxapi.Closed, leaves: Sequence[Leaf]) -> Any:
     operands = list(dict.fromkeys(a for leaf in leaves for a in leaf.operands))
     results = [v for leaf in leaves for v in leaf.results]
     inside = jaxapi.make_closed([], operands, results, eqns, [], like=closed)
-
-    def updates(*xs: Any) -> list[Any]:
-        return jax.lax.optimization_barrier(jaxapi.eval_closed(inside, *xs))
-
-    return jaxapi.call_eqn(updates, operands, results)
+    return barrier_call("updates", inside, operands, results)

@@ -1,4 +1,4 @@
-"""Registry of the rewrites of training steps that always apply, in their order: loops, padding, sums, residuals."""
+"""Registry of the rewrites of training steps that always apply, in their order."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def check_floats(
                 continue
             part = _prepare(index, number, spec, want, have, dtype, floor)
             own = _pool([part], tiny)
-            errors = _less_cancelled(part) if part.kind == HUGE else part.candidate_error
+            errors = _errors_of_clipped(part) if part.kind == HUGE else part.candidate_error
             c, x = own.relative(errors), max(own.xla, e_x)
             limit = ELEMENT_FACTOR * tolerance * x + floor
             if not c <= limit:
@@ -92,7 +92,7 @@ def check_floats(
     return accuracy
 
 
-def _less_cancelled(part: _Set) -> np.ndarray:
+def _errors_of_clipped(part: _Set) -> np.ndarray:
     """Errors on huge inputs, without those of elements between the ends of a saturated output (rule 5)."""
     r, errors = part.reference, part.candidate_error
     if r.size == 0:

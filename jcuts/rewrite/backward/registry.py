@@ -9,6 +9,7 @@ from jcuts.rewrite.backward.deviation_sums import deviation_sums
 from jcuts.rewrite.backward.explicit_padding import fold_padding
 from jcuts.rewrite.backward.hoist_weight_gradients import hoist_weight_gradients
 from jcuts.rewrite.backward.multi_tensor_update import multi_tensor_updates
+from jcuts.rewrite.backward.one_hot import gathers_before_elementwise, one_hot_scatters
 from jcuts.rewrite.backward.rematerialize import rematerialize
 from jcuts.rewrite.backward.separate_deviations import separate_deviations
 from jcuts.trace import jaxapi
@@ -34,6 +35,8 @@ class BackwardRewrite:
 
 
 REWRITES = (
+    BackwardRewrite("one-hot scatters", lambda closed: one_hot_scatters(closed)[0]),
+    BackwardRewrite("row gathers", lambda closed: gathers_before_elementwise(closed)[0]),
     BackwardRewrite("weight gradients", lambda closed: hoist_weight_gradients(closed)[0]),
     BackwardRewrite("padding", lambda closed: fold_padding(closed)[0], makes_asymmetric=True),
     BackwardRewrite("deviation sums", lambda closed: deviation_sums(closed)[0]),

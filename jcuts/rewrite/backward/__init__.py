@@ -1,1 +1,1 @@
-"""Rewrites of backward passes: sums of deviations from a mean, and residuals that are computed again."""
+"""Rewrites of backward passes: sums of deviations from a mean, convolutions, and residuals that are computed again."""

@@ -10,8 +10,10 @@ from jcuts.rewrite.backward.explicit_padding import fold_padding
 from jcuts.rewrite.backward.hoist_weight_gradients import hoist_weight_gradients
 from jcuts.rewrite.backward.multi_tensor_update import multi_tensor_updates
 from jcuts.rewrite.backward.one_hot import gathers_before_elementwise, one_hot_scatters
+from jcuts.rewrite.backward.patch_gradients import patch_gradients
 from jcuts.rewrite.backward.rematerialize import rematerialize
 from jcuts.rewrite.backward.separate_deviations import separate_deviations
+from jcuts.rewrite.backward.transposed_filter_gradients import transposed_filter_gradients
 from jcuts.trace import jaxapi
 
 
@@ -39,6 +41,8 @@ REWRITES = (
     BackwardRewrite("row gathers", lambda closed: gathers_before_elementwise(closed)[0]),
     BackwardRewrite("weight gradients", lambda closed: hoist_weight_gradients(closed)[0]),
     BackwardRewrite("padding", lambda closed: fold_padding(closed)[0], makes_asymmetric=True),
+    BackwardRewrite("transposed filters", lambda closed: transposed_filter_gradients(closed)[0], gpu_only=True),
+    BackwardRewrite("patches", lambda closed: patch_gradients(closed)[0], gpu_only=True),
     BackwardRewrite("deviation sums", lambda closed: deviation_sums(closed)[0]),
     BackwardRewrite("residuals", lambda closed: rematerialize(closed)[0], gpu_only=True),
     BackwardRewrite("deviations", separate_deviations, gpu_only=True),

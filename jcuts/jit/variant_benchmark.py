@@ -41,7 +41,8 @@ def benchmark(traced: TracedCall, planned: PlanningResult, again: Decision | Non
     late: dict[str, str] = {}
     if traced.on_gpu and time_budget.current().is_limited:
         left = [name for name in names if name not in out]
-        late = race_limits.too_little_gain(left, planned.gains, planned.plain_seconds)
+        if not any(outcome.gains_alone for outcome in planned.outcomes):
+            late = race_limits.too_little_gain(left, planned.gains, planned.plain_seconds)
         left = [name for name in left if name not in late]
         late |= race_limits.beyond_race_limit(left, planned.gains, planned.totals)
     names = [name for name in names if name not in out and name not in late]

@@ -18,6 +18,7 @@ class Outcome:
 
     Attributes:
         failed: an error came back instead of a plan: nothing is known about the program, which is as it was.
+        gains_alone: whether the program is written so that XLA's own code gains, whatever kernels do.
         winners: of every row of the report's regions the chosen program and its kernel (None where XLA runs it).
     """
 
@@ -25,3 +26,4 @@ class Outcome:
     report: FunctionReport
     failed: bool = False
     winners: tuple[Winner, ...] = ()
+    gains_alone: bool = False

@@ -96,11 +96,13 @@ def _rewrite(state: State) -> State:
     closed = _once(f"{state.digest} {rules} numbers", form, lambda: splat_constants(rewrites.closed))
     divides = microbatch_convs.is_asked(state.settings)
     has_kernels = form is None or form.regions != "none"
+    gains = False
     for further in backward_rewrites(state.platform, divides=divides, has_kernels=has_kernels):
         key = f"{state.digest} {rules} {further.name} {divides}"
-        closed = _once(key, form, functools.partial(further.apply, closed))
+        before, closed = closed, _once(key, form, functools.partial(further.apply, closed))
+        gains |= further.gains_alone and closed is not before
     count, convolutions = sum(rewrites.counts.values()), rewrites.convolutions
-    state = replace(state, closed=closed, rewrites=count, convolutions=convolutions)
+    state = replace(state, closed=closed, rewrites=count, convolutions=convolutions, gains_alone=gains)
     return state.noted(rewrites if rewrites.counts else None)
 
 

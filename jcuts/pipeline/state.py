@@ -30,6 +30,7 @@ class State:
         digest: of the original with its constants: what variants of a function have in common is kept by it.
         notes: what to tell the user, in the order of the passes. rewrites: how many were applied.
         convolutions: those that the rewrites made products of; restored: how many of these are convolutions again.
+        gains_alone: whether a rewrite of a training step serves XLA's own code.
         chunked: whether the batch runs in chunks.
         computation, partition, problems, tuned, calls: made by the passes 'group', 'partition', 'collect', 'tune'
             and 'compile', None before.
@@ -49,6 +50,7 @@ class State:
     rewrites: int = 0
     convolutions: Convolutions = field(default_factory=dict)
     restored: int = 0
+    gains_alone: bool = False
     chunked_logits: int = 0
     chunked: bool = False
     division: Divided | None = None

@@ -27,6 +27,7 @@ class BackwardRewrite:
         makes_asymmetric: whether convolutions may be padded differently on their two sides, which cuDNN's divided ones
             cannot be.
         with_kernels: whether it serves variants with kernels alone.
+        gains_alone: whether XLA's own code is much faster behind it, so that the program races without kernels too.
     """
 
     name: str
@@ -34,6 +35,7 @@ class BackwardRewrite:
     gpu_only: bool = False
     makes_asymmetric: bool = False
     with_kernels: bool = False
+    gains_alone: bool = False
 
 
 REWRITES = (
@@ -41,8 +43,10 @@ REWRITES = (
     BackwardRewrite("row gathers", lambda closed: gathers_before_elementwise(closed)[0]),
     BackwardRewrite("weight gradients", lambda closed: hoist_weight_gradients(closed)[0]),
     BackwardRewrite("padding", lambda closed: fold_padding(closed)[0], makes_asymmetric=True),
-    BackwardRewrite("transposed filters", lambda closed: transposed_filter_gradients(closed)[0], gpu_only=True),
-    BackwardRewrite("patches", lambda closed: patch_gradients(closed)[0], gpu_only=True),
+    BackwardRewrite(
+        "transposed filters", lambda closed: transposed_filter_gradients(closed)[0], gpu_only=True, gains_alone=True
+    ),
+    BackwardRewrite("patches", lambda closed: patch_gradients(closed)[0], gpu_only=True, gains_alone=True),
     BackwardRewrite("deviation sums", lambda closed: deviation_sums(closed)[0]),
     BackwardRewrite("residuals", lambda closed: rematerialize(closed)[0], gpu_only=True),
     BackwardRewrite("deviations", separate_deviations, gpu_only=True),

@@ -148,7 +148,7 @@ class VariantSelector:
             option = "tune_seconds=0" if no_time else f"tune={self.settings.tune!r}"
             return stored or Decision(JCUTS, f"{option}: nothing was timed")
         if (why_not := traced.why_not_benchmarked()) is not None:
-            return Decision(JCUTS, why_not, spent=spent)
+            return self._compiled_or_plain(traced, Decision(JCUTS, why_not, spent=spent))
         if not force and (settled := self.decisions.settled(key, call.platform, planned.uses_jcuts)) is not None:
             return settled
         again = None if force else self.decisions.lookup(key, call.platform, planned.uses_jcuts)
@@ -162,6 +162,23 @@ class VariantSelector:
             decision = dataclasses.replace(decision, reason=f"{decision.reason}; no kernels: {why_none}")
         if not why_none and not any(o.failed for o in planned.outcomes):  # else another process may do better
             self.decisions.keep(key, decision)
+        return decision
+
+    def _compiled_or_plain(self, traced: TracedCall, decision: Decision) -> Decision:
+        """The decision for a program that is not timed, or for XLA's where XLA cannot compile that on a GPU.
+
+        A race finds out by itself.  What is compiled here is what the call runs.
+        """
+        call = traced.call
+        if not traced.on_gpu or call.placement.spans_processes:
+            return decision
+        try:
+            program = traced.compiler.program(decision.chosen, call.placement, call.platform)
+            program.call.lower(*call.args, **call.kwargs).compile()
+        except Exception as error:  # whatever XLA's compiler raises: std::out_of_range comes as an IndexError
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            log.warning("XLA cannot compile %s with jcuts' kernels: %s", function_name(self._fn), why)
+            return dataclasses.replace(decision, chosen=XLA, reason=f"XLA cannot compile the program: {why}")
         return decision
 
     def _trace(self, call: Call) -> TracedCall:

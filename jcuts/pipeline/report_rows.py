@@ -58,7 +58,9 @@ def outcome_of(state: State) -> Outcome:
     changed = state.rewrites or state.gains_alone or state.chunked_logits or division.count
     untouched = not changed and not rebuild.winners(top)
     winners = tuple((region.chosen, region.kernel) for _, region in rows)
-    return Outcome(state.original if untouched else state.closed, report, winners=winners, gains_alone=state.gains_alone)
+    return Outcome(
+        state.original if untouched else state.closed, report, winners=winners, gains_alone=state.gains_alone
+    )
 
 
 def region_rows(top: Computation) -> tuple[tuple[SubsetReport, Region], ...]:

@@ -23,15 +23,14 @@ from jcuts.rewrite.backward import multi_tensor_update
 def add_weight_prep_kernels(level: Computation, *, donates: bool = False) -> int:
     """Gives a kernel to every such call of a level that can have one; gives how many there are.
 
-    None where no kernel of the level is chosen: then there is nobody to prepare anything for.
+    Where no kernel of the level is chosen there is nobody to prepare anything for, and only updates have one.
 
     Args: donates: whether the function's arguments are donated: its updates then overwrite them.
     """
     found = 0
-    if not any(subset.chosen for subset in level.subsets):
-        return 0
+    serves = any(subset.chosen for subset in level.subsets)
     for number, eqn in enumerate(level.closed.jaxpr.eqns):
-        program = _program(eqn)
+        program = _program(eqn) if serves or multi_tensor_update.is_update(eqn) else None
         if program is None:
             continue
         subset = level.subset(frozenset({number}), program)

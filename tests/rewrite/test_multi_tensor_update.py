@@ -208,3 +208,12 @@ def test_donated_arguments_are_overwritten(donates):
     assert weight_prep.add_weight_prep_kernels(level, donates=donates) == 1
     (subset,) = (s for s in level.subsets if s.chosen is not None and s.chosen.template == horizontal.TEMPLATE)
     assert subset.aliases == (multi_tensor_update.in_place(call, made.jaxpr.invars) if donates else {})
+
+
+def test_updates_have_a_kernel_where_nothing_else_has():
+    args = arguments(sgd)
+    made, _ = multi_tensor_update.multi_tensor_updates(flat(sgd, args))
+    level = computation.group(made, Settings(), computation.Fuel(), "cuda")
+    level.leave_to_xla(lambda _: "it is slower")
+    assert weight_prep.add_weight_prep_kernels(level, donates=True) == 1
+    assert [s.chosen.template for s in level.subsets if s.chosen is not None] == [horizontal.TEMPLATE]

@@ -24,6 +24,8 @@ from jcuts.rewrite.backward.rematerialize import ELEMENTWISE
 from jcuts.rewrite.hoist_vectors import MOST, TYPES, barrier_call, body
 from jcuts.trace import jaxapi
 
+NAME = "updates"
+"""Of the calls."""
 LEAST_LEAVES = 8
 """Fewer updates are left where they are."""
 
@@ -50,6 +52,11 @@ def multi_tensor_updates(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     groups = _groups(leaves)
     made = jaxapi.with_eqns(closed, [*left, *(_call(closed, group) for group in groups)])
     return made, sum(len(leaf.results) for leaf in leaves)
+
+
+def is_update(call: Any) -> bool:
+    """Whether an equation is a call of updates."""
+    return call.params.get("name") == NAME and body(call) is not None
 
 
 def in_place(call: Any, arguments: Sequence[Any]) -> dict[int, int]:
@@ -219,4 +226,4 @@ def _call(closed: jaxapi.Closed, leaves: Sequence[Leaf]) -> Any:
     operands = list(dict.fromkeys(a for leaf in leaves for a in leaf.operands))
     results = [v for leaf in leaves for v in leaf.results]
     inside = jaxapi.make_closed([], operands, results, eqns, [], like=closed)
-    return barrier_call("updates", inside, operands, results)
+    return barrier_call(NAME, inside, operands, results)

@@ -191,10 +191,9 @@ class _Mover:
         if atom not in self.known:
             self.known[atom] = result = jaxapi.new_var(atom.aval.update(shape=self.shape))
             eqn = self.made.get(atom)
-            name = None if eqn is None else jaxapi.primitive_name(eqn)
             if (source := _elementwise(atom, self.made)) is not None:
                 self._rebuilt(source, result)
-            elif name == BROADCAST and self._is_constant_along(eqn):
+            elif eqn is not None and jaxapi.primitive_name(eqn) == BROADCAST and self._is_constant_along(eqn):
                 params = {**eqn.params, "shape": self.shape}
                 self.eqns.append(eqn.replace(outvars=[result], params=params))
             else:

@@ -8,12 +8,13 @@ the region competes with XLA's own fusion as a whole (``mode="mixed"``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jcuts.base.errors import Refusal
-from jcuts.fusion.match_column_sums import Cone, column_sum_cones
+from jcuts.fusion.match_column_sums import Cone, column_sum_cones, statistics
 from jcuts.kernel_ir.program import Program
+from jcuts.lower.column_norm import is_long_column_norm
 from jcuts.lower.column_sums import lower_region_or_column_sums
 from jcuts.lower.region import lower_region
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
@@ -45,7 +46,8 @@ class GreedyFusion:
 
     Args:
         fuel: bounds the merges (``JCUTS_FUEL``: bisecting a miscompile).
-        column_sums: whether contractions take over column reductions of their results (`fusion.match_column_sums`).
+        column_sums: on a GPU: contractions take over column reductions of their results (`fusion.match_column_sums`),
+            and norms of long columns stay apart (`lower.column_norm`).
     """
 
     def __init__(
@@ -73,6 +75,8 @@ class GreedyFusion:
         if self.fuse:
             for cone in column_sum_cones(self.graph) if self.column_sums else ():
                 self._join_cone(cone)
+            for group in statistics(self.graph) if self.column_sums else ():
+                self._join_statistics(group)
             for node in self.graph.nodes:
                 if node.number in self.of:
                     self._join_producers(node)
@@ -141,8 +145,32 @@ class GreedyFusion:
         if self.of[last] != self.of[root]:
             self._try_merge(self.of[root], self.of[last], nodes[last])
 
+    def _join_statistics(self, group: Sequence[int]) -> None:
+        """Merges the equations of a mean and a variance where one pass gives both (Welford)."""
+        if any(self.of.get(n) != n for n in group):  # part of another region
+            return
+        program = self._build(frozenset(group))
+        if isinstance(program, Refusal) or len(program.phases) == 1 or is_long_column_norm(program):
+            return
+        first = group[0]
+        for number in group[1:]:
+            self._try_merge(self.of[first], number, self.graph.nodes[number], growing=True)
+
     def _join_siblings(self) -> None:
-        """Horizontal fusion of reductions of one tensor over the same dimensions: a sum and a sum of squares."""
+        """Horizontal fusion of reductions over the same dimensions: of one tensor (a sum and a sum of squares), and, on
+        GPUs, of tensors that one region makes (the sums in the gradient of a batch norm).
+        """
+        self._join_alike(lambda tensor: tensor)
+        if self.column_sums:
+            self._join_alike(self._maker)
+
+    def _maker(self, tensor: int) -> tuple[str, int] | None:
+        """The region that makes a tensor."""
+        made = self.graph.tensors[tensor].producer
+        return None if made is None or made not in self.of else ("region", self.of[made])
+
+    def _join_alike(self, source: Callable[[int], object]) -> None:
+        """Merges regions that reduce tensors of equal source and shape over the same dimensions."""
         alike: dict[object, list[int]] = {}
         for number, cluster in sorted(self.clusters.items()):
             if cluster.roots == 0 or cluster.program is None or cluster.program.template != "reduction":
@@ -154,14 +182,15 @@ class GreedyFusion:
                     read = self.graph.subset_inputs(cluster.members)
                     if not read:  # reductions of constants and iotas
                         break
-                    large = max(read, key=lambda t: self.graph.tensors[t].type.size)
-                    alike.setdefault((large, op.inputs[0].shape, op.info.get("axes")), []).append(number)
+                    large = source(max(read, key=lambda t: self.graph.tensors[t].type.size))
+                    if large is not None:
+                        alike.setdefault((large, op.inputs[0].shape, op.info.get("axes")), []).append(number)
                     break
         for numbers in alike.values():
             for number in numbers[1:]:
                 self._try_merge(numbers[0], number, self.graph.nodes[max(self.clusters[number].members)], "reduction")
 
-    def _try_merge(self, first: int, second: int, node: OpNode, template: str = "") -> bool:
+    def _try_merge(self, first: int, second: int, node: OpNode, template: str = "", *, growing: bool = False) -> bool:
         a, b = self.clusters[first], self.clusters[second]
         union = a.members | b.members
         between = self._reached_between(first, second) if len(union) <= MAX_SUBSET else None
@@ -170,6 +199,8 @@ class GreedyFusion:
         program = self._build(union)
         if template and isinstance(program, Program) and program.template != template:
             program = Refusal("subset", f"together they are no {template}")
+        if self.column_sums and not growing and isinstance(program, Program) and is_long_column_norm(program):
+            program = Refusal("subset", "several passes over columns that are longer than a block's registers hold")
         if isinstance(program, Refusal):
             producer = max(a.members)
             self.result.refused_merges[producer, node.number] = program

@@ -20,6 +20,10 @@ PER_POINT = ("elementwise", "layout")
 """Families of operations that may stand between a contraction and a reduction."""
 
 
+MOST_STATISTICS = 24
+"""Equations of a mean and a variance together, at most."""
+
+
 @dataclass(frozen=True)
 class Cone:
     """A reduction of what a contraction makes.
@@ -40,6 +44,26 @@ def column_sum_cones(graph: TensorGraph) -> list[Cone]:
     """All cones of a graph, in the order of their reductions."""
     sums = [node for node in graph.nodes if _is_column_sum(node)]
     return [cone for node in sums if (cone := _cone(graph, node)) is not None]
+
+
+def statistics(graph: TensorGraph) -> list[tuple[int, ...]]:
+    """Equations of sums of squared deviations from a mean with those of the mean, in order: one pass gives both."""
+    found = []
+    sums = {node.number for node in graph.nodes if _is_column_sum(node)}
+    for last in sorted(sums):
+        group, todo = {last}, [last]
+        while todo and len(group) < MOST_STATISTICS:
+            for tensor in graph.nodes[todo.pop()].inputs:
+                made = graph.tensors[tensor].producer
+                op = None if made is None else graph.nodes[made].op
+                if made is None or op is None or made in group or not (made in sums or op.family in PER_POINT):
+                    continue
+                group.add(made)
+                if made not in sums:
+                    todo.append(made)
+        if len(group & sums) == 2 and len(group) < MOST_STATISTICS:
+            found.append(tuple(sorted(group)))
+    return found
 
 
 def _is_column_sum(node: OpNode) -> bool:

@@ -48,27 +48,48 @@ def sink_outputs(
 def _move_one(
     graph: TensorGraph, members: NodeSet, found: dict[NodeSet, Program], has_form: Callable[[Program], bool]
 ) -> NodeSet | None:
-    """Moves one result's operations out of a region; gives what is left of it, None where nothing moves."""
+    """Moves the operations of one result, or of all that one region reads, out of a region.
+
+    Returns: what is left of it; None where nothing moves.
+    """
+    readers: dict[NodeSet, list[int]] = {}
     for number in sorted(members, reverse=True):
         reader = only_reader(graph, frozenset({number}), found) if _is_plain(graph, number) else None
-        if reader is None or reader == members or _is_operand(graph, number, reader):
-            continue
-        cone = _cone(graph, number, members)
-        rest, joined = members - cone, reader | cone
-        if not rest or traffic(graph, members, reader) - traffic(graph, rest, joined) < LEAST_BYTES:
-            continue
-        first, second = lower_region_or_column_sums(graph, rest), lower_region_or_column_sums(graph, joined)
-        if isinstance(first, Refusal) or isinstance(second, Refusal) or not (has_form(first) and has_form(second)):
-            continue
-        if any(
-            old.template == COLUMN_SUMS != new.template
-            for old, new in ((found[members], first), (found[reader], second))
-        ):
-            continue
-        del found[members], found[reader]
-        found[rest], found[joined] = first, second
-        return rest
+        if reader is not None and reader != members and not _is_operand(graph, number, reader):
+            readers.setdefault(reader, []).append(number)
+    for reader, numbers in readers.items():
+        for group in ([number] for number in numbers):
+            if (rest := _moved(graph, members, reader, group, found, has_form)) is not None:
+                return rest
+    for reader, numbers in readers.items():
+        if len(numbers) > 1 and (rest := _moved(graph, members, reader, numbers, found, has_form)) is not None:
+            return rest
     return None
+
+
+def _moved(
+    graph: TensorGraph,
+    members: NodeSet,
+    reader: NodeSet,
+    numbers: Sequence[int],
+    found: dict[NodeSet, Program],
+    has_form: Callable[[Program], bool],
+) -> NodeSet | None:
+    """Moves the operations of some results to their reader; gives what is left, None where that saves nothing."""
+    cone = _cone(graph, numbers, members)
+    rest, joined = members - cone, reader | cone
+    if not rest or traffic(graph, members, reader) - traffic(graph, rest, joined) < LEAST_BYTES:
+        return None
+    first, second = lower_region_or_column_sums(graph, rest), lower_region_or_column_sums(graph, joined)
+    if isinstance(first, Refusal) or isinstance(second, Refusal) or not (has_form(first) and has_form(second)):
+        return None
+    if any(
+        old.template == COLUMN_SUMS != new.template for old, new in ((found[members], first), (found[reader], second))
+    ):
+        return None
+    del found[members], found[reader]
+    found[rest], found[joined] = first, second
+    return rest
 
 
 def _is_plain(graph: TensorGraph, number: int) -> bool:
@@ -86,10 +107,10 @@ def _is_operand(graph: TensorGraph, number: int, reader: NodeSet) -> bool:
     return any(users & (graph.ancestors(reader, root) | {root}) for root in roots)
 
 
-def _cone(graph: TensorGraph, number: int, members: NodeSet) -> NodeSet:
-    """An equation with the element-wise ones of its region that nothing else needs."""
-    cone = {number}
-    for other in sorted((m for m in members if m < number), reverse=True):  # users come before what they use
+def _cone(graph: TensorGraph, numbers: Sequence[int], members: NodeSet) -> NodeSet:
+    """Equations with the element-wise ones of their region that nothing else needs."""
+    cone = set(numbers)
+    for other in sorted((m for m in members if m < max(numbers)), reverse=True):  # users come before what they use
         users = users_of(graph, other)
         if users and users <= cone and _is_plain(graph, other) and not escapes(graph, other):
             cone.add(other)

@@ -13,6 +13,7 @@ from jcuts.rewrite.backward.one_hot import gathers_before_elementwise, one_hot_s
 from jcuts.rewrite.backward.patch_gradients import patch_gradients
 from jcuts.rewrite.backward.rematerialize import rematerialize
 from jcuts.rewrite.backward.separate_deviations import separate_deviations
+from jcuts.rewrite.backward.separate_sums import separate_sums
 from jcuts.rewrite.backward.transposed_filter_gradients import transposed_filter_gradients
 from jcuts.trace import jaxapi
 
@@ -50,6 +51,7 @@ REWRITES = (
     BackwardRewrite("deviation sums", lambda closed: deviation_sums(closed)[0]),
     BackwardRewrite("residuals", lambda closed: rematerialize(closed)[0], gpu_only=True),
     BackwardRewrite("deviations", separate_deviations, gpu_only=True),
+    BackwardRewrite("sums", lambda closed: separate_sums(closed)[0], gpu_only=True),
     BackwardRewrite("updates", lambda closed: multi_tensor_updates(closed)[0], gpu_only=True, with_kernels=True),
 )
 

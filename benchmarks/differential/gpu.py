@@ -1,6 +1,7 @@
 """Differential test on a GPU: random programs through jcuts' CUDA kernels against `jax.jit` and a float64 reference.
 
     python benchmarks/differential/gpu.py --programs 1000 --jobs 16 --out results     # with a GPU
+    python benchmarks/differential/gpu.py --programs 500 --transform grad --out results
     python benchmarks/differential/gpu.py --programs 20 --interpreted --out results   # without: PTX machine
     python benchmarks/differential/gpu.py --one 1234 [--transform grad] [--interpreted]
 
@@ -93,7 +94,7 @@ def _all(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     progress = options.out / "differential_gpu.jsonl"
     first = options.seed
-    items = [(seed, "plain") for seed in range(first, first + options.programs)]
+    items = [(seed, options.transform) for seed in range(first, first + options.programs)]
     if options.slices:
         part = range(first, first + max(1, options.programs // SLICE))
         items += [(seed, transform) for transform in ("grad", "vmap") for seed in part]

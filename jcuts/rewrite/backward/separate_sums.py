@@ -1,4 +1,4 @@
-"""Copies element-wise operations to the column sums that read them (rematerialisation), where memory has their operands.
+"""Copies element-wise operations to the column sums that read them (rematerialisation), where their operands are kept.
 
     d = f(x, g);  sum(d);  sum(d * h(x));  k(d)     becomes     sum(f(x, g));  sum(f(x, g) * h(x));  k(f(x, g))
 

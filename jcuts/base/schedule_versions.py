@@ -56,6 +56,7 @@ ASKED: Mapping[str, tuple[str, ...]] = {
     "layer_fusion": ("b2b_gemm",),
     "map": ("elementwise",),
     "reduction": ("reduction",),
+    "row_column_sums": ("reduction",),
     "rows": ("reduction",),
     "scan": ("reduction", "scan"),
     "window": ("window", "reduction"),

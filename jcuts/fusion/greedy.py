@@ -13,10 +13,13 @@ from dataclasses import dataclass, field
 
 from jcuts.base.errors import Refusal
 from jcuts.fusion.match_column_sums import Cone, column_sum_cones, statistics
+from jcuts.fusion.match_row_column_sums import row_hosts
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.column_norm import is_long_column_norm
 from jcuts.lower.column_sums import lower_region_or_column_sums
+from jcuts.lower.patterns.row_column_sums import TEMPLATE as ROW_COLUMN_SUMS
 from jcuts.lower.region import lower_region
+from jcuts.lower.row_column_sums import lower_row_column_sums
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 
 MAX_SUBSET = 128
@@ -47,7 +50,8 @@ class GreedyFusion:
     Args:
         fuel: bounds the merges (``JCUTS_FUEL``: bisecting a miscompile).
         column_sums: on a GPU: contractions take over column reductions of their results (`fusion.match_column_sums`),
-            and norms of long columns stay apart (`lower.column_norm`).
+            row reductions those of what they read and make (`fusion.match_row_column_sums`), and norms of long columns
+            stay apart (`lower.column_norm`).
     """
 
     def __init__(
@@ -81,6 +85,8 @@ class GreedyFusion:
                 if node.number in self.of:
                     self._join_producers(node)
             self._join_siblings()
+            if self.column_sums:
+                self._join_rows()
         for cluster in sorted(self.clusters.values(), key=lambda c: max(c.members)):
             program = self._build(cluster.members)
             if isinstance(program, Refusal):
@@ -189,6 +195,17 @@ class GreedyFusion:
         for numbers in alike.values():
             for number in numbers[1:]:
                 self._try_merge(numbers[0], number, self.graph.nodes[max(self.clusters[number].members)], "reduction")
+
+    def _join_rows(self) -> None:
+        """Merges column reductions into the regions of row reductions that make or read what they sum."""
+        regions = {number: cluster.members for number, cluster in sorted(self.clusters.items())}
+        for number, hosts in list(row_hosts(self.graph, regions)):
+            for host in hosts:
+                union = self.clusters[host].members | self.clusters[number].members
+                if union not in self.memo or isinstance(self.memo[union], Refusal):
+                    self.memo[union] = lower_row_column_sums(self.graph, union)
+                if self._try_merge(host, number, self.graph.nodes[max(self.clusters[number].members)], ROW_COLUMN_SUMS):
+                    break
 
     def _try_merge(self, first: int, second: int, node: OpNode, template: str = "", *, growing: bool = False) -> bool:
         a, b = self.clusters[first], self.clusters[second]

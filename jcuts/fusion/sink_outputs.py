@@ -22,8 +22,9 @@ from jcuts.fusion.move_epilogue import (
     users_of,
 )
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
-from jcuts.lower.column_sums import TEMPLATE as COLUMN_SUMS
-from jcuts.lower.column_sums import lower_region_or_column_sums
+from jcuts.lower.patterns.column_sums import TEMPLATE as COLUMN_SUMS
+from jcuts.lower.patterns.row_column_sums import TEMPLATE as ROW_COLUMN_SUMS
+from jcuts.lower.row_column_sums import lower_region_or_sums
 from jcuts.lower.tensor_graph import TensorGraph
 
 LEAST_BYTES = 1 << 16
@@ -80,11 +81,12 @@ def _moved(
     rest, joined = members - cone, reader | cone
     if not rest or traffic(graph, members, reader) - traffic(graph, rest, joined) < LEAST_BYTES:
         return None
-    first, second = lower_region_or_column_sums(graph, rest), lower_region_or_column_sums(graph, joined)
+    first, second = lower_region_or_sums(graph, rest), lower_region_or_sums(graph, joined)
     if isinstance(first, Refusal) or isinstance(second, Refusal) or not (has_form(first) and has_form(second)):
         return None
     if any(
-        old.template == COLUMN_SUMS != new.template for old, new in ((found[members], first), (found[reader], second))
+        old.template in (COLUMN_SUMS, ROW_COLUMN_SUMS) and old.template != new.template
+        for old, new in ((found[members], first), (found[reader], second))
     ):
         return None
     del found[members], found[reader]

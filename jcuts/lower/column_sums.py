@@ -8,12 +8,11 @@ the contraction's point; what is computed of a sum and again at every point belo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jcuts.base.errors import Refusal
-from jcuts.kernel_ir.node import Graph, Node
-from jcuts.kernel_ir.program import Buffer, Grid, Phase, Program, Store
+from jcuts.kernel_ir.buffer_renaming import renamed, with_kept
+from jcuts.kernel_ir.program import Buffer, Grid, Program
 from jcuts.lower.builder import NotLowered, built_or_refused, descendants, make_buffers, op_rule
 from jcuts.lower.patterns.column_sums import TEMPLATE, as_row_major_gemm, match_column_sums, sums_all_rows
 from jcuts.lower.region import MAX_RECOMPUTED_OPS, MEMO, lower_reduction, lower_region
@@ -96,7 +95,7 @@ def _composed(graph: TensorGraph, subset: frozenset[int], parts: _Parts, name: s
     names = {name: ins[t] for t, name in own_ins.items() if t in ins}
     names |= {name: outs.get(t, locals_.get(t, "")) for t, name in own_outs.items()}
     both = {outs[t]: locals_[t] for t in kept if t in outs}
-    contraction = _with_kept(_renamed(points.phases[0], names), both)
+    contraction = with_kept(renamed(points.phases[0], names), both)
     own_ins, own_outs, _ = make_buffers(graph, parts.columns, of_columns)
     names = {name: ins.get(t, locals_.get(t, "")) for t, name in own_ins.items()}
     names |= {name: outs[t] for t, name in own_outs.items()}
@@ -106,7 +105,7 @@ def _composed(graph: TensorGraph, subset: frozenset[int], parts: _Parts, name: s
         (*buffers, *(Buffer(locals_[t], types[t].dtype, types[t].shape, "local") for t in kept), *columns.locals),
         tuple(Grid(g.axis, g.extent, g.block) for g in columns.grid),
         (),
-        (contraction, *(_renamed(phase, names) for phase in columns.phases)),
+        (contraction, *(renamed(phase, names) for phase in columns.phases)),
         1,
         TEMPLATE,
         points.params,
@@ -145,25 +144,3 @@ def _ranks(graph: TensorGraph, subset: frozenset[int], wanted: list[int]) -> tup
     touched = {t for n in subset for t in graph.touched[n]}
     rank = {tensor: place for place, tensor in enumerate(sorted(touched))}
     return tuple(rank[t] for t in wanted)
-
-
-def _with_kept(phase: Phase, both: Mapping[str, str]) -> Phase:
-    """The phase with a store into a local buffer beside the one into a result. Args: both: result -> local buffer."""
-    more = (replace(s, buffer=both[s.buffer]) for s in phase.stores if s.buffer in both)
-    return replace(phase, stores=(*phase.stores, *more))
-
-
-def _renamed(phase: Phase, names: Mapping[str, str]) -> Phase:
-    """The phase with other names of its buffers."""
-
-    def graph(source: Graph) -> Graph:
-        made = Graph()
-        for node in source.nodes:
-            buffer = names.get(node.buffer, node.buffer)
-            if buffer != node.buffer:
-                node = Node(node.op, node.dtype, node.args, buffer, node.index, node.guards, node.value, node.attrs)
-            made.add(node)
-        return made
-
-    stores = tuple(Store(names.get(s.buffer, s.buffer), s.address, s.value, s.guards) for s in phase.stores)
-    return replace(phase, body=graph(phase.body), exit=graph(phase.exit), stores=stores)

@@ -40,8 +40,14 @@ from jcuts.codegen.cuda.layout.weight_transpose import WeightTransposeKernel, tu
 from jcuts.codegen.cuda.ptx import wgmma
 from jcuts.codegen.cuda.reduction.column import ColumnReductionKernel
 from jcuts.codegen.cuda.reduction.column_norm import ColumnSoftmaxKernel
-from jcuts.codegen.cuda.reduction.launch import launch_column_points, launch_columns, launch_rows
+from jcuts.codegen.cuda.reduction.launch import (
+    launch_column_points,
+    launch_columns,
+    launch_row_column_sums,
+    launch_rows,
+)
 from jcuts.codegen.cuda.reduction.row import RowReductionKernel
+from jcuts.codegen.cuda.reduction.row_column_sums import RowColumnSumsKernel, split_row_column_sums
 from jcuts.codegen.cuda.reduction.split import Split, column_program, split_columns, split_reduction
 from jcuts.codegen.cuda.reduction.welford import WelfordKernel
 from jcuts.codegen.cuda.scan.kernel import ScanColumnsEmitter, ScanRowsEmitter
@@ -139,6 +145,7 @@ _enter(
 )
 _enter(
     KernelFamily("row_reduction", RowReductionKernel, launch_rows, split=split_reduction),
+    KernelFamily("row_column_sums", RowColumnSumsKernel, launch_row_column_sums, split=split_row_column_sums),
     KernelFamily("column_reduction", ColumnReductionKernel, launch_columns, whole=column_program, split=split_columns),
     KernelFamily("column_softmax", ColumnSoftmaxKernel, launch_column_points),
     KernelFamily("welford", WelfordKernel, launch_column_points, split=_split_welford),

@@ -6,9 +6,10 @@ The gradient of a batch norm needs sums of values that its own gradient is made 
 is a kernel writes those values, and a second and a third read them.  With copies the sums are one kernel that reads x
 and g, and the gradient is another (`fusion.greedy` and `fusion.sink_outputs` make them so).
 
-Only sums over long columns (`LEAST_POINTS`) of values that are in memory for nobody else, made of at
-most `MOST_OPERANDS` arrays of their size.  Where the latest of these is what a product or convolution makes the sums
-belong into its epilogue (`fusion.match_column_sums`).  No value changes.
+Only sums over long columns (`LEAST_POINTS`) of values that are in memory for nobody else, made of at most
+`MOST_OPERANDS` arrays of their size (statistics of rows are another kernel's: `lower.row_column_sums`).  Where the
+latest of these is what a product or convolution makes, the sums belong into its epilogue
+(`fusion.match_column_sums`).  No value changes.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class _Values:
             value = stack.pop()
             number = self.made.get(value)
             if number is None or not self._is_member(number, shape):
-                operands |= {value} if _is_large(value, shape) else set()
+                if value.aval.ndim == len(shape) and any(d > 1 for d in value.aval.shape[:-1]):
+                    operands.add(value)
             elif number not in found:
                 found.add(number)
                 stack += [a for a in self.eqns[number].invars if self._is_followed(a, shape)]
@@ -88,7 +90,9 @@ class _Values:
         if not shared or len(found) > MOST_OPERATIONS or len(operands) > MOST_OPERANDS:
             return ()
         large = [v for n in found for v in self.eqns[n].outvars if _is_large(v, shape)]
-        if any(map(self._is_kept, large)) or self._is_behind_product(operands):
+        if any(map(self._is_kept, large)) or not all(_is_large(v, shape) for v in operands):
+            return ()
+        if self._is_behind_product(operands):
             return ()
         return tuple(sorted(found))
 

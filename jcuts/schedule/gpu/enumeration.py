@@ -154,6 +154,7 @@ RULES: tuple[EnumerationRule, ...] = (
         lambda p: p.has_column_sums and p.machine.multiplies,
         _column_sums,
     ),
+    EnumerationRule("rows with column sums", ("row_column_sums",), lambda p: p.is_row_column_sums),
     EnumerationRule("norm of rows", ("row_reduction",), lambda p: p.is_row_norm),
     EnumerationRule("norm of columns", ("column_softmax", "welford"), lambda p: p.is_column_norm),
     EnumerationRule("map", ("thread_tile", "smem_transpose"), lambda p: p.is_map),

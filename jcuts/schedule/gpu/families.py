@@ -16,6 +16,7 @@ from jcuts.lower import horizontal, weight_transpose
 from jcuts.lower.layer_fusion import TEMPLATE as LAYER_FUSION
 from jcuts.lower.patterns.gemm import WIDE, gemm_operands
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as INVERTED_RESIDUAL
+from jcuts.lower.patterns.row_column_sums import TEMPLATE as ROW_COLUMN_SUMS
 from jcuts.schedule.gpu import family_statistics as stats
 from jcuts.schedule.gpu import tensor_core_times as times
 from jcuts.schedule.gpu.attention import families as attention_families
@@ -37,7 +38,7 @@ from jcuts.schedule.gpu.launch_stats import memory_time
 from jcuts.schedule.gpu.machine import Candidate, GpuMachine
 from jcuts.schedule.gpu.problem import CONTRACTIONS, GEMM_TEMPLATES, GpuProblem
 from jcuts.schedule.gpu.reduction import column as reduction_column
-from jcuts.schedule.gpu.reduction import column_time
+from jcuts.schedule.gpu.reduction import column_time, row_column_sums
 from jcuts.schedule.gpu.reduction import row as reduction_row
 from jcuts.schedule.gpu.skinny_gemm import schedules as skinny_schedules
 from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
@@ -154,6 +155,15 @@ _enter(
         templates=("rows", "reduction", *CONTRACTIONS),
         propose=_row_teams,
         statistics=stats.ROWS,
+    ),
+    ScheduleFamily(
+        "row_column_sums",
+        row_column_sums.FORM,
+        "Row reductions with column sums beside them: blocks walk over rows, column sums stay in registers.",
+        "docs/kernels/reduction.md",
+        (ROW_COLUMN_SUMS,),
+        lambda p: row_column_sums.row_column_sums(p.program, p.machine) if p.is_row_column_sums else (),
+        statistics=stats.ROW_COLUMN_SUMS,
     ),
     ScheduleFamily(
         "column_reduction",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from jcuts.kernel_ir.program import Program
+from jcuts.kernel_ir.program import ITEM_SIZE, Program
 from jcuts.lower import welford
+from jcuts.lower.patterns.row_column_sums import TYPE, split_phases
 from jcuts.schedule.gpu import coalescing, launch_shapes, traffic
 from jcuts.schedule.gpu.coalescing import CoalescingStats
 from jcuts.schedule.gpu.launch_shapes import LaunchShape
@@ -21,6 +22,19 @@ def _one_launch(program: Program) -> Sequence[LaunchShape]:
     return (LaunchShape(-(-points // threads), threads, WARP),)
 
 
+def _split_results(program: Program, blocks: int) -> tuple[float, float]:
+    """Of reductions that are split over the grid: a partial result per output and part of the split."""
+    split = int(str(dict(program.params).get("split", 1)))
+    return float(split * sum(b.size * 4 for b in program.outputs)), float(sum(b.bytes for b in program.outputs))
+
+
+def _partial_column_sums(program: Program, blocks: int) -> tuple[float, float]:
+    """Of row reductions with column sums: a partial sum per column and block."""
+    sums = program.phases[-1]
+    line = len(sums.accs) * sums.axes[-1].extent * ITEM_SIZE[TYPE]
+    return float(blocks * line), float(line)
+
+
 @dataclass(frozen=True)
 class FamilyStatistics:
     """What `schedule.gpu.launch_stats.memory_time` has to know of a family.
@@ -32,6 +46,7 @@ class FamilyStatistics:
         coalescing: how accesses use 128-byte lines, of families whose schedules say it; else None.
         kernels: the kernels of a program, of families whose kernels are independent of each other; else None.
         launches: grid, block and registers of its launches before it is compiled, as far as they can be estimated.
+        partial_results: bytes that so many blocks of a first launch leave to a second one, and of what that one writes.
     """
 
     unit: Callable[[Program], str] = ffma_unit
@@ -40,6 +55,7 @@ class FamilyStatistics:
     coalescing: Callable[[Program], CoalescingStats] | None = None
     kernels: Callable[[Program], Sequence[Program]] | None = None
     launches: Callable[[Program], Sequence[LaunchShape]] = _one_launch
+    partial_results: Callable[[Program, int], tuple[float, float]] = _split_results
 
 
 def coalesced(
@@ -60,6 +76,10 @@ def coalesced(
 REGISTER_TILES = FamilyStatistics(traffic=traffic.thread_tile_traffic, launches=launch_shapes.thread_tile_launch)
 TRANSPOSES = coalesced(coalescing.transpose_access, launch_shapes.transpose_launch)
 ROWS = coalesced(coalescing.row_access, launch_shapes.row_launch)
+ROW_COLUMN_SUMS = replace(
+    coalesced(lambda p: coalescing.row_access(split_phases(p).rows), launch_shapes.row_column_sums_launch),
+    partial_results=_partial_column_sums,
+)
 COLUMNS = coalesced(coalescing.column_access, launch_shapes.column_launch)
 COLUMN_POINTS = coalesced(coalescing.column_points_access, launch_shapes.column_points_launch)
 WELFORD = coalesced(

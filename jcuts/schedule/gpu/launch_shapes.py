@@ -13,6 +13,7 @@ from typing import Any
 
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
 from jcuts.lower import welford
+from jcuts.lower.patterns.row_column_sums import TYPE, register_values, split_phases
 from jcuts.lower.scan_axes import LANE, TIME
 from jcuts.schedule.gpu.machine import WARP, distinct_loads, narrowest
 
@@ -88,6 +89,25 @@ def row_launch(program: Program) -> list[LaunchShape]:
     kept = int(params["vector"]) * int(params["chunks"]) * max(1, narrowest(program) // 4)
     first = LaunchShape(-(-rows * split // (threads // team)), threads, min(MOST_REGISTERS, ADDRESSES + 2 * kept))
     return _with_partial_sums(program, first, split)
+
+
+def row_groups(program: Program) -> tuple[int, int]:
+    """Row reductions with column sums: rows that a block walks over, and blocks."""
+    params: Any = dict(program.params)
+    rows, teams = split_phases(program).row_count, int(params["threads"]) // int(params["team"])
+    share = -(-rows // (int(params["blocks"]) * teams)) * teams
+    return share, -(-rows // share)
+
+
+def row_column_sums_launch(program: Program) -> list[LaunchShape]:
+    """Row reductions with column sums: blocks that walk over rows, then the sum of their partial results."""
+    params: Any = dict(program.params)
+    team, threads, columns = int(params["team"]), int(params["threads"]), split_phases(program).columns
+    kept = int(params["vector"]) * int(params["chunks"]) * register_values(program)
+    registers = min(MOST_REGISTERS, ADDRESSES + kept)
+    shared = threads // team * columns * ITEM_SIZE[TYPE] if team < threads else 0
+    second = LaunchShape(-(-columns // WARP), COMBINING_THREADS, 2 * ADDRESSES)
+    return [LaunchShape(row_groups(program)[1], threads, registers, shared), second]
 
 
 def column_launch(program: Program) -> list[LaunchShape]:

@@ -57,19 +57,18 @@ def launch_uses(program: Program, statistics: FamilyStatistics, taken: Sequence[
         parts = zip(statistics.kernels(program), taken, strict=True)
         return [_independent_kernel(statistics, program, part, one) for part, one in parts]
     found = []
-    partial = 0.0
+    partial = made = 0.0
     for number, (blocks, threads, registers, shared) in enumerate(taken):
         if number == 0:
             moved, lines, active = statistics.traffic(program, blocks, threads)
             least = compulsory(program)
-            split = int(str(dict(program.params).get("split", 1)))
             if len(taken) > 1:
-                partial = float(split * sum(b.size * 4 for b in program.outputs))
+                partial, made = statistics.partial_results(program, blocks)
                 moved, least = moved + partial, least + partial
             under_way = statistics.bytes_in_flight(program) * active
             found.append(LaunchUse(blocks, threads, registers, shared, flop, least, moved, lines, under_way, active))
         else:
-            total = partial + float(sum(b.bytes for b in program.outputs))
+            total = partial + made
             found.append(
                 LaunchUse(blocks, threads, registers, shared, partial / 4, total, total, total / LINE, float(SECTOR))
             )

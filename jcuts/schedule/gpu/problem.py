@@ -20,6 +20,7 @@ from jcuts.lower.patterns.column_sums import TEMPLATE as COLUMN_SUMS
 from jcuts.lower.patterns.column_sums import as_gemm_with_column_sums
 from jcuts.lower.patterns.gemm import ROWS, as_gemm, gemm_operands, prologue
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as INVERTED_RESIDUAL
+from jcuts.lower.patterns.row_column_sums import TEMPLATE as ROW_COLUMN_SUMS
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.machine import TAPS, GpuMachine, loads_of
 from jcuts.schedule.gpu.reduction.row import reduces_rows
@@ -28,7 +29,7 @@ CONTRACTIONS = ("contraction", "convolution")
 """Templates of programs that `lower.patterns.gemm.as_gemm` may take."""
 GEMM_TEMPLATES = (*CONTRACTIONS, COLUMN_SUMS)
 """Those of the families whose epilogue reduces columns, too."""
-FUSED = ("scan", ATTENTION, ATTENTION_BACKWARD, INVERTED_RESIDUAL, LAYER_FUSION, COLUMN_SUMS)
+FUSED = ("scan", ATTENTION, ATTENTION_BACKWARD, INVERTED_RESIDUAL, LAYER_FUSION, COLUMN_SUMS, ROW_COLUMN_SUMS)
 """Templates of several phases that families of their own compute."""
 
 
@@ -68,6 +69,11 @@ class GpuProblem:
     def has_column_sums(self) -> bool:
         """Whether it is a product or convolution with column reductions of its result."""
         return self.program.template == COLUMN_SUMS
+
+    @property
+    def is_row_column_sums(self) -> bool:
+        """Whether it is row reductions with column reductions of values at their points."""
+        return self.program.template == ROW_COLUMN_SUMS
 
     @property
     def is_convolution(self) -> bool:

@@ -25,6 +25,9 @@ from tests.codegen.cuda.b2b_gemm.test_kernel import CASES as MLPS
 from tests.codegen.cuda.b2b_gemm.test_kernel import program_of as b2b_gemm_of
 from tests.codegen.cuda.inverted_residual.test_kernel import BLOCKS
 from tests.codegen.cuda.inverted_residual.test_kernel import program_of as inverted_residual_of
+from tests.codegen.cuda.reduction.test_row_column_sums import FUNCTIONS as NORM_GRADIENTS
+from tests.codegen.cuda.reduction.test_row_column_sums import arguments_of as norm_arguments_of
+from tests.codegen.cuda.reduction.test_row_column_sums import program_of as norm_gradients_of
 from tests.gpu.cases import attention, attention_backward
 from tests.gpu.test_products import ROUNDED
 from tests.schedule.gpu.test_families import program_of
@@ -72,6 +75,8 @@ def unscheduled(name):
     if name in ("b2b_gemm", "b2b_wgmma"):
         mlp = MLPS["residual"]
         return b2b_gemm_of(mlp, mlp.arguments())[0]
+    if name == "row_column_sums":
+        return norm_gradients_of(NORM_GRADIENTS["layer norm"], norm_arguments_of((37, 100)))
     assert name == "inverted_residual"
     layers = next(iter(BLOCKS.values()))
     return inverted_residual_of(layers, layers.arguments())[0]

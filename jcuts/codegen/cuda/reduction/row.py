@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llvmlite import ir
 
@@ -101,21 +101,25 @@ class RowReductionKernel:
         self.length, self.rows = row_length(program), row_count(program)
         if self.length % tile.vector:
             raise IRError(f"{program.name}: accesses of {tile.vector} do not divide rows of {self.length}")
-        row, self.lane = integers["row"], integers["lane"]
-        per_block = tile.threads // tile.team
-        last = builder.icmp_signed("<", row, L.I32(self.rows))
-        self.live = None if self.rows % per_block == 0 else last
-        # Threads beyond the last row follow along on it (they take part in shuffles) and store nothing.
-        self.row = row if self.live is None else builder.select(last, row, L.I32(self.rows - 1))
+        self.lane = integers["lane"]
         self.outer = {a.name: a.extent for p in program.phases for a in p.axes if a.name in row_axes(program)}
-        self.kept: dict[str, tuple[Phase, Store]] = {}
-        self.scalars: dict[tuple[str, int], E.Lanes] = {}
         self.step = tile.team * tile.vector
         self.pieces = -(-self.length // self.step)
         self.resident = self.pieces <= tile.chunks
+        self._start_row(integers["row"], self.rows % (tile.threads // tile.team) == 0)
+
+    def _start_row(self, row: L.Value, is_whole: bool) -> None:
+        """Begins with a row. Args: is_whole: whether no thread is beyond the last row."""
+        last = self.builder.icmp_signed("<", row, L.I32(self.rows))
+        self.live = None if is_whole else last
+        # Threads beyond the last row follow along on it (they take part in shuffles) and store nothing.
+        self.row = row if is_whole else self.builder.select(last, row, L.I32(self.rows - 1))
+        self.kept: dict[str, tuple[Phase, Store]] = {}
+        self.scalars: dict[tuple[str, int], E.Lanes] = {}
         self.reductions = 0
         self.graph = Graph()
-        self.emitter = Emitter(self._frame(self._thread_start(), self.step - tile.vector + 1), self.graph, buffers)
+        frame = self._frame(self._thread_start(), self.step - self.shape.vector + 1)
+        self.emitter = Emitter(frame, self.graph, self.buffers)
 
     # -- the row and its points ---------------------------------------------------------------------------------
     def _thread_start(self) -> L.Value:
@@ -178,7 +182,7 @@ class RowReductionKernel:
         values.
         """
         target, ranges = emitter.graph, emitter.frame.ranges
-        replace = {**self._column(), **({} if offset is None else self._places(phase, offset, ranges))}
+        places = {**self._column(), **({} if offset is None else self._places(phase, offset, ranges))}
         inside = () if offset is None or not tail else (Guard(Index.axis(K) + offset, None, self.length - 1),)
         numbers: dict[int, int] = {}
         for number in source.needed(wanted):
@@ -198,10 +202,10 @@ class RowReductionKernel:
                 continue
             index = None
             if node.index is not None:
-                index = node.index.substitute(replace, ranges)
+                index = node.index.substitute(places, ranges)
                 index = index.renumber(numbers) if index.values() else index
             guards = tuple(
-                Guard(g.index.substitute(replace, ranges).renumber(numbers), g.low, g.high) for g in node.guards
+                Guard(g.index.substitute(places, ranges).renumber(numbers), g.low, g.high) for g in node.guards
             )
             if node.op == "load":
                 assert index is not None
@@ -228,11 +232,11 @@ class RowReductionKernel:
         for phase in self.program.phases:
             if phase.reds:
                 self._reduce_phase(phase)
-            elif all(self.buffers[s.buffer].role == "local" for s in phase.stores):
-                # Recomputed where it is used: in the resident form equal nodes merge, so it is computed once.
-                self.kept.update({s.buffer: (phase, s) for s in phase.stores})
-            else:
-                self._map_phase(phase)
+                continue
+            # Recomputed where it is used: in the resident form equal nodes merge, so it is computed once.
+            self.kept.update({s.buffer: (phase, s) for s in phase.stores if self.buffers[s.buffer].role == "local"})
+            if stores := tuple(s for s in phase.stores if s.buffer not in self.kept):
+                self._map_phase(replace(phase, stores=stores))
 
     def _reduce_phase(self, phase: Phase) -> None:
         builder, shape = self.builder, self.shape

@@ -38,7 +38,7 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
     (
         "how a region becomes a kernel program",
         "the builder; row reductions and scans have files of their own",
-        ("jcuts/lower/builder.py", "jcuts/lower/row_reduction.py", "jcuts/lower/scan.py"),
+        ("jcuts/lower/builder.py", "jcuts/lower/reduction/row_reduction.py", "jcuts/lower/scan.py"),
     ),
     (
         "a canonical form that kernels recognise",

@@ -16,8 +16,8 @@ from jcuts.fusion.match_attention_backward import fuse_attention_backward
 from jcuts.fusion.move_epilogue import CHEAP
 from jcuts.kernel_ir import loop_transforms
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.column_sums import lower_region_or_column_sums
 from jcuts.lower.patterns.gemm import as_gemm, gemm_operands
+from jcuts.lower.reduction.column_sums import lower_region_or_column_sums
 from jcuts.lower.region import lower_region
 from jcuts.lower.tensor_graph import TensorGraph, build_graph
 from jcuts.rewrite.simplify import simplify

@@ -229,7 +229,7 @@ def _one(seed: int, transform: str) -> int:
     verdict = run(seed, transform, keep=keep)
     if "closed" in keep:
         print(keep["closed"].jaxpr)
-    for subset in (s for top in keep.get("planned", []) for level in top.everywhere() for s in level.subsets):
+    for subset in (s for top in keep.get("planned", []) for level in top.walk() for s in level.subsets):
         print(subset.closed.jaxpr)
         if subset.chosen is not None:
             print(program_text(subset.chosen))

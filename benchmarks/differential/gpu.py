@@ -193,7 +193,7 @@ def _one(seed: int, transform: str) -> int:
         verdict = runner.run(seed, transform, keep=keep)
     if "closed" in keep:
         print(keep["closed"].jaxpr)
-    for subset in (s for top in keep.get("planned", []) for level in top.everywhere() for s in level.subsets):
+    for subset in (s for top in keep.get("planned", []) for level in top.walk() for s in level.subsets):
         print(subset.closed.jaxpr)
         print(program_text(subset.chosen) if subset.chosen is not None else "left to XLA")
     print({k: v for k, v in asdict(verdict).items() if k != "equations"})

@@ -137,7 +137,7 @@ def layers() -> list[Layer]:
 
 def schedules(layer: Layer, function: Callable[..., Any], most: int) -> list[Any]:
     """The first schedules of the ranking."""
-    from jcuts.lower.column_sums import lower_region_or_column_sums
+    from jcuts.lower.reduction.column_sums import lower_region_or_column_sums
     from jcuts.lower.tensor_graph import build_graph
     from jcuts.rewrite.simplify import simplify
     from jcuts.schedule.gpu import candidates as gpu_candidates

@@ -16,11 +16,11 @@ from jcuts.codegen.cuda.launch_source import emit_source
 from jcuts.codegen.cuda.split_kernels import split_into_kernels
 from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.kernel_ir.program import Phase, Program
-from jcuts.lower import welford
 from jcuts.lower.patterns.attention import match
 from jcuts.lower.patterns.few_channel_conv import as_few_channel_conv
 from jcuts.lower.patterns.gemm import ROWS, as_gemm, gemm_operands
 from jcuts.lower.patterns.inverted_residual import InvertedResidual, match_inverted_residual
+from jcuts.lower.reduction import welford
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu import contraction, launch_shapes
 from jcuts.schedule.gpu import machine as gpu_machine

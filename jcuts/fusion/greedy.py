@@ -15,11 +15,11 @@ from jcuts.base.errors import Refusal
 from jcuts.fusion.match_column_sums import Cone, column_sum_cones, statistics
 from jcuts.fusion.match_row_column_sums import row_hosts
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.column_norm import is_long_column_norm
-from jcuts.lower.column_sums import lower_region_or_column_sums
 from jcuts.lower.patterns.row_column_sums import TEMPLATE as ROW_COLUMN_SUMS
+from jcuts.lower.reduction.column_norm import is_long_column_norm
+from jcuts.lower.reduction.column_sums import lower_region_or_column_sums
+from jcuts.lower.reduction.row_column_sums import lower_row_column_sums
 from jcuts.lower.region import lower_region
-from jcuts.lower.row_column_sums import lower_row_column_sums
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 
 MAX_SUBSET = 128
@@ -51,7 +51,7 @@ class GreedyFusion:
         fuel: bounds the merges (``JCUTS_FUEL``: bisecting a miscompile).
         column_sums: on a GPU: contractions take over column reductions of their results (`fusion.match_column_sums`),
             row reductions those of what they read and make (`fusion.match_row_column_sums`), and norms of long columns
-            stay apart (`lower.column_norm`).
+            stay apart (`lower.reduction.column_norm`).
     """
 
     def __init__(

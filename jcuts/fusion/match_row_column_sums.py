@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from jcuts.fusion.dag import NodeSet
-from jcuts.lower.row_column_sums import reduces_rows_of, sums_columns_of
+from jcuts.lower.reduction.row_column_sums import reduces_rows_of, sums_columns_of
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 
 

@@ -24,7 +24,7 @@ from jcuts.fusion.move_epilogue import (
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
 from jcuts.lower.patterns.column_sums import TEMPLATE as COLUMN_SUMS
 from jcuts.lower.patterns.row_column_sums import TEMPLATE as ROW_COLUMN_SUMS
-from jcuts.lower.row_column_sums import lower_region_or_sums
+from jcuts.lower.reduction.row_column_sums import lower_region_or_sums
 from jcuts.lower.tensor_graph import TensorGraph
 
 LEAST_BYTES = 1 << 16

@@ -5,7 +5,8 @@
   graph) and its epilogue (pushed onto the accumulator): register-level fusion (thesis 3.2.4).
 - *scan*: one cumulative operation (`lower/scan.py`).
 - *rows*: several reductions over the same dimensions and element operations between them (softmax, layer norm,
-  statistics): one phase per level, joined through local buffers: shared-memory-level fusion (`lower/row_reduction.py`).
+  statistics): one phase per level, joined through local buffers: shared-memory-level fusion
+  (`lower/reduction/row_reduction.py`).
 
 What a template cannot express is a `Refusal` with the reason; the partition search then keeps the operations unfused.
 """
@@ -28,8 +29,8 @@ from jcuts.lower.builder import (
     op_rule,
     propagate_indices,
 )
+from jcuts.lower.reduction.row_reduction import build_rows
 from jcuts.lower.region_memo import RegionMemo
-from jcuts.lower.row_reduction import build_rows
 from jcuts.lower.scan import build_scan
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 from jcuts.ops.layout import regroup

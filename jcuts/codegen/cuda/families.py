@@ -61,7 +61,7 @@ from jcuts.codegen.cuda.warp_specialized.kernel import WarpSpecializedKernel
 from jcuts.codegen.cuda.warp_specialized.tile import WarpSpecializedTile, fed_shape
 from jcuts.codegen.cuda.window.sliding_window import SlidingWindowKernel
 from jcuts.kernel_ir.program import Program
-from jcuts.lower import welford
+from jcuts.lower.reduction import welford
 from jcuts.schedule.gpu.b2b_gemm.wgmma_tile import B2bWgmmaTile
 from jcuts.schedule.gpu.families import family_of
 

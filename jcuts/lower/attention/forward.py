@@ -2,9 +2,9 @@
 
     scores = score_mod(Q K^T);  weights = softmax(scores);  out = epilogue(weights V)
 
-The program states the meaning, row by row as a row reduction does (`lower/row_reduction.py`): a phase each for the
-scores of one query (into a local buffer), their maximum, the sum of exponentials, the weights, and the PV product.
-`lower.patterns.attention` recognises it for the one-pass GPU kernel.
+The program states the meaning, row by row as a row reduction does (`lower/reduction/row_reduction.py`): a phase each
+for the scores of one query (into a local buffer), their maximum, the sum of exponentials, the weights, and the PV
+product. `lower.patterns.attention` recognises it for the one-pass GPU kernel.
 """
 
 from __future__ import annotations

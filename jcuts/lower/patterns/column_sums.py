@@ -3,11 +3,11 @@
     y[m, n] = epilogue(sum over k of left[m, k] right[k, n]),   sums_j[n] = sum over m of f_j(y[m, n], operands at m, n)
 
 The first phase stores its results, and every summed value into a local buffer; the phases behind it sum those buffers
-(`lower.column_sums`).  No kernel has these buffers in memory: its epilogue reduces the columns of a block's tile
-(`codegen.cuda.gemm.column_sums`), and a second launch combines the partial sums of all row tiles.
+(`lower.reduction.column_sums`).  No kernel has these buffers in memory: its epilogue reduces the columns of a block's
+tile (`codegen.cuda.gemm.column_sums`), and a second launch combines the partial sums of all row tiles.
 
 Two kinds are matched: sums of values of the contraction's point (gradients of a batch norm), and the mean and the sum
-of squared deviations from it (its statistics, `lower.welford`).
+of squared deviations from it (its statistics, `lower.reduction.welford`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jcuts.kernel_ir.loop_transforms import collapse_axes, map_indices
 from jcuts.kernel_ir.node import Node
 from jcuts.kernel_ir.program import Axis, Grid, Phase, Program, Red
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS, B, GemmOperand, K, _number, as_gemm, gemm_operands
-from jcuts.lower.welford import match_welford
+from jcuts.lower.reduction.welford import match_welford
 
 TEMPLATE = "column_sums"
 SUMS = "sums"

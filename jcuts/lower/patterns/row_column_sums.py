@@ -2,9 +2,10 @@
 
     dx[m, n] = f(rows of x and g),    sums_j[n] = sum over m of f_j(x[m, n], g[m, n], values of row m)
 
-The row phases of `lower.row_reduction` come first; what is summed of their values lies in local buffers, which no
-kernel has in memory.  The last phase sums columns (`lower.row_column_sums`): a block adds up the rows that it walks
-over, and a second launch combines the blocks' partial sums (`codegen.cuda.reduction.row_column_sums`).
+The row phases of `lower.reduction.row_reduction` come first; what is summed of their values lies in local buffers,
+which no kernel has in memory.  The last phase sums columns (`lower.reduction.row_column_sums`): a block adds up the
+rows that it walks over, and a second launch combines the blocks' partial sums
+(`codegen.cuda.reduction.row_column_sums`).
 """
 
 from __future__ import annotations

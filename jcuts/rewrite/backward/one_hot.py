@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jcuts.trace import jaxapi
@@ -82,8 +83,8 @@ def _is_zero(atom: Any, made: dict[Any, Any]) -> bool:
     eqn = None if jaxapi.is_literal(atom) else made.get(atom)
     if eqn is None or jaxapi.primitive_name(eqn) != BROADCAST or not jaxapi.is_literal(eqn.invars[0]):
         return False
-    value = jnp.asarray(eqn.invars[0].val)
-    return value.ndim == 0 and bool(value == 0) and not bool(jnp.signbit(value))
+    value = np.asarray(eqn.invars[0].val)  # not of JAX: nothing runs while a program is traced
+    return value.ndim == 0 and bool(value == 0) and not np.signbit(value.astype(np.float64))
 
 
 def _single_axis(

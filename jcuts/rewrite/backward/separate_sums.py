@@ -7,8 +7,8 @@ is a kernel writes those values, and a second and a third read them.  With copie
 and g, and the gradient is another (`fusion.greedy` and `fusion.sink_outputs` make them so).
 
 Only sums over long columns (`LEAST_POINTS`) of values that are in memory for nobody else, made of at most
-`MOST_OPERANDS` arrays of their size (statistics of rows are another kernel's: `lower.row_column_sums`).  Where the
-latest of these is what a product or convolution makes, the sums belong into its epilogue
+`MOST_OPERANDS` arrays of their size (statistics of rows are another kernel's: `lower.reduction.row_column_sums`).
+Where the latest of these is what a product or convolution makes, the sums belong into its epilogue
 (`fusion.match_column_sums`).  No value changes.
 """
 
@@ -24,7 +24,7 @@ from jcuts.trace import jaxapi
 SUM = "reduce_sum"
 PRODUCTS = ("dot_general", "conv_general_dilated")
 LEAST_POINTS = 8192
-"""Of a column: fewer stay in the registers of a block, whose kernel needs no copies (`lower.column_norm`)."""
+"""Of a column: fewer stay in the registers of a block, whose kernel needs no copies (`lower.reduction.column_norm`)."""
 MOST_OPERANDS = 2
 """Arrays that a copy reads, at most: as many as are written and read without it."""
 

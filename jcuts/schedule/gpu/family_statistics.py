@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
-from jcuts.lower import welford
 from jcuts.lower.patterns.row_column_sums import TYPE, split_phases
+from jcuts.lower.reduction import welford
 from jcuts.schedule.gpu import coalescing, launch_shapes, traffic
 from jcuts.schedule.gpu.coalescing import CoalescingStats
 from jcuts.schedule.gpu.launch_shapes import LaunchShape

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jcuts.kernel_ir.program import ITEM_SIZE, Program
-from jcuts.lower import welford
 from jcuts.lower.patterns.row_column_sums import TYPE, register_values, split_phases
+from jcuts.lower.reduction import welford
 from jcuts.lower.scan_axes import LANE, TIME
 from jcuts.schedule.gpu.machine import WARP, distinct_loads, narrowest
 

@@ -12,7 +12,6 @@ from functools import cached_property
 
 from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.kernel_ir.program import Program
-from jcuts.lower import welford
 from jcuts.lower.attention.backward import TEMPLATE as ATTENTION_BACKWARD
 from jcuts.lower.attention.forward import TEMPLATE as ATTENTION
 from jcuts.lower.layer_fusion import TEMPLATE as LAYER_FUSION
@@ -21,6 +20,7 @@ from jcuts.lower.patterns.column_sums import as_gemm_with_column_sums
 from jcuts.lower.patterns.gemm import ROWS, as_gemm, gemm_operands, prologue
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as INVERTED_RESIDUAL
 from jcuts.lower.patterns.row_column_sums import TEMPLATE as ROW_COLUMN_SUMS
+from jcuts.lower.reduction import welford
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.machine import TAPS, GpuMachine, loads_of
 from jcuts.schedule.gpu.reduction.row import reduces_rows

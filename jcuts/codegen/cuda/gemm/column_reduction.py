@@ -3,7 +3,7 @@
 A lane adds the rows of its accumulator fragment, the eight lanes of a column combine by ``shfl.sync.bfly``, the warps
 along the rows through shared memory, in a fixed order.  One value per column and tile goes to global memory.  Of
 statistics the tile's mean comes first; then every lane adds the squared distances of its values, still in registers,
-from it: partial results are as accurate as two passes (`lower.welford`).
+from it: partial results are as accurate as two passes (`lower.reduction.welford`).
 """
 
 from __future__ import annotations

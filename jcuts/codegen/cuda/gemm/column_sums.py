@@ -2,7 +2,7 @@
 
 The first kernel stores the GEMM's results, and for every row tile and column the partial sum of each summed value (of
 statistics: mean and sum of squared deviations of the tile's rows).  The second is a column reduction over row tiles in
-fixed order, or the merge of `lower.welford`, with what is computed per column as its epilogue.
+fixed order, or the merge of `lower.reduction.welford`, with what is computed per column as its epilogue.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import Acc, Axis, Buffer, Phase, Program, Red, Store
 from jcuts.lower.patterns.column_sums import SUMS, TYPE, ColumnSums, column_phases, match_column_sums
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS
-from jcuts.lower.welford import GROUP, MEAN, group_count, merge_kernel
+from jcuts.lower.reduction.welford import GROUP, MEAN, group_count, merge_kernel
 
 
 @dataclass(frozen=True)

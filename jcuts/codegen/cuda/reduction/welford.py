@@ -1,4 +1,4 @@
-"""Welford statistics of columns: mean and sum of squared deviations in one pass (see `lower.welford`).
+"""Welford statistics of columns: mean and sum of squared deviations in one pass (see `lower.reduction.welford`).
 
 This is the *moments* form.  A thread takes ``chunks`` points of its columns at a time.  With n points so far, their
 mean m and squared deviations M, c more points at distances d from m make
@@ -25,7 +25,7 @@ from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Graph, Guard
 from jcuts.kernel_ir.program import Phase
-from jcuts.lower.welford import GROUP, match_welford
+from jcuts.lower.reduction.welford import GROUP, match_welford
 
 
 class WelfordKernel(ColumnSoftmaxKernel):

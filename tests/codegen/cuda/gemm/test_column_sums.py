@@ -16,9 +16,9 @@ from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import verify
-from jcuts.lower.column_sums import lower_region_or_column_sums
 from jcuts.lower.patterns.column_sums import SUMS, as_gemm_with_column_sums, match_column_sums
 from jcuts.lower.patterns.gemm import gemm_operands
+from jcuts.lower.reduction.column_sums import lower_region_or_column_sums
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.conv.implicit_gemm import ImplicitGemmTile
 from jcuts.schedule.gpu.families import FAMILIES, family_of

@@ -17,7 +17,7 @@ from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import verify
 from jcuts.lower.patterns.row_column_sums import register_values, split_phases
-from jcuts.lower.row_column_sums import lower_region_or_sums
+from jcuts.lower.reduction.row_column_sums import lower_region_or_sums
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.families import family_of
 from jcuts.schedule.gpu.kernel_time import kernel_time

@@ -1,9 +1,9 @@
 """Lowers a contraction or convolution with column reductions of its result: one program, the sums in its epilogue.
 
 The contraction and all element operations at its points are one phase, which keeps every summed value in a local
-buffer; the reductions, and what is computed per column from them, are the phases of `lower.row_reduction` on these
-buffers.  Reductions must be over all rows of the GEMM (batch and space of a convolution) and their values functions of
-the contraction's point; what is computed of a sum and again at every point belongs to another region.
+buffer; the reductions, and what is computed per column from them, are the phases of `lower.reduction.row_reduction` on
+these buffers.  Reductions must be over all rows of the GEMM (batch and space of a convolution) and their values
+functions of the contraction's point; what is computed of a sum and again at every point belongs to another region.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from jcuts.kernel_ir.buffer_renaming import renamed, with_kept
 from jcuts.kernel_ir.program import Buffer, Grid, Program
 from jcuts.lower.builder import NotLowered, built_or_refused, descendants, make_buffers, op_rule
 from jcuts.lower.patterns.column_sums import TEMPLATE, as_row_major_gemm, match_column_sums, sums_all_rows
+from jcuts.lower.reduction.row_reduction import build_rows
 from jcuts.lower.region import MAX_RECOMPUTED_OPS, MEMO, lower_reduction, lower_region
-from jcuts.lower.row_reduction import build_rows
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 
 

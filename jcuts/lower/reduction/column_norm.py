@@ -12,7 +12,7 @@ import math
 
 from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.welford import match_welford
+from jcuts.lower.reduction.welford import match_welford
 
 MOST_POINTS = 8192
 """Points of a column that threads of a block keep in registers, 8 float32 columns (a sector of memory) side by side."""

@@ -1,8 +1,8 @@
 """Lowers row reductions with column reductions of values at their points: gradients of layer norm and RMS norm.
 
-The row phases are those of `lower.row_reduction`, which keep every summed value in a local buffer; one more phase sums
-the columns of these buffers and of operands.  Rows are the last dimension, columns are summed over all others; nothing
-at the rows' points may depend on a column sum.
+The row phases are those of `lower.reduction.row_reduction`, which keep every summed value in a local buffer; one more
+phase sums the columns of these buffers and of operands.  Rows are the last dimension, columns are summed over all
+others; nothing at the rows' points may depend on a column sum.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.buffer_renaming import renamed, with_kept
 from jcuts.kernel_ir.program import Buffer, Program
 from jcuts.lower.builder import NotLowered, built_or_refused, descendants, make_buffers
-from jcuts.lower.column_sums import lower_region_or_column_sums
 from jcuts.lower.patterns.row_column_sums import TEMPLATE, split_phases, sums_columns
+from jcuts.lower.reduction.column_sums import lower_region_or_column_sums
+from jcuts.lower.reduction.row_reduction import build_rows
 from jcuts.lower.region import MAX_RECOMPUTED_OPS, MEMO
-from jcuts.lower.row_reduction import build_rows
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
 
 

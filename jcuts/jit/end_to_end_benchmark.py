@@ -54,6 +54,10 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 # Of programs with products in loops: by cuBLAS, as Triton's kernels are slow for a few rows (a recurrence's step).
 LOOP_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {"cuda": {"library": {"xla_gpu_enable_triton_gemm": False}}}
 
+# Where XLA's compiler fails on a program: its fusion of slices at a loop's index (`DynamicSliceFusionRewriter`, on by
+# default from jaxlib 0.11 on) ends in std::out_of_range for calls of kernels that read one and write the other.
+SAFER_OPTIONS: dict[str, dict[str, Any]] = {"cuda": {"xla_gpu_enable_dynamic_slice_fusion": False}}
+
 # A candidate that needs this many times the best time in each of its warm runs is not timed any further.
 PRUNE_RATIO = 3.0
 # Where one call of plain jax.jit takes longer [s], programs that differ by compiler options alone are not tried.

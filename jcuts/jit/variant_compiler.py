@@ -59,6 +59,7 @@ class VariantCompiler:
     Attributes:
         plain: the function under ``jax.jit``.
         nested: the jcuts program as a call inside another trace has it, with nothing compared.
+        safer: compiler options of programs with kernels, where XLA cannot compile these without.
     """
 
     def __init__(self, fn: Callable[..., Any], settings: Settings, options: dict[str, Any]) -> None:
@@ -66,6 +67,7 @@ class VariantCompiler:
         self._settings = settings
         self._options = options
         self._programs: dict[tuple[str, Placement], Program] = {}
+        self.safer: dict[str, Any] = {}
         self.plain = self.jit(fn)
         self.nested = self.jit(self.traced_function(None))
 
@@ -119,7 +121,9 @@ class VariantCompiler:
                 return inner(*args, **kwargs)
 
             options = variant_space.compiler_options(name, platform)
-            options = {**options, **(more or {})} if options else None
+            options = {**options, **(more or {})} if options else {}
+            if not variant_space.is_xla(name):
+                options = {**options, **self.safer}
             jitted = self.jit(carrier, compiler_options=options) if options else self.jit(carrier)
             self._programs[key] = Program(name, placement, AuthorizedCall(jitted, token, placement))
         return self._programs[key]

@@ -18,6 +18,7 @@ from jcuts.jit.accuracy.float64_check import output_roles
 from jcuts.jit.call_signature import CallSignature
 from jcuts.jit.decision import JCUTS, XLA, Decision, DecisionStore
 from jcuts.jit.decision_cache import DecisionCache
+from jcuts.jit.end_to_end_benchmark import SAFER_OPTIONS
 from jcuts.jit.multi_controller.agreement import Participant, agree
 from jcuts.jit.multi_controller.process_group import group_of
 from jcuts.jit.trace_token import permission
@@ -169,17 +170,24 @@ class VariantSelector:
 
         A race finds out by itself.  What is compiled here is what the call runs.
         """
-        call = traced.call
+        call, compiler, name = traced.call, traced.compiler, decision.chosen
         if not traced.on_gpu or call.placement.spans_processes:
             return decision
-        try:
-            program = traced.compiler.program(decision.chosen, call.placement, call.platform)
-            program.call.lower(*call.args, **call.kwargs).compile()
-        except Exception as error:  # whatever XLA's compiler raises: std::out_of_range comes as an IndexError
-            why = str(error).splitlines()[0] if str(error) else type(error).__name__
-            log.warning("XLA cannot compile %s with jcuts' kernels: %s", function_name(self._fn), why)
-            return dataclasses.replace(decision, chosen=XLA, reason=f"XLA cannot compile the program: {why}")
-        return decision
+        why = ""
+        for options in ({}, SAFER_OPTIONS["cuda"]):
+            if options:
+                log.info("%s: compiled again with %s: %s", function_name(self._fn), options, why)
+                compiler.evict(name, call.placement)
+                compiler.safer = options
+            try:
+                program = compiler.program(name, call.placement, call.platform)
+                program.call.lower(*call.args, **call.kwargs).compile()
+                return decision
+            except Exception as error:  # whatever XLA's compiler raises: std::out_of_range comes as an IndexError
+                why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        log.warning("XLA cannot compile %s with jcuts' kernels: %s", function_name(self._fn), why)
+        compiler.safer = {}
+        return dataclasses.replace(decision, chosen=XLA, reason=f"XLA cannot compile the program: {why}")
 
     def _trace(self, call: Call) -> TracedCall:
         """The call with its jaxpr, which the chosen program's own trace takes over."""

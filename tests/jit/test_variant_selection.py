@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jcuts.jit.decision import Decision
-from jcuts.jit.end_to_end_benchmark import JCUTS, XLA
+from jcuts.jit.end_to_end_benchmark import JCUTS, SAFER_OPTIONS, XLA
 from jcuts.jit.variant_selection import VariantSelector
 
 NOT_TIMED = Decision(JCUTS, "logits in chunks: not compared")
@@ -16,8 +16,9 @@ NOT_TIMED = Decision(JCUTS, "logits in chunks: not compared")
 
 def selected(compile_, *, on_gpu=True):
     """What becomes of a decision. Args: compile_: stands for XLA's compiler."""
-    jitted = SimpleNamespace(lower=lambda *args, **kwargs: SimpleNamespace(compile=compile_))
-    compiler = SimpleNamespace(program=lambda *_: SimpleNamespace(call=jitted))
+    compiler = SimpleNamespace(safer={}, evict=lambda *_: None)
+    jitted = SimpleNamespace(lower=lambda *args, **kwargs: SimpleNamespace(compile=lambda: compile_(compiler.safer)))
+    compiler.program = lambda *_: SimpleNamespace(call=jitted)
     call = SimpleNamespace(placement=SimpleNamespace(spans_processes=False), platform="cuda", args=(), kwargs={})
     traced = SimpleNamespace(call=call, on_gpu=on_gpu, compiler=compiler)
     return VariantSelector._compiled_or_plain(SimpleNamespace(_fn=jax.numpy.sin), traced, NOT_TIMED)
@@ -25,7 +26,7 @@ def selected(compile_, *, on_gpu=True):
 
 @pytest.mark.parametrize("error", [IndexError("raw_hash_map<>::at"), jax.errors.JaxRuntimeError("INTERNAL")])
 def test_xla_runs_where_it_cannot_compile_the_program_with_kernels(error):
-    def fails():
+    def fails(_):
         raise error
 
     decision = selected(fails)
@@ -33,12 +34,24 @@ def test_xla_runs_where_it_cannot_compile_the_program_with_kernels(error):
     assert str(error) in decision.reason
 
 
+def test_a_program_that_compiles_without_fusion_of_slices_is_kept():
+    tried = []
+
+    def fails_first(options):
+        tried.append(options)
+        if not options:
+            raise IndexError("raw_hash_map<>::at")
+
+    assert selected(fails_first) is NOT_TIMED
+    assert tried == [{}, SAFER_OPTIONS["cuda"]]
+
+
 def test_a_program_that_compiles_is_kept():
-    assert selected(lambda: None) is NOT_TIMED
+    assert selected(lambda _: None) is NOT_TIMED
 
 
 def test_on_a_cpu_the_call_compiles():
-    def fails():
+    def fails(_):
         raise AssertionError("compiled")
 
     assert selected(fails, on_gpu=False) is NOT_TIMED

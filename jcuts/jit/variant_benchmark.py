@@ -38,10 +38,11 @@ def benchmark(traced: TracedCall, planned: PlanningResult, again: Decision | Non
     options = variant_space.options(traced.platform), variant_space.loop_options(traced.closed, traced.platform)
     names = variant_space.programs(planned.racing, *options)
     out = variant_space.dominated_names(names, planned.behind)
+    traced.exact.of_every_form = gains_alone = any(outcome.gains_alone for outcome in planned.outcomes)
     late: dict[str, str] = {}
     if traced.on_gpu and time_budget.current().is_limited:
         left = [name for name in names if name not in out]
-        if not any(outcome.gains_alone for outcome in planned.outcomes):
+        if not gains_alone:
             late = race_limits.too_little_gain(left, planned.gains, planned.plain_seconds)
         left = [name for name in left if name not in late]
         late |= race_limits.beyond_race_limit(left, planned.gains, planned.totals)

@@ -195,6 +195,9 @@ def test_the_judge_compares_with_float64():
     everywhere = good * np.float32(1 + 3e-5)
     assert "in L2 norm" in judge(name, [good], [jnp.asarray(everywhere)])
     assert judge("jcuts", [good], [jnp.asarray(everywhere)]) is None  # not rewritten: checked subset by subset
+    judge.of_every_form = True
+    assert "in L2 norm" in judge("jcuts", [good], [jnp.asarray(everywhere)])
+    assert judge("xla:graphs", [good], [jnp.asarray(everywhere)]) is None
     once = good.copy()
     once[0, 2, 3, 4] += np.float32(6e-5)
     assert "in one element" in judge(name, [good], [jnp.asarray(once)])

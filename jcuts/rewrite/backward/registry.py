@@ -47,7 +47,7 @@ REWRITES = (
     BackwardRewrite(
         "transposed filters", lambda closed: transposed_filter_gradients(closed)[0], gpu_only=True, gains_alone=True
     ),
-    BackwardRewrite("patches", lambda closed: patch_gradients(closed)[0], gpu_only=True, gains_alone=True),
+    BackwardRewrite("patches", lambda closed: patch_gradients(closed)[0], gains_alone=True),
     BackwardRewrite("deviation sums", lambda closed: deviation_sums(closed)[0]),
     BackwardRewrite("residuals", lambda closed: rematerialize(closed)[0], gpu_only=True),
     BackwardRewrite("deviations", separate_deviations, gpu_only=True),

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.networks import baseline  # noqa: E402
-from benchmarks.networks.compiled_program import Stepped, compiled, own_arguments  # noqa: E402
+from benchmarks.networks.compiled_program import Stepped, compiled, own_arguments, memory_of  # noqa: E402
 from benchmarks.networks.interleaved_timing import TURNS, interleaved  # noqa: E402
 from benchmarks.networks.row_driver import Driver, read, script, write  # noqa: E402
 from benchmarks.networks.workload_row import Row, all_rows  # noqa: E402
@@ -58,10 +58,16 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
         "tune_seconds": os.environ["JCUTS_TUNE_SECONDS"],
         "partition": {"log": lines.texts, "pairs": pairs},
         "programs": interleaved(calls | raced, options.seconds, 3 if options.dry else TURNS),
+        **({"memory_bytes": {"plain": plain.memory, "jcuts": memory(ours)}} if options.memory else {}),
         **({"profile": profiled(row, calls | slower_variants(ours, form), report, options)} if options.profile else {}),
         **baseline.environment(),
         "jcuts": fingerprint.versions(),
     }
+
+
+def memory(ours: Stepped) -> dict[str, int]:
+    """Bytes of the chosen program by XLA's account, which is compiled once more."""
+    return memory_of(ours.call.chosen(*ours.arguments).compile())
 
 
 def searched(ours: Stepped, form: Any) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
@@ -125,7 +131,7 @@ def drive(rows: Sequence[Row], options: argparse.Namespace) -> int:
         if driver.left() <= 0 or (record and not ("failed" in record and options.retry)):
             continue
         words = ["--child", "--out", options.out, "--seconds", options.seconds, "--statistics", row.statistics]
-        words += [f"--{name}" for name in ("dry", "log", "profile") if getattr(options, name)]
+        words += [f"--{name}" for name in ("dry", "log", "profile", "memory") if getattr(options, name)]
         need = 5.0 if options.dry else FIRST_NEED
         driver.run_row(target, script("jcuts_rows.py", *words, row), driver.needs(f"jcuts_{row.name}_[0-9]", need))
     return driver.failed
@@ -144,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--retry", action="store_true", help="rows again that failed; tuning goes on where it ended")
     parser.add_argument("--log", action="store_true", help="what a first call does, into the row's log")
     parser.add_argument("--profile", action="store_true", help="kernels of the programs, for `program_profile.py`")
+    parser.add_argument("--memory", action="store_true", help="bytes of both programs (compiles once more)")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU: finds typos, not times")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.networks import baseline  # noqa: E402
-from benchmarks.networks.compiled_program import Stepped, compiled, own_arguments, memory_of  # noqa: E402
+from benchmarks.networks.compiled_program import Stepped, compiled, memory_of, own_arguments  # noqa: E402
 from benchmarks.networks.interleaved_timing import TURNS, interleaved  # noqa: E402
 from benchmarks.networks.row_driver import Driver, read, script, write  # noqa: E402
 from benchmarks.networks.workload_row import Row, all_rows  # noqa: E402

@@ -1,6 +1,6 @@
 """Draws steps per second of a training loop that is tuned while it runs (`online_tuning.py`), as SVG.
 
-    python benchmarks/networks/online_chart.py online_tuning.json docs/figures/online_tuning.svg
+python benchmarks/networks/online_chart.py online_tuning.json docs/figures/online_tuning.svg
 """
 
 from __future__ import annotations

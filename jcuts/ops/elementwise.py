@@ -118,7 +118,24 @@ def unary(eqn: Equation) -> Op | Refusal:
 @op_rule(*BINARY)
 def binary(eqn: Equation) -> Op | Refusal:
     """Binary operations of `jax.lax`."""
+    if eqn.prim == "pow" and eqn.inputs[1].dtype != eqn.inputs[0].dtype:
+        return _power_of_integers(eqn)
     return _typed(eqn, BINARY)
+
+
+def _power_of_integers(eqn: Equation) -> Op | Refusal:
+    """``pow`` with exponents of another type (a step count), which JAX converts to the type of the base."""
+    kinds, cost = BINARY["pow"]
+    base, exponent = eqn.inputs
+    if base.dtype not in kinds:
+        return Refusal(eqn.prim, f"not implemented for {base.dtype}")
+
+    def pull(ctx: Context, index: IndexTuple) -> int:
+        x, y = (ctx.input(k, broadcast_index(t.shape, eqn.outputs[0].shape, index)) for k, t in enumerate(eqn.inputs))
+        y = ctx.apply("convert", base.dtype, y, source=exponent.dtype)
+        return ctx.apply("pow", base.dtype, x, y)
+
+    return Op(eqn.prim, "elementwise", eqn.inputs, eqn.outputs, pull=pull, push=elementwise_push, cost=cost)
 
 
 @op_rule("add_any")

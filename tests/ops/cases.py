@@ -128,6 +128,8 @@ CASES: list[OpCase] = [
     *_lane("rem", lax.rem, ("", "above"), "f32 f64", exact=True),
     *_lane("rem", lax.rem, ("full", "small"), "i32 i64 u8", exact=True),
     *_lane("pow", lax.pow, ("positive", ""), "f32 f64"),
+    OpCase("pow-f32-i32", "pow", lax.pow, ("f32[3,37]:positive", "i32[3,37]:small")),
+    OpCase("pow-scalar-f32-i32", "pow", lambda x, y: lax.pow(x, y) + 1, ("f32[]:positive", "i32[]:small")),
     *_lane("atan2", lax.atan2, ("", ""), "f32 f64"),
     *_lane("nextafter", lax.nextafter, ("special", ""), "f32 f64", exact=True),
     *(

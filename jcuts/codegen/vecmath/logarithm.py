@@ -117,7 +117,9 @@ def power(k: Format, x: Num, y: Num) -> Num:
     """x^y = e^(y log|x|) with the product in two parts, then the cases of C's ``pow``."""
     base = abs(x)
     infinity = x.make(float("inf"))
-    zero_base = base.bits().signed("==", 0) if k.mantissa == 23 else base.equals(0.0)
+    # Zero after scaling: a denormal is zero where the processor takes it for one, as in the comparisons beside it (the
+    # gradient of a power asks whether its base is zero); a test of x alone may be compiled into one of its bits.
+    zero_base = (base * 2.0**k.digits).equals(0.0)
     high, low = log_parts(k, base)
     low = low.where(zero_base, 0.0).where(base.equals(infinity), 0.0)
     high = high.where(zero_base, float("-inf")).where(base.equals(infinity), infinity).where(base.is_nan(), base)

@@ -44,9 +44,7 @@ REWRITES = (
     BackwardRewrite("row gathers", lambda closed: gathers_before_elementwise(closed)[0]),
     BackwardRewrite("weight gradients", lambda closed: hoist_weight_gradients(closed)[0]),
     BackwardRewrite("padding", lambda closed: fold_padding(closed)[0], makes_asymmetric=True),
-    BackwardRewrite(
-        "transposed filters", lambda closed: transposed_filter_gradients(closed)[0], gpu_only=True, gains_alone=True
-    ),
+    BackwardRewrite("transposed filters", lambda closed: transposed_filter_gradients(closed)[0], gains_alone=True),
     BackwardRewrite("patches", lambda closed: patch_gradients(closed)[0], gains_alone=True),
     BackwardRewrite("deviation sums", lambda closed: deviation_sums(closed)[0]),
     BackwardRewrite("residuals", lambda closed: rematerialize(closed)[0], gpu_only=True),

@@ -46,6 +46,7 @@ from jcuts.codegen.cuda.reduction.launch import (
     launch_row_column_sums,
     launch_rows,
 )
+from jcuts.codegen.cuda.reduction.multi_tensor_sums import MultiTensorSumsKernel, sums_shape
 from jcuts.codegen.cuda.reduction.row import RowReductionKernel
 from jcuts.codegen.cuda.reduction.row_column_sums import RowColumnSumsKernel, split_row_column_sums
 from jcuts.codegen.cuda.reduction.split import Split, column_program, split_columns, split_reduction
@@ -148,6 +149,11 @@ _enter(
     KernelFamily("row_column_sums", RowColumnSumsKernel, launch_row_column_sums, split=split_row_column_sums),
     KernelFamily("column_reduction", ColumnReductionKernel, launch_columns, whole=column_program, split=split_columns),
     KernelFamily("column_softmax", ColumnSoftmaxKernel, launch_column_points),
+    KernelFamily(
+        "multi_tensor_sums",
+        MultiTensorSumsKernel,
+        launch_per_block(sums_shape, lambda tile: "partial_sums", shared=lambda tile: 0),
+    ),
     KernelFamily("welford", WelfordKernel, launch_column_points, split=_split_welford),
     KernelFamily("scan_rows", ScanRowsEmitter, launch_scan_rows),
     KernelFamily("scan_columns", ScanColumnsEmitter, launch_scan_columns, split=split_scan_columns),

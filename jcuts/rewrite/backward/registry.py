@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from jcuts.rewrite.backward.deviation_sums import deviation_sums
 from jcuts.rewrite.backward.explicit_padding import fold_padding
 from jcuts.rewrite.backward.hoist_weight_gradients import hoist_weight_gradients
+from jcuts.rewrite.backward.multi_tensor_norm import multi_tensor_norms
 from jcuts.rewrite.backward.multi_tensor_update import multi_tensor_updates
 from jcuts.rewrite.backward.one_hot import gathers_before_elementwise, one_hot_scatters
 from jcuts.rewrite.backward.patch_gradients import patch_gradients
@@ -50,6 +51,7 @@ REWRITES = (
     BackwardRewrite("residuals", lambda closed: rematerialize(closed)[0], gpu_only=True),
     BackwardRewrite("deviations", separate_deviations, gpu_only=True),
     BackwardRewrite("sums", lambda closed: separate_sums(closed)[0], gpu_only=True),
+    BackwardRewrite("norms", lambda closed: multi_tensor_norms(closed)[0], gpu_only=True, with_kernels=True),
     BackwardRewrite("updates", lambda closed: multi_tensor_updates(closed)[0], gpu_only=True, with_kernels=True),
 )
 

@@ -17,6 +17,7 @@ from jcuts.lower.layer_fusion import TEMPLATE as LAYER_FUSION
 from jcuts.lower.patterns.gemm import WIDE, gemm_operands
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as INVERTED_RESIDUAL
 from jcuts.lower.patterns.row_column_sums import TEMPLATE as ROW_COLUMN_SUMS
+from jcuts.lower.reduction import multi_tensor_sums
 from jcuts.schedule.gpu import family_statistics as stats
 from jcuts.schedule.gpu import tensor_core_times as times
 from jcuts.schedule.gpu.attention import families as attention_families
@@ -184,6 +185,12 @@ _enter(
         propose=lambda p: reduction_column.column_softmax(p.collapsed, p.machine) if p.is_column_norm else (),
         statistics=stats.COLUMN_POINTS,
         time=column_time.softmax_time,
+    ),
+    ScheduleFamily(
+        "multi_tensor_sums",
+        multi_tensor_sums.FORM,
+        "Multi-tensor reduction: partial sums of many arrays in one launch, a chunk of one array per block.",
+        "docs/kernels/elementwise.md",
     ),
     ScheduleFamily(
         "welford",

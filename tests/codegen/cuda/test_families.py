@@ -17,6 +17,7 @@ from jcuts.codegen.cuda.split_kernels import split_into_kernels
 from jcuts.codegen.cuda.tile_kernel import TileKernel
 from jcuts.kernel_ir.loop_transforms import collapse_program
 from jcuts.lower.horizontal import horizontal_fuse
+from jcuts.lower.reduction.multi_tensor_sums import ArraySum, multi_tensor_sums
 from jcuts.lower.weight_transpose import transpose_program
 from jcuts.schedule.gpu.families import FAMILIES as SCHEDULE_FAMILIES
 from jcuts.schedule.gpu.machine import GpuMachine
@@ -86,6 +87,9 @@ def lowered(name):
     """A program of a family whose schedules lowering makes."""
     if name == "weight_transpose":
         return transpose_program([((64, 70), (70, 64)), ((3, 5, 17), (17, 3, 5))])
+    if name == "multi_tensor_sums":
+        sums = [ArraySum(None, (0,), 2, 64), ArraySum(None, (1,), 1, 7)]
+        return multi_tensor_sums([((100,), "float32"), ((7,), "float32")], sums)
     assert name == "horizontal"
     maps = [collapse_program(programs.trace(lambda x: x * 2 + 1, zeros(n)).program()) for n in (96, 1000)]
     return horizontal_fuse(maps, [[0], [1]], [[0], [1]])

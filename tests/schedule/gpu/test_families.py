@@ -22,7 +22,7 @@ from tests.ops.cases import conv
 MACHINE = GpuMachine(132)
 AMPERE, TURING = GpuMachine(108, capability=(8, 0)), GpuMachine(46, 1024, (7, 5))
 REPOSITORY = Path(__file__).resolve().parents[3]
-LOWERED = {"horizontal", "weight_transpose"}
+LOWERED = {"horizontal", "multi_tensor_sums", "weight_transpose"}
 """Families whose scheduled programs lowering makes."""
 
 

@@ -126,6 +126,7 @@ def test_every_family_has_a_case():
     seen = {family_of(program).name for name in CASES for program, _ in candidates(name, machine)}
     elsewhere = {
         "horizontal",
+        "multi_tensor_sums",
         "weight_transpose",
         "warp_specialized",
         "implicit_gemm",

@@ -69,8 +69,8 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
     ),
     (
         "a GPU schedule for row reductions (softmax, norms)",
-        "`row_reduction`, `row_reduction_teams`; the kernel",
-        ("jcuts/schedule/gpu/reduction/row.py", "jcuts/codegen/cuda/reduction/row.py"),
+        "`row_reduction`, `row_reduction_teams`, `online_softmax`; the kernels",
+        ("jcuts/schedule/gpu/reduction", "jcuts/codegen/cuda/reduction/row.py"),
     ),
     (
         "a GPU schedule for column reductions",

@@ -47,6 +47,7 @@ from jcuts.codegen.cuda.reduction.launch import (
     launch_rows,
 )
 from jcuts.codegen.cuda.reduction.multi_tensor_sums import MultiTensorSumsKernel, sums_shape
+from jcuts.codegen.cuda.reduction.online_softmax import OnlineSoftmaxKernel
 from jcuts.codegen.cuda.reduction.row import RowReductionKernel
 from jcuts.codegen.cuda.reduction.row_column_sums import RowColumnSumsKernel, split_row_column_sums
 from jcuts.codegen.cuda.reduction.split import Split, column_program, split_columns, split_reduction
@@ -146,6 +147,7 @@ _enter(
 )
 _enter(
     KernelFamily("row_reduction", RowReductionKernel, launch_rows, split=split_reduction),
+    KernelFamily("online_softmax", OnlineSoftmaxKernel, launch_rows),
     KernelFamily("row_column_sums", RowColumnSumsKernel, launch_row_column_sums, split=split_row_column_sums),
     KernelFamily("column_reduction", ColumnReductionKernel, launch_columns, whole=column_program, split=split_columns),
     KernelFamily("column_softmax", ColumnSoftmaxKernel, launch_column_points),

@@ -45,6 +45,20 @@ def row_access(program: Program) -> CoalescingStats:
     return _team(program, int(params["team"]), int(params["vector"]), int(params["chunks"]))
 
 
+def online_row_access(program: Program) -> CoalescingStats:
+    """Of a team of threads per row that takes its maximum and sum of exponentials in one pass."""
+    params: Any = dict(program.params)
+    return _team(program, int(params["team"]), int(params["vector"]), int(params["chunks"]), online_passes(program))
+
+
+def online_passes(program: Program) -> int:
+    """How often online softmax reads a row: once for two of its reductions, once for each other phase with results of
+    its own.
+    """
+    stored = {b.name for b in program.outputs}
+    return sum(bool(p.reds) or any(s.buffer in stored for s in p.stores) for p in program.phases) - 1
+
+
 def column_points_access(program: Program) -> CoalescingStats:
     """Of threads that have several points of their columns at once."""
     params: Any = dict(program.params)
@@ -93,8 +107,11 @@ def transpose_access(program: Program) -> CoalescingStats:
     return CoalescingStats(1.0, int(params["rows"]) * int(params["columns"]) * size / int(params["threads"]))
 
 
-def _team(program: Program, team: int, vector: int, chunks: int) -> CoalescingStats:
-    """A team's threads lie side by side along a row, each with a vector, ``chunks`` of them at once."""
+def _team(program: Program, team: int, vector: int, chunks: int, reads: int = 0) -> CoalescingStats:
+    """A team's threads lie side by side along a row, each with a vector, ``chunks`` of them at once.
+
+    Args: reads: passes over the row; 0: one per phase, of rows that do not stay in registers.
+    """
     size = narrowest(program)
     params: Any = dict(program.params)
     length = max(math.prod(r.extent for r in p.reds) for p in program.phases)
@@ -106,7 +123,7 @@ def _team(program: Program, team: int, vector: int, chunks: int) -> CoalescingSt
     needed = WARP * vector * size / LINE
     used = share / (pieces * team * vector)
     kept = min(chunks, pieces)
-    again = float(len(program.phases)) if len(program.phases) > 1 and pieces > chunks else 1.0
+    again = float(reads or (len(program.phases) if len(program.phases) > 1 and pieces > chunks else 1))
     # What is read again comes from the L2 cache, at twice the bandwidth.
     return CoalescingStats(
         touched / needed / used * again, size * vector * kept * used, 1.0 + _FIT.reread_passes_slope * (again - 1.0)

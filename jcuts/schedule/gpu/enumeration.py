@@ -155,7 +155,7 @@ RULES: tuple[EnumerationRule, ...] = (
         _column_sums,
     ),
     EnumerationRule("rows with column sums", ("row_column_sums",), lambda p: p.is_row_column_sums),
-    EnumerationRule("norm of rows", ("row_reduction",), lambda p: p.is_row_norm),
+    EnumerationRule("norm of rows", ("row_reduction", "online_softmax"), lambda p: p.is_row_norm),
     EnumerationRule("norm of columns", ("column_softmax", "welford"), lambda p: p.is_column_norm),
     EnumerationRule("map", ("thread_tile", "smem_transpose"), lambda p: p.is_map),
     EnumerationRule(

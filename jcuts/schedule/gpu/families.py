@@ -39,7 +39,7 @@ from jcuts.schedule.gpu.launch_stats import memory_time
 from jcuts.schedule.gpu.machine import Candidate, GpuMachine
 from jcuts.schedule.gpu.problem import CONTRACTIONS, GEMM_TEMPLATES, GpuProblem
 from jcuts.schedule.gpu.reduction import column as reduction_column
-from jcuts.schedule.gpu.reduction import column_time, row_column_sums
+from jcuts.schedule.gpu.reduction import column_time, online_softmax, row_column_sums
 from jcuts.schedule.gpu.reduction import row as reduction_row
 from jcuts.schedule.gpu.skinny_gemm import schedules as skinny_schedules
 from jcuts.schedule.gpu.warp_specialized import schedules as warp_specialized_schedules
@@ -155,8 +155,10 @@ _enter(
         "docs/kernels/reduction.md",
         templates=("rows", "reduction", *CONTRACTIONS),
         propose=_row_teams,
+        excluded=(online_softmax.ONLINE,),
         statistics=stats.ROWS,
     ),
+    online_softmax.FAMILY,
     ScheduleFamily(
         "row_column_sums",
         row_column_sums.FORM,

@@ -76,6 +76,7 @@ def coalesced(
 REGISTER_TILES = FamilyStatistics(traffic=traffic.thread_tile_traffic, launches=launch_shapes.thread_tile_launch)
 TRANSPOSES = coalesced(coalescing.transpose_access, launch_shapes.transpose_launch)
 ROWS = coalesced(coalescing.row_access, launch_shapes.row_launch)
+ONLINE_ROWS = coalesced(coalescing.online_row_access, launch_shapes.online_row_launch)
 ROW_COLUMN_SUMS = replace(
     coalesced(lambda p: coalescing.row_access(split_phases(p).rows), launch_shapes.row_column_sums_launch),
     partial_results=_partial_column_sums,

@@ -91,6 +91,15 @@ def row_launch(program: Program) -> list[LaunchShape]:
     return _with_partial_sums(program, first, split)
 
 
+def online_row_launch(program: Program) -> list[LaunchShape]:
+    """Online softmax of rows: a block per row; a thread keeps the values of one iteration."""
+    params: Any = dict(program.params)
+    kept = int(params["vector"]) * int(params["chunks"]) * max(1, narrowest(program) // 4)
+    rows, _ = row_shape(program)
+    registers = min(MOST_REGISTERS, ADDRESSES + kept)
+    return [LaunchShape(-(-rows // (int(params["threads"]) // int(params["team"]))), int(params["threads"]), registers)]
+
+
 def row_groups(program: Program) -> tuple[int, int]:
     """Row reductions with column sums: rows that a block walks over, and blocks."""
     params: Any = dict(program.params)

@@ -20,7 +20,7 @@ from jcuts.lower.patterns.column_sums import as_gemm_with_column_sums
 from jcuts.lower.patterns.gemm import ROWS, as_gemm, gemm_operands, prologue
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as INVERTED_RESIDUAL
 from jcuts.lower.patterns.row_column_sums import TEMPLATE as ROW_COLUMN_SUMS
-from jcuts.lower.reduction import welford
+from jcuts.lower.reduction import online_softmax, welford
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.machine import TAPS, GpuMachine, loads_of
 from jcuts.schedule.gpu.reduction.row import reduces_rows
@@ -86,6 +86,11 @@ class GpuProblem:
         if self.program.template in FUSED or len(self.program.phases) == 1:
             return False
         return {g.axis for g in self.program.grid} == set(self.program.serial)
+
+    @property
+    def is_online_softmax(self) -> bool:
+        """Whether a maximum and a sum of exponentials of rows follow each other, which one pass gives."""
+        return self.is_row_norm and online_softmax.match_online_softmax(self.program) is not None
 
     @property
     def is_column_norm(self) -> bool:

@@ -60,6 +60,7 @@ TEMPLATES = {
     "running_sum_columns": (lambda x: jnp.cumsum(x, 0), (zeros(3000, 256),)),
     "tables": (cases.CASES["tables"][0], (np.zeros((128, 5), np.int32), *(zeros(100, 64) for _ in range(5)))),
     "rows": (lambda x: jax.nn.softmax(x), (zeros(3000, 300),)),
+    "online_softmax": (lambda x: jax.nn.softmax(x), (zeros(300, 32000),)),
 }
 
 

@@ -40,6 +40,7 @@ NAMED = {
     "sliding_window": "pooling",
     "smem_transpose": "transpose",
     "row_reduction": "softmax",
+    "online_softmax": "long softmax",
     "column_reduction": "column sum",
     "column_softmax": "column softmax",
     "welford": "column variance",

@@ -38,6 +38,7 @@ PROGRAMS = {
     "transpose": (lambda x: x.T * 2, (zeros(256, 512),)),
     "row sum": (lambda x: x.sum(1), (zeros(512, 1024),)),
     "softmax": (lambda x: jax.nn.softmax(x, -1), (zeros(512, 1000),)),
+    "long softmax": (lambda x: jax.nn.softmax(x, -1), (zeros(4, 5000),)),
     "column sum": (lambda x: x.sum(0), (zeros(5000, 64),)),
     "column softmax": (lambda x: jax.nn.softmax(x, 0), (zeros(500, 64),)),
     "column variance": (lambda x: x.var(0), (zeros(65536, 64),)),

@@ -48,6 +48,7 @@ CASES = {
     "row sum": (lambda x: x.sum(1), (zeros(512, 2048),)),
     "column sum": (lambda x: x.sum(0), (zeros(4096, 256),)),
     "softmax": (lambda x: jax.nn.softmax(x), (zeros(512, 1000),)),
+    "long softmax": (lambda x: jax.nn.softmax(x), (zeros(512, 5000),)),
     "column softmax": (lambda x: jax.nn.softmax(x, 0), (zeros(512, 96),)),
     "batch norm": (norm, (zeros(65536, 128),)),
     "cumulative sum": (lambda x: jnp.cumsum(x, 1), (zeros(64, 1024),)),
@@ -108,7 +109,16 @@ def test_predicted_times_of_attention_are_no_less_than_their_bounds(template, gp
     assert best[1] > 2 * best[0]
 
 
-ONE_SCALE = ("copy", "transpose", "row sum", "softmax", "column softmax", "batch norm", "cumulative sum")
+ONE_SCALE = (
+    "copy",
+    "transpose",
+    "row sum",
+    "softmax",
+    "long softmax",
+    "column softmax",
+    "batch norm",
+    "cumulative sum",
+)
 """Whose candidates have scores on one scale: no family is rescaled, nothing is moved back for being like another."""
 
 

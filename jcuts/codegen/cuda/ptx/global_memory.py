@@ -40,6 +40,7 @@ class Frame:
         values: data-flow node -> its value, for indices that are computed at run time.
         live: a condition that every store needs (threads beyond the last tile), or None.
         in_place: whether results may overwrite operands: loads are no ``.nc`` then, and stay in front of the stores.
+        is_streaming: whether stores are ``st.global.cs``: what they write leaves the caches first.
     """
 
     builder: GpuBuilder
@@ -50,6 +51,7 @@ class Frame:
     values: dict[int, L.Value] = field(default_factory=dict)
     live: L.Value | None = None
     in_place: bool = False
+    is_streaming: bool = False
     cache: dict[object, L.Value] = field(default_factory=dict)
 
 
@@ -251,7 +253,8 @@ def store(
     typed = "u8" if each == 1 else f"b{8 * each}"
     source = f"{{{', '.join(names)}}}" if registers > 1 else names[0]
     where = f"[$0+{constant}]" if constant else "[$0]"
-    text = f"st.global{vector}.{typed} {where}, {source};"
+    policy = ".cs" if frame.is_streaming else ""
+    text = f"st.global{policy}{vector}.{typed} {where}, {source};"
     args = [place, *parts]
     if frame.live is not None:
         text = f"{{ .reg .pred p; setp.ne.b32 p, ${registers + 1}, 0; @p {text} }}"

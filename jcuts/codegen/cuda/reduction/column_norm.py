@@ -154,12 +154,6 @@ class ColumnSoftmaxKernel(RowReductionKernel):
         self._column_results(phase, self._totals(phase, found))
         self.reductions += 1
 
-    def _slot(self, kind: L.Type, start: L.Value) -> L.Value:
-        with self.builder.goto_entry_block():
-            slot = self.builder.alloca(kind)
-        self.builder.store(start, slot)
-        return slot
-
     def _column_results(self, phase: Phase, totals: Totals) -> None:
         """The exit graph of every column: all its threads compute it, the first one stores."""
         emitter = self.emitter if self.resident else Emitter(self._frame(L.I32(0), 1), Graph(), self.buffers)

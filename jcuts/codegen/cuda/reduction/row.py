@@ -14,7 +14,7 @@ The row's points are numbered by one axis ``k``; a thread takes ``vector`` neigh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -33,6 +33,7 @@ from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import Acc, Buffer, Phase, Program, Store
 
 K = "k"
+Merge = Callable[[tuple[L.Value, ...], tuple[L.Value, ...]], tuple[L.Value, ...]]
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class RowReductionKernel:
     """Emits one thread of the row reduction."""
 
     at = 0  # the column in hand, where a thread has several
+    is_backwards = False  # whether loops over the row begin at its end
 
     def _column(self) -> dict[str, Index]:
         """Index of the current column."""
@@ -157,14 +159,15 @@ class RowReductionKernel:
         builder.branch(loop)
         builder.position_at_end(loop)
         base = builder.phi(L.I32, "base")
-        base.add_incoming(L.I32(0), before)
-        k = builder.add(base, self._thread_start())
         whole = -(-self.length // span) * span
+        base.add_incoming(L.I32(whole - span if self.is_backwards else 0), before)
+        k = builder.add(base, self._thread_start())
         frame = self._frame(k, whole - (shape.chunks - 1) * self.step - shape.vector + 1)
         yield Emitter(frame, Graph(), self.buffers), [c * self.step for c in range(shape.chunks)], self.length != whole
-        following = builder.add(base, L.I32(span))
+        following = builder.add(base, L.I32(-span if self.is_backwards else span))
         base.add_incoming(following, builder.block)
-        builder.cbranch(builder.icmp_signed("<", following, L.I32(self.length)), loop, after)
+        how, end = (">=", 0) if self.is_backwards else ("<", self.length)
+        builder.cbranch(builder.icmp_signed(how, following, L.I32(end)), loop, after)
         builder.position_at_end(after)
 
     # -- copying graphs -----------------------------------------------------------------------------------------
@@ -230,13 +233,28 @@ class RowReductionKernel:
     def emit(self) -> None:
         """All phases of the row."""
         for phase in self.program.phases:
-            if phase.reds:
-                self._reduce_phase(phase)
-                continue
-            # Recomputed where it is used: in the resident form equal nodes merge, so it is computed once.
-            self.kept.update({s.buffer: (phase, s) for s in phase.stores if self.buffers[s.buffer].role == "local"})
-            if stores := tuple(s for s in phase.stores if s.buffer not in self.kept):
-                self._map_phase(replace(phase, stores=stores))
+            self._phase(phase)
+
+    def _phase(self, phase: Phase) -> None:
+        if phase.reds:
+            self._reduce_phase(phase)
+            return
+        self._keep(phase)
+        if stores := tuple(s for s in phase.stores if s.buffer not in self.kept):
+            self._map_phase(replace(phase, stores=stores))
+
+    def _keep(self, phase: Phase) -> None:
+        """Local values of a row are recomputed where they are used: in the resident form equal nodes merge, so they are
+        computed once.
+        """
+        self.kept.update({s.buffer: (phase, s) for s in phase.stores if self.buffers[s.buffer].role == "local"})
+
+    def _slot(self, kind: L.Type, start: L.Value) -> L.Value:
+        """A variable (LLVM promotes it to registers)."""
+        with self.builder.goto_entry_block():
+            slot = self.builder.alloca(kind)
+        self.builder.store(start, slot)
+        return slot
 
     def _reduce_phase(self, phase: Phase) -> None:
         builder, shape = self.builder, self.shape
@@ -244,13 +262,8 @@ class RowReductionKernel:
         slots: dict[tuple[int, int], list[L.Value]] = {}
         for number, acc in enumerate(phase.accs):
             for chain in range(chains):
-                found = []
-                for kind, start in zip(acc_types(acc), acc_start(acc, False), strict=True):
-                    with builder.goto_entry_block():
-                        slot = builder.alloca(kind)
-                    builder.store(start, slot)
-                    found.append(slot)
-                slots[number, chain] = found
+                starts = zip(acc_types(acc), acc_start(acc, False), strict=True)
+                slots[number, chain] = [self._slot(kind, start) for kind, start in starts]
         wanted = [value for acc in phase.accs for value in acc.values]
         with self._iterations() as (emitter, offsets, tail):
             terms: list[tuple[int, int, tuple[int, ...]]] = []
@@ -335,7 +348,12 @@ class RowReductionKernel:
     # -- across threads -----------------------------------------------------------------------------------------
     def _team_reduce(self, acc: Acc, values: tuple[L.Value, ...], number: int) -> tuple[L.Value, ...]:
         """Combines the partial results of the cooperating threads; every thread gets the total."""
-        values = self._shuffled(acc, values, min(self.shape.team, WARP))
+        builder = self.builder
+        return self._across_team(values, number, lambda a, b: E.combine(builder, acc.combine, acc.dtype, a, b))
+
+    def _across_team(self, values: tuple[L.Value, ...], number: int, merge: Merge) -> tuple[L.Value, ...]:
+        """Merges the cooperating threads' values in a fixed order. Args: merge: combines those of two threads."""
+        values = self._shuffled(values, min(self.shape.team, WARP), merge)
         warps = self.shape.team // WARP
         if warps <= 1:
             return values
@@ -357,13 +375,11 @@ class RowReductionKernel:
         for value, size, place in zip(values, sizes, places, strict=True):
             where = builder.add(place, builder.mul(slot, L.I32(size)))
             read.append(read_word(builder, where, 0, value.type, size))
-        return self._shuffled(acc, tuple(read), warps)
+        return self._shuffled(tuple(read), warps, merge)
 
-    def _shuffled(self, acc: Acc, values: tuple[L.Value, ...], count: int) -> tuple[L.Value, ...]:
-        builder = self.builder
+    def _shuffled(self, values: tuple[L.Value, ...], count: int, merge: Merge) -> tuple[L.Value, ...]:
         distance = count // 2
         while distance:
-            other = tuple(shuffle(builder, v, distance) for v in values)
-            values = E.combine(builder, acc.combine, acc.dtype, values, other)
+            values = merge(values, tuple(shuffle(self.builder, v, distance) for v in values))
             distance //= 2
         return values

@@ -16,7 +16,6 @@ from jcuts.lower import horizontal, weight_transpose
 from jcuts.lower.layer_fusion import TEMPLATE as LAYER_FUSION
 from jcuts.lower.patterns.gemm import WIDE, gemm_operands
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as INVERTED_RESIDUAL
-from jcuts.lower.patterns.row_column_sums import TEMPLATE as ROW_COLUMN_SUMS
 from jcuts.lower.reduction import multi_tensor_sums
 from jcuts.schedule.gpu import family_statistics as stats
 from jcuts.schedule.gpu import tensor_core_times as times
@@ -159,15 +158,7 @@ _enter(
         statistics=stats.ROWS,
     ),
     online_softmax.FAMILY,
-    ScheduleFamily(
-        "row_column_sums",
-        row_column_sums.FORM,
-        "Row reductions with column sums beside them: blocks walk over rows, column sums stay in registers.",
-        "docs/kernels/reduction.md",
-        (ROW_COLUMN_SUMS,),
-        lambda p: row_column_sums.row_column_sums(p.program, p.machine) if p.is_row_column_sums else (),
-        statistics=stats.ROW_COLUMN_SUMS,
-    ),
+    row_column_sums.FAMILY,
     ScheduleFamily(
         "column_reduction",
         "columns",

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.column_sums import SUMS
-from jcuts.lower.patterns.row_column_sums import split_phases
+from jcuts.lower.patterns.row_column_sums import TEMPLATE, split_phases
 from jcuts.schedule.gpu import family_statistics as stats
+from jcuts.schedule.gpu.family import ScheduleFamily
 from jcuts.schedule.gpu.launch_shapes import row_column_sums_launch
 from jcuts.schedule.gpu.launch_stats import memory_score
 from jcuts.schedule.gpu.machine import RESIDENT, SHARED, WARP, Candidate, GpuMachine, narrowest, scheduled, vectors
@@ -61,3 +62,14 @@ def _of_team(program: Program, machine: GpuMachine, team: int, threads: int, vec
     for blocks in sorted({min(most, -(-quarters * resident * machine.sms // 4)) for quarters in QUARTERS}):
         made = scheduled(program, FORM, threads, *params, ("blocks", blocks))
         yield made, memory_score(made, stats.ROW_COLUMN_SUMS, machine)
+
+
+FAMILY = ScheduleFamily(
+    "row_column_sums",
+    FORM,
+    "Row reductions with column sums beside them: blocks walk over rows, column sums stay in registers.",
+    "docs/kernels/reduction.md",
+    (TEMPLATE,),
+    lambda problem: row_column_sums(problem.program, problem.machine) if problem.is_row_column_sums else (),
+    statistics=stats.ROW_COLUMN_SUMS,
+)

@@ -258,6 +258,7 @@ def test_rows_that_the_cache_cannot_hold_are_read_from_memory_again():
     assert other < 1.05 * one
 
 
+@compiled
 def test_schedules_of_other_programs_are_refused():
     program = online(programs.trace(lambda x: x - x.mean(-1, keepdims=True), rows_of((3, 5000))).program(), 128, 4, 2)
     with pytest.raises(CompileRejected, match="no maximum"):

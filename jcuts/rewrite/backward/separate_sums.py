@@ -7,9 +7,8 @@ is a kernel writes those values, and a second and a third read them.  With copie
 and g, and the gradient is another (`fusion.greedy` and `fusion.sink_outputs` make them so).
 
 Only sums over long columns (`LEAST_POINTS`) of values that are in memory for nobody else, made of at most
-`MOST_OPERANDS` arrays of their size (statistics of rows are another kernel's: `lower.reduction.row_column_sums`).
-Where the latest of these is what a product or convolution makes, the sums belong into its epilogue
-(`fusion.match_column_sums`).  No value changes.
+`MOST_OPERANDS` arrays of their size.  Where the latest of these is what a product or convolution makes, the sums belong
+into its epilogue (`fusion.match_column_sums`).  No value changes.
 """
 
 from __future__ import annotations
@@ -81,18 +80,14 @@ class _Values:
             value = stack.pop()
             number = self.made.get(value)
             if number is None or not self._is_member(number, shape):
-                if value.aval.ndim == len(shape) and any(d > 1 for d in value.aval.shape[:-1]):
-                    operands.add(value)
+                operands.add(value)  # as large as what is summed: only layouts of vectors are followed besides
             elif number not in found:
                 found.add(number)
                 stack += [a for a in self.eqns[number].invars if self._is_followed(a, shape)]
-        shared = any(self._others(v, found, sums) for n in found for v in self.eqns[n].outvars if _is_large(v, shape))
-        if not shared or len(found) > MOST_OPERATIONS or len(operands) > MOST_OPERANDS:
-            return ()
         large = [v for n in found for v in self.eqns[n].outvars if _is_large(v, shape)]
-        if any(map(self._is_kept, large)) or not all(_is_large(v, shape) for v in operands):
+        if not any(self._others(v, found, sums) for v in large) or len(found) > MOST_OPERATIONS:
             return ()
-        if self._is_behind_product(operands):
+        if len(operands) > MOST_OPERANDS or any(map(self._is_kept, large)) or self._is_behind_product(operands):
             return ()
         return tuple(sorted(found))
 

@@ -21,10 +21,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jcuts.rewrite.attention.equation_index import EquationIndex
 from jcuts.rewrite.attention.equations import BackwardEquations, find_backward_equations
 from jcuts.rewrite.matmul_patterns import DOT, Program
 from jcuts.trace import jaxapi
+from jcuts.trace.equation_index import EquationIndex
 from jcuts.trace.inline import inline
 from jcuts.trace.precision import rounded_type
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jcuts.rewrite.attention.equation_index import EquationIndex
 from jcuts.rewrite.attention.softmax_algebra import GRADIENT, PRODUCT, REMOVED, SUM, WEIGHT, Rows, SoftmaxAlgebra
 from jcuts.rewrite.matmul_patterns import DOT
 from jcuts.trace import jaxapi
+from jcuts.trace.equation_index import EquationIndex
 from jcuts.trace.precision import asked, rounded_type
 
 FEATURE = -1

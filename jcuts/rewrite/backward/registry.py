@@ -15,6 +15,7 @@ from jcuts.rewrite.backward.patch_gradients import patch_gradients
 from jcuts.rewrite.backward.rematerialize import rematerialize
 from jcuts.rewrite.backward.separate_deviations import separate_deviations
 from jcuts.rewrite.backward.separate_sums import separate_sums
+from jcuts.rewrite.backward.sparse_updates import sparse_updates
 from jcuts.rewrite.backward.transposed_filter_gradients import transposed_filter_gradients
 from jcuts.trace import jaxapi
 
@@ -42,6 +43,7 @@ class BackwardRewrite:
 
 REWRITES = (
     BackwardRewrite("one-hot scatters", lambda closed: one_hot_scatters(closed)[0]),
+    BackwardRewrite("sparse updates", lambda closed: sparse_updates(closed)[0], gains_alone=True),
     BackwardRewrite("row gathers", lambda closed: gathers_before_elementwise(closed)[0]),
     BackwardRewrite("weight gradients", lambda closed: hoist_weight_gradients(closed)[0]),
     BackwardRewrite("padding", lambda closed: fold_padding(closed)[0], makes_asymmetric=True),

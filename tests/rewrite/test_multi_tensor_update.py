@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,9 +120,11 @@ def test_the_kernel_of_all_leaves(step):
     call, program = calls_of(made)[0], weight_prep._program(calls_of(made)[0])
     assert program is not None
     kernel = compiler.compile_program(program, CudaTarget((9, 0)))
-    compare(
-        call, lambda operands: ptx_machine.run_kernel(compiler.ptx_of(program, CudaTarget((9, 0))), kernel, operands)
-    )
+    ptx = compiler.ptx_of(program, CudaTarget((9, 0)))
+    compare(call, lambda operands: ptx_machine.run_kernel(ptx, kernel, operands))
+    for block in re.split(r"^\$", ptx, flags=re.MULTILINE):  # a load behind a store would wait for memory once more
+        accesses = re.findall(r"(ld|st)\.global", block)
+        assert accesses == sorted(accesses)
 
 
 def compare(call, run):

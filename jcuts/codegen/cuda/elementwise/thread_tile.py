@@ -279,7 +279,10 @@ class RegisterTileEmitter:
         for node, (point, number) in tile.accs.items():
             emitter.bind(node, self._accumulated(number, point))
         # no schedule of this form has stores under guards: tiles that reach beyond the result have guarded threads
-        emitter.vectorize_loads(value for _, _, value, _, _ in tile.stores)
+        values = [value for _, _, value, _, _ in tile.stores]
+        emitter.vectorize_loads(values)
+        if self.in_place:  # all loads are in flight before the first store, which the compiler moves none across
+            emitter.emit([n for n in tile.graph.needed(values, emitter.done) if tile.graph.nodes[n].op == "load"])
         store_all(emitter, [(self.phase.stores[k].buffer, where, value) for _, k, value, where, _ in tile.stores])
 
     def _accumulated(self, number: int, point: Point) -> E.Lanes:

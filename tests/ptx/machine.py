@@ -307,6 +307,9 @@ class Machine:
             else:
                 lane = self.thread - place + distance
             self.set(ins.operands[0], values[lane], on)
+        elif ins.op == "vote.sync.all.pred":
+            every = self.value(ins.operands[1], "pred").reshape(-1, 32).all(1)
+            self.set(ins.operands[0], np.repeat(every, 32), on)
         elif ins.op.startswith("st.async"):
             self.barriers.store(ins, on)
         elif name in ("ld", "st"):
@@ -358,6 +361,7 @@ class Machine:
             "bar": self.threads,
             "barrier": self.threads * self.cluster,
             "shfl": 32,
+            "vote": 32,
             "mma": 32,
             "ldmatrix": 32,
             "wgmma": ptx_wgmma.GROUP,

@@ -7,15 +7,19 @@ a tile, both products of rows and columns (scores, dO V^T) are accumulators, ele
 them there, and these become A operands of the results' products without moving between lanes, as in `flash`.  The row
 statistics lse and delta are loads of the element-wise graphs.  Blocks own their rows: there are no atomic additions,
 and results do not depend on the order of blocks.
+
+Where all weights of a warp's tile are 0 (a causal mask's upper triangle, padded keys), four of its five products are
+left out.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from jcuts.codegen.cuda.attention.block_walk import checked_tile, counted_loop, head_frame, next_stage
+from jcuts.codegen.cuda.attention.block_walk import checked_tile, counted_loop, head_frame, next_stage, unless
 from jcuts.codegen.cuda.attention.kv_tiles import LineReader, TileCopier
 from jcuts.codegen.cuda.attention.online_softmax import tiles_of
 from jcuts.codegen.cuda.attention.score_mod import Tile, TilePlace, apply_to_tiles, mask_columns
@@ -23,7 +27,7 @@ from jcuts.codegen.cuda.gemm.epilogue import epilogue
 from jcuts.codegen.cuda.gemm.smem_tile import SmemTile
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
-from jcuts.codegen.cuda.ptx.shuffle import WARP
+from jcuts.codegen.cuda.ptx.shuffle import WARP, vote_all
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import Buffer, Phase, Program
@@ -130,13 +134,12 @@ class AttentionBackwardKernel:
             self._arrived(ahead - 1, reading)
             if shape.stages > 1:
                 self._next(builder.add(number, L.I32(ahead)), writing)
-            outs = results(values[2:])
-            self._tile(number, reading, outs)
+            outs = self._tile(number, reading, values[2:], results)
             if shape.stages == 1:
                 ptx_mma.barrier(builder)
                 self._next(builder.add(number, L.I32(1)), reading)
             after = [next_stage(builder, at, shape.stage, shape.stages) for at in (reading, writing)]
-            return [*after, *(v for out in outs for row in out for four in row for v in four)]
+            return [*after, *outs]
 
         start = [L.I32(0), L.I32(ahead % shape.stages * shape.stage), *[L.F32(0.0)] * sum(sizes)]
         return results(counted_loop(builder, "columns", shape.tiles, start, body)[2:])
@@ -157,8 +160,13 @@ class AttentionBackwardKernel:
         ptx_mma.cp_async_commit(builder)
 
     # -- a tile of columns ----------------------------------------------------------------------------------------
-    def _tile(self, number: L.Value, stage: L.Value, outs: list[Tile]) -> None:
-        """Adds a tile's part to the results."""
+    def _tile(
+        self, number: L.Value, stage: L.Value, sums: list[L.Value], results: Callable[[list[L.Value]], list[Tile]]
+    ) -> list[L.Value]:
+        """The accumulators with a tile's part; as they were where all weights of a warp's tile are 0.
+
+        Args: sums: the accumulators. results: the same by result.
+        """
         shape, attention = self.shape, self.attention
         first = self.builder.mul(number, L.I32(shape.columns))
         ranges = (
@@ -167,11 +175,26 @@ class AttentionBackwardKernel:
         )
         place = TilePlace(self.row, first, self.lane, (attention.rows, attention.columns), ranges)
         weights = self._elements(attention.weights, [self._product(0, stage)], {}, place)
-        if len(outs) == 2:
-            self._accumulate(outs[0], weights, self.columns[1], stage)
-        kept = {attention.weights.stores[0].buffer: 1}
-        change = self._elements(attention.change, [self._product(1, stage), weights], kept, place)
-        self._accumulate(outs[-1], change, self.columns[0], stage)
+
+        def added() -> list[L.Value]:
+            outs = results(sums)
+            if len(outs) == 2:
+                self._accumulate(outs[0], weights, self.columns[1], stage)
+            kept = {attention.weights.stores[0].buffer: 1}
+            change = self._elements(attention.change, [self._product(1, stage), weights], kept, place)
+            self._accumulate(outs[-1], change, self.columns[0], stage)
+            return [v for out in outs for row in out for four in row for v in four]
+
+        if not attention.masks:
+            return added()
+        return unless(self.builder, self._are_zero(weights), sums, added)
+
+    def _are_zero(self, weights: Tile) -> L.Value:
+        """Whether all weights of a warp's tile are +0 (``vote.sync.all``): masked keys have no gradient."""
+        builder = self.builder
+        bits = [builder.bitcast(v, L.I32) for band in weights for four in band for v in four]
+        every = functools.reduce(builder.or_, bits)
+        return vote_all(builder, builder.icmp_signed("==", every, L.I32(0)))
 
     def _product(self, side: int, stage: L.Value) -> Tile:
         """Rows times columns: of the scores (side 0), or dO V^T."""

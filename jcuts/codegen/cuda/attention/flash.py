@@ -7,6 +7,9 @@ of the differences are multiplied by V.  Where a tile has a larger score than al
 they are those of exponentials relative to the largest score yet, as exact as if it were known before.  A row whose
 scores are all -inf gives 0 / 0.
 
+Where a mask leaves a warp no weight in a tile, its exponentials and its PV are left out: they would add 0 (an infinite
+value that no query may see adds no NaN, then).
+
 Warps that split the keys of a tile merge their softmax states through shared memory at the end (`FlashTile.warps`).
 """
 
@@ -15,11 +18,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jcuts.codegen.cuda.attention.block_walk import checked_tile, counted_loop, head_frame, next_stage
+from jcuts.codegen.cuda.attention.block_walk import checked_tile, counted_loop, head_frame, next_stage, unless
 from jcuts.codegen.cuda.attention.kv_tiles import LineReader, TileCopier, queries
 from jcuts.codegen.cuda.attention.online_softmax import (
     FOUR,
     OnlineSoftmaxState,
+    is_negligible,
     merge_states,
     quad_reduce,
     scaled,
@@ -120,13 +124,12 @@ class FlashAttentionKernel:
             self._arrived(ahead - 1, reading)
             if shape.stages > 1:
                 self._next(builder.add(number, L.I32(ahead)), writing)
-            made, weights = self._softmax(number, OnlineSoftmaxState.of(values[2:], shape), self._scores(reading))
-            self._values(reading, weights, made.out)
+            state = self._tile(number, reading, OnlineSoftmaxState.of(values[2:], shape))
             if shape.stages == 1:
                 ptx_mma.barrier(builder)
                 self._next(builder.add(number, L.I32(1)), reading)
             after = [next_stage(builder, at, shape.stage, shape.stages) for at in (reading, writing)]
-            return [*after, *made.values()]
+            return [*after, *state]
 
         start = [L.I32(0), L.I32(ahead % shape.stages * shape.stage), *OnlineSoftmaxState.none(shape).values()]
         return OnlineSoftmaxState.of(counted_loop(builder, "keys", shape.tiles, start, body)[2:], shape)
@@ -164,16 +167,25 @@ class FlashAttentionKernel:
                         found[i][at] = ptx_mma.mma_sync(builder, self.attention.kind, band[step], right, found[i][at])
         return found
 
-    def _softmax(
-        self, number: L.Value, state: OnlineSoftmaxState, scores: Tile
-    ) -> tuple[OnlineSoftmaxState, list[list[L.Value]]]:
-        """Score modification and online softmax of a tile's scores."""
+    def _tile(self, number: L.Value, stage: L.Value, state: OnlineSoftmaxState) -> list[L.Value]:
+        """The state after a tile of keys; the same where a warp's keys are masked, whose values are not read."""
+        scores = self._modified(number, self._scores(stage))
+
+        def added() -> list[L.Value]:
+            made, weights = softmax(self.builder, state, scores)
+            self._values(stage, weights, made.out)
+            return made.values()
+
+        if not self.attention.masks:
+            return added()
+        return unless(self.builder, is_negligible(self.builder, state, scores), state.values(), added)
+
+    def _modified(self, number: L.Value, scores: Tile) -> Tile:
+        """Score modification of a tile's scores."""
         builder, shape = self.builder, self.shape
         first = builder.mul(number, L.I32(shape.keys))
         first = builder.add(first, builder.mul(self.part, L.I32(shape.warp[1])))
-        return softmax(
-            builder, state, apply_score_mod(self.frame, shape, self.buffers, scores, (self.row, first), self.lane)
-        )
+        return apply_score_mod(self.frame, shape, self.buffers, scores, (self.row, first), self.lane)
 
     def _values(self, stage: L.Value, weights: list[list[L.Value]], out: Tile) -> None:
         """PV: adds weights times values to the accumulators."""

@@ -14,7 +14,7 @@ from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx import sfu_math
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
-from jcuts.codegen.cuda.ptx.shuffle import WARP, shuffle
+from jcuts.codegen.cuda.ptx.shuffle import WARP, shuffle, vote_all
 from jcuts.codegen.llvm import elementwise as E
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
@@ -26,6 +26,8 @@ from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STATE, FlashTile
 
 FOUR = 16
 """Bytes that a lane hands over at once."""
+UNDERFLOW = L.F32(-88)
+"""Its exponential is 0: less than 2^-126, where `sfu_math.fast_exp_nonpositive` flushes to zero."""
 
 
 @dataclass
@@ -73,8 +75,7 @@ def softmax(
     builder: GpuBuilder, state: OnlineSoftmaxState, scores: Tile
 ) -> tuple[OnlineSoftmaxState, list[list[L.Value]]]:
     """Updates the state with a tile of scores: the state without its PV sums, and the weights of the lane's rows."""
-    halves = [(band, first) for band in scores for first in (0, 2)]
-    rows = [[value for tile in band for value in tile[first : first + 2]] for band, first in halves]
+    rows = _lane_rows(scores)
     made, factors, weights = OnlineSoftmaxState([], [], []), [], []
     for row, old, total in zip(rows, state.largest, state.sums, strict=True):
         most = larger(builder, old, quad_reduce(builder, _pairwise(row, lambda a, b: larger(builder, a, b)), larger))
@@ -85,6 +86,26 @@ def softmax(
         made.sums.append(builder.fadd(builder.fmul(total, factors[-1]), _pairwise(weights[-1], builder.fadd)))
     made.out = scaled(builder, state.out, factors)
     return made, weights
+
+
+def is_negligible(builder: GpuBuilder, state: OnlineSoftmaxState, scores: Tile) -> L.Value:
+    """Whether all weights of a warp's tile are 0, so that the state stays as it is bit for bit (``vote.sync.all``).
+
+    No score is above its row's maximum so far by more than `UNDERFLOW`: masked keys, for one. A NaN is.
+    """
+    holds = None
+    for row, old in zip(_lane_rows(scores), state.largest, strict=True):
+        most = _pairwise(row, lambda a, b: larger(builder, a, b))
+        here = builder.fcmp_ordered("<=", most, builder.fadd(old, UNDERFLOW))
+        holds = here if holds is None else builder.and_(holds, here)
+    assert holds is not None
+    return vote_all(builder, holds)
+
+
+def _lane_rows(scores: Tile) -> list[list[L.Value]]:
+    """The lane's scores by row."""
+    halves = [(band, first) for band in scores for first in (0, 2)]
+    return [[value for tile in band for value in tile[first : first + 2]] for band, first in halves]
 
 
 def larger(builder: GpuBuilder, a: L.Value, b: L.Value) -> L.Value:

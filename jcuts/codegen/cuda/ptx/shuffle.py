@@ -1,4 +1,4 @@
-"""Communication within a block: warp shuffles (``shfl.sync``) and words in static shared memory."""
+"""Communication within a block: warp shuffles (``shfl.sync``), votes, and words in static shared memory."""
 
 from __future__ import annotations
 
@@ -69,6 +69,13 @@ def shuffle_up(builder: GpuBuilder, value: L.Value, distance: int, *, from_last:
     low, high = builder.trunc(word, L.I32), builder.trunc(builder.lshr(word, L.I64(32)), L.I32)
     low, high = (builder.zext(asm(builder, text, L.I32, [part], effects=True), L.I64) for part in (low, high))
     return _unword(builder, builder.or_(low, builder.shl(high, L.I64(32))), value.type)
+
+
+def vote_all(builder: GpuBuilder, predicate: L.Value) -> L.Value:
+    """``vote.sync.all``: whether a predicate (i1) holds in all lanes of the warp."""
+    text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.all.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
+    voted = asm(builder, text, L.I32, [builder.zext(predicate, L.I32)], effects=True)
+    return builder.icmp_signed("!=", voted, L.I32(0))
 
 
 def _wide(builder: GpuBuilder, value: L.Value, size: int) -> L.Value:

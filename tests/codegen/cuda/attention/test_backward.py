@@ -162,6 +162,41 @@ def test_masks(side, how):
 
 @compiled
 @pytest.mark.parametrize("side", SIDES)
+def test_tiles_without_a_weight_are_left_out(side):
+    """What adds 0 is not multiplied: infinite gradients, values and queries behind a causal mask give no NaN."""
+    names = ("q", "k", "v", "grad")
+    arrays = dict(zip((*names, "lse", "delta"), operands("bert"), strict=True))
+    count = arrays["k"].shape[1]
+    mask, _ = MASKS["causal"]
+    arrays["lse"] = _log_sums(arrays["q"], arrays["k"])
+    m = np.ones(1, np.float32)
+    program, given = traced(attention_backward(side, mask), *arrays.values(), m)
+    known = match_backward(program)
+    assert not isinstance(known, Refusal) and known.masks
+    tile = (16, 16, 1, 2, False, False)
+    wanted = results(shaped(program, *tile), given)
+    compare(wanted, exact(side, *arrays.values(), m, mask=mask, bits=10), LIMIT["float32"])
+    if side == "queries":  # the last values are seen by the last queries alone
+        arrays["v"] = np.where(np.arange(count)[:, None, None] < 32, arrays["v"], np.inf).astype(np.float32)
+        rows = slice(0, 16)
+    else:  # the first queries see the first keys alone
+        arrays["grad"] = np.where(np.arange(count)[:, None, None] < 16, np.inf, arrays["grad"]).astype(np.float32)
+        rows = slice(32, None)
+    program, given = traced(attention_backward(side, mask), *arrays.values(), m)
+    with np.errstate(all="ignore"):
+        for got, want in zip(results(shaped(program, *tile), given), wanted, strict=True):
+            np.testing.assert_array_equal(got[:, rows], want[:, rows])
+
+
+def _log_sums(q, k):
+    """Logarithms of the sums of exponentials of causal scores."""
+    mask, _ = MASKS["causal"]
+    scores = np.asarray(mask(jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5, None))
+    return np.asarray(jax.nn.logsumexp(scores, -1, keepdims=True), np.float32)
+
+
+@compiled
+@pytest.mark.parametrize("side", SIDES)
 def test_a_schedule_that_does_not_fit_is_refused(side):
     program, _ = traced(attention_backward(side), *operands("odd"))
     with pytest.raises(CompileRejected, match="no tiles"):
@@ -169,11 +204,18 @@ def test_a_schedule_that_does_not_fit_is_refused(side):
 
 
 @compiled
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("side", SIDES)
-def test_ranked_schedules_of_gpt_assemble_without_spills(side, dtype):
+def test_ranked_schedules_of_gpt_assemble_without_spills(side, dtype, masked):
     array, row = np.zeros((8, 512, 12, 64), jnp.dtype(dtype)), np.zeros((8, 12, 512, 1), np.float32)
-    program, _ = traced(attention_backward(side), array, array, array, array, row, row)
+    bias = [np.zeros((512, 512), np.float32)] if masked else []
+    fn = (
+        attention_backward(side, lambda scores, m: scores + m.astype(scores.dtype))
+        if masked
+        else attention_backward(side)
+    )
+    program, _ = traced(fn, array, array, array, array, row, row, *bias)
     found = gpu_candidates.candidates(program, MACHINE, 3)
     assert len(found) == 3
     for candidate, _ in found:

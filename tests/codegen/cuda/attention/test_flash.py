@@ -192,6 +192,22 @@ def test_masks(name, dtype):
 
 
 @compiled
+@pytest.mark.parametrize("tile", MASKED, ids=str)
+def test_tiles_without_a_weight_are_left_out(tile):
+    """What adds 0 is not multiplied: infinite values behind a causal mask give no NaN."""
+    q, k, v = normal(1, 32, 2, 8), normal(1, 160, 2, 8, seed=1), normal(1, 160, 2, 8, seed=2)
+    program, operands = traced(_masked(_causal), q, k, v, np.ones(1, bool))
+    known = match(program)
+    assert not isinstance(known, Refusal) and known.masks
+    (want,) = results(shaped(program, *tile), operands)
+    compare(want, exact(_masked(_causal), q, k, v, np.ones(1, bool)), LIMIT["float32"])
+    infinite = [np.where(np.arange(160)[:, None, None] < 64, x, np.inf) if x is v else x for x in (q, k, v)]
+    program, operands = traced(_masked(_causal), *map(np.float32, infinite), np.ones(1, bool))
+    (got,) = results(shaped(program, *tile), operands)
+    np.testing.assert_array_equal(got, want)
+
+
+@compiled
 def test_rows_without_a_key_and_infinite_scores_are_as_those_of_xla():
     mask, _ = MASKS["keys"]
     q, k, v = normal(2, 20, 1, 8), normal(2, 40, 1, 8), normal(2, 40, 1, 8, seed=2)

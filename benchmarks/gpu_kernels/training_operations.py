@@ -237,12 +237,12 @@ def distance(found: Any, wanted: Any) -> float:
     return max(map(apart, jax.tree.leaves(found), jax.tree.leaves(wanted)))
 
 
-def busy_seconds(call: Callable[[], Any]) -> float:
-    """Seconds per call in which kernels run on the GPU."""
+def profile(call: Callable[[], Any]) -> dict[str, Any]:
+    """Kernels per call on the GPU, and the largest by name."""
     from benchmarks.networks.device_profile import profiled
 
     with tempfile.TemporaryDirectory() as folder:
-        return float(profiled(call, Path(folder) / "profile")["busy_seconds"])
+        return profiled(call, Path(folder) / "profile", most=8)
 
 
 def measure(case: Case, rate: float, seconds: float, mode: Any) -> dict[str, Any]:
@@ -262,13 +262,15 @@ def measure(case: Case, rate: float, seconds: float, mode: Any) -> dict[str, Any
     del results  # donated with the next call
     times = interleaved({name: run.step for name, run in runs.items()}, seconds)
     bound = case.bytes() / rate
-    busy = {name: busy_seconds(run.step) for name, run in runs.items()} if jax.default_backend() == "gpu" else {}
+    profiles = {name: profile(run.step) for name, run in runs.items()} if jax.default_backend() == "gpu" else {}
+    busy = {name: float(found["busy_seconds"]) for name, found in profiles.items()}
     decision = programs["jcuts"].decision(*form.arguments)
     return {
         "bytes": case.bytes(),
         "bound_seconds": bound,
         "over_bound": {name: row["back_to_back"]["median"] / bound for name, row in times.items()},
         "busy_seconds": busy,
+        "kernels": {name: found["largest"] for name, found in profiles.items()},
         "busy_over_bound": {name: seconds / bound for name, seconds in busy.items()},
         "speed-up": ratio(times, "jax.jit", "jcuts"),
         "chosen": decision and decision.chosen,

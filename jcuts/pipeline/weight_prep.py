@@ -42,7 +42,9 @@ def add_weight_prep_kernels(level: Computation, *, donates: bool = False) -> int
         if subset.inputs != list(eqn.invars) or subset.outputs != list(eqn.outvars):
             continue  # an argument twice, or a result that nothing reads
         subset.chosen, subset.origin = program, "estimated"
-        subset.aliases = multi_tensor_update.in_place(eqn, level.closed.jaxpr.invars) if donates and not is_norm else {}
+        if donates and not is_norm:
+            function = level.closed.jaxpr
+            subset.aliases = multi_tensor_update.in_place(eqn, function.invars, function.outvars)
         level.merge_into(subset)
         found += 1
     return found

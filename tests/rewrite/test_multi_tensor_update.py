@@ -101,6 +101,22 @@ def test_all_leaves_are_one_call_in_place(step, results):
     assert all(order[0][call.invars[a]] == order[1][call.outvars[b]] for a, b in pairs.items())
 
 
+def test_gradients_that_are_arguments_are_not_overwritten():
+    """A momentum and a gradient of the same shape: the new momentum has the memory of the old one."""
+
+    def update(params, momenta, gradients):
+        momenta = [0.9 * v + g for v, g in zip(momenta, gradients, strict=True)]
+        return [p - 0.1 * v for p, v in zip(params, momenta, strict=True)], momenta
+
+    leaves = [jnp.ones(shape) for shape in (*SHAPES, *SHAPES)]
+    made, _ = multi_tensor_update.multi_tensor_updates(flat(update, (leaves, leaves, leaves)))
+    (call,) = calls_of(made)
+    pairs = multi_tensor_update.in_place(call, made.jaxpr.invars, made.jaxpr.outvars)
+    order = {v: k for k, v in enumerate(made.jaxpr.invars)}, {v: k for k, v in enumerate(made.jaxpr.outvars)}
+    assert len(pairs) == 2 * len(leaves)
+    assert all(order[0][call.invars[k]] == order[1][call.outvars[n]] for k, n in pairs.items())
+
+
 @pytest.mark.parametrize("step", [sgd, adamw, lion])
 def test_the_program_of_all_leaves(step):
     """Shapes of several axes are collapsed; one phase per leaf."""

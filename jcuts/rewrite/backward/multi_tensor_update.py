@@ -59,13 +59,15 @@ def is_update(call: Any) -> bool:
     return call.params.get("name") == NAME and body(call) is not None
 
 
-def in_place(call: Any, arguments: Sequence[Any]) -> dict[int, int]:
+def in_place(call: Any, arguments: Sequence[Any], results_of_function: Sequence[Any] = ()) -> dict[int, int]:
     """Which operands of a call of updates become which of its results.
 
     A result has the memory of the one argument of the function, of its shape and type, that its own operations read and
-    no other result has: the new momentum that of the old one, the new parameter that of the old one.
+    no other result has: the new momentum that of the old one, the new parameter that of the old one.  Where it reads
+    several (a momentum and a gradient that is an argument, too), it has that of the argument which `jax.jit` pairs with
+    it where donated arguments come first: the n-th result of a shape and type with the n-th argument of them.
 
-    Args: arguments: of the function.
+    Args: arguments, results_of_function: of the function.
     """
     inside = body(call)
     if inside is None:
@@ -87,6 +89,10 @@ def in_place(call: Any, arguments: Sequence[Any]) -> dict[int, int]:
                 elif atom not in results:
                     stack.append(atom)
         like.append({k for k in reads if call.invars[k] in known and call.invars[k].aval == result.aval})
+    pairs = _paired(arguments, results_of_function)
+    for number, ks in enumerate(like):
+        paired = {k for k in ks if call.invars[k] is pairs.get(call.outvars[number])}
+        like[number] = paired or ks
     found: dict[int, int] = {}
     while True:  # a result whose operand is certain leaves fewer to the others
         certain = {next(iter(ks)): n for n, ks in enumerate(like) if len(ks) == 1}
@@ -94,6 +100,19 @@ def in_place(call: Any, arguments: Sequence[Any]) -> dict[int, int]:
             return found
         found |= certain
         like = [ks - certain.keys() for ks in like]
+
+
+def _paired(arguments: Sequence[Any], results: Sequence[Any]) -> dict[Any, Any]:
+    """Arguments by the result of their shape and type that is as many from the first."""
+    alike: dict[Any, list[Any]] = defaultdict(list)
+    for argument in arguments:
+        alike[argument.aval.shape, argument.aval.dtype].append(argument)
+    found = {}
+    for result in results:
+        waiting = [] if jaxapi.is_literal(result) else alike[result.aval.shape, result.aval.dtype]
+        if waiting:
+            found[result] = waiting.pop(0)
+    return found
 
 
 class _Updates:

@@ -17,6 +17,7 @@ from jcuts.rewrite.backward.separate_deviations import separate_deviations
 from jcuts.rewrite.backward.separate_sums import separate_sums
 from jcuts.rewrite.backward.sparse_updates import sparse_updates
 from jcuts.rewrite.backward.transposed_filter_gradients import transposed_filter_gradients
+from jcuts.rewrite.position_masks import position_masks
 from jcuts.trace import jaxapi
 
 
@@ -42,6 +43,7 @@ class BackwardRewrite:
 
 
 REWRITES = (
+    BackwardRewrite("masks", lambda closed: position_masks(closed)[0], gpu_only=True, with_kernels=True),
     BackwardRewrite("one-hot scatters", lambda closed: one_hot_scatters(closed)[0]),
     BackwardRewrite("sparse updates", lambda closed: sparse_updates(closed)[0], gains_alone=True),
     BackwardRewrite("row gathers", lambda closed: gathers_before_elementwise(closed)[0]),

@@ -54,6 +54,13 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 # Of programs with products in loops: by cuBLAS, as Triton's kernels are slow for a few rows (a recurrence's step).
 LOOP_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {"cuda": {"library": {"xla_gpu_enable_triton_gemm": False}}}
 
+# Of programs whose attention is recomputed in the backward pass: XLA's multi-output fusion joins the gradients of layer
+# norms with the column sums of biases there, in a kernel of 117 us where both read and write 50 MB (an H200, jaxlib
+# 0.11.2: twelve in a GPT's step, 12.0 and 10.0 % of it in float32 and bfloat16).
+SEPARATE_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "cuda": {"separate": {**OPTIONS["cuda"]["graphs"], "xla_disable_hlo_passes": "multi_output_fusion"}}
+}
+
 # Where XLA's compiler fails on a program: its fusion of slices at a loop's index (`DynamicSliceFusionRewriter`, on by
 # default from jaxlib 0.11 on) ends in std::out_of_range for calls of kernels that read one and write the other.
 SAFER_OPTIONS: dict[str, dict[str, Any]] = {"cuda": {"xla_gpu_enable_dynamic_slice_fusion": False}}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from jcuts.base.settings import ATTENTION, CLEAR, Variant
-from jcuts.jit import end_to_end_benchmark
+from jcuts.jit import end_to_end_benchmark, variant_space
 from jcuts.jit.paired_timing import ms
 from jcuts.jit.variant_names import form_of, is_xla
 from jcuts.jit.variant_space import LOGITS, LONG, RECOMPUTED, numeric_rewrites
@@ -14,8 +14,28 @@ from jcuts.jit.variant_space import LOGITS, LONG, RECOMPUTED, numeric_rewrites
 IN_LOOPS = frozenset(name for options in end_to_end_benchmark.LOOP_OPTIONS.values() for name in options)
 """Compiler options for products in loops: whatever kernels gain, they decide how the products that are left run."""
 
+SEPARATE = next(iter(end_to_end_benchmark.SEPARATE_OPTIONS["cuda"]))
+"""Compiler options of programs whose attention is recomputed."""
+
 TOO_LATE = "not tried: the time for tuning is limited"
 """Why a program did not race that would have without a limit."""
+
+
+def with_separate(names: Sequence[str], platform: str) -> list[str]:
+    """Names of programs, and those with recomputed attention once more, without XLA's multi-output fusion.
+
+    On a GPU only, where this jaxlib accepts the options.
+    """
+    found = []
+    for name in names:
+        found.append(name)
+        form, _, option = name.partition(":")
+        if option not in variant_space.options(platform) or is_xla(name) or platform not in variant_space.GPUS:
+            continue
+        made = form_of(name)
+        if made is not None and RECOMPUTED in made.rewrites and variant_space.accepts(SEPARATE, platform):
+            found.append(f"{form}:{SEPARATE}")
+    return found
 
 
 def most_rewritten(forms: Sequence[Variant | None]) -> list[Variant | None]:
@@ -44,8 +64,8 @@ def beyond_race_limit(
 
     Every program costs a compilation of the whole function and a first run, for which libraries compile in turn.  The
     one that is expected to be the fastest races, with the one of `clear` gains, and the one of attention alone where
-    the former has no attention, all with compiler options where there are any; the first with those for products in
-    loops (`end_to_end_benchmark.LOOP_OPTIONS`), too; plain XLA always.
+    the former has no attention, all with compiler options where there are any (`SEPARATE_OPTIONS` before others); the
+    first with those for products in loops (`end_to_end_benchmark.LOOP_OPTIONS`), too; plain XLA always.
 
     Args: gains: what the kernels of each variant gain on XLA's code for their regions by measured sums [s]; totals:
         what all regions take together (`variant_space.measured_totals`) [s].
@@ -53,6 +73,8 @@ def beyond_race_limit(
     ours = [name for name in names if not is_xla(name)]
     with_options = {name.partition(":")[0] for name in ours if ":" in name}
     racing = [name for name in ours if name not in with_options]  # the others are the same programs without options
+    separate = {name.partition(":")[0] for name in racing if name.partition(":")[2] == SEPARATE}
+    racing = [name for name in racing if name.partition(":")[0] not in separate or name.endswith(f":{SEPARATE}")]
     forms = {name: form_of(name) or Variant() for name in racing}
     clear = [name for name, made in forms.items() if made.regions == CLEAR]
     alone = [name for name, made in forms.items() if made.regions == ATTENTION]

@@ -36,7 +36,7 @@ def benchmark(traced: TracedCall, planned: PlanningResult, again: Decision | Non
     """
     start = time.monotonic()
     options = variant_space.options(traced.platform), variant_space.loop_options(traced.closed, traced.platform)
-    names = variant_space.programs(planned.racing, *options)
+    names = race_limits.with_separate(variant_space.programs(planned.racing, *options), traced.platform)
     out = variant_space.dominated_names(names, planned.behind)
     traced.exact.of_every_form = gains_alone = any(outcome.gains_alone for outcome in planned.outcomes)
     late: dict[str, str] = {}

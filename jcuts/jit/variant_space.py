@@ -103,9 +103,9 @@ def _family(platform: str) -> str:
 
 def compiler_options(name: str, platform: str) -> dict[str, Any] | None:
     """Compiler options of a program (None for none, or for a name that this version does not know)."""
-    family, option = _family(platform), name.partition(":")[2]
-    known = {**end_to_end_benchmark.OPTIONS.get(family, {}), **end_to_end_benchmark.LOOP_OPTIONS.get(family, {})}
-    return known.get(option)
+    tables = end_to_end_benchmark.OPTIONS, end_to_end_benchmark.LOOP_OPTIONS, end_to_end_benchmark.SEPARATE_OPTIONS
+    known = {option: chosen for table in tables for option, chosen in table.get(_family(platform), {}).items()}
+    return known.get(name.partition(":")[2])
 
 
 def options(platform: str) -> tuple[str, ...]:
@@ -113,14 +113,14 @@ def options(platform: str) -> tuple[str, ...]:
     names = tuple(end_to_end_benchmark.OPTIONS.get(_family(platform), {}))
     if platform not in GPUS:
         return names
-    return next(((name,) for name in names if _accepts(name, platform)), ())
+    return next(((name,) for name in names if accepts(name, platform)), ())
 
 
 def loop_options(closed: jaxapi.Closed, platform: str) -> tuple[str, ...]:
     """Compiler options that are tried besides for programs with matrix products in loops; none for others."""
     if platform not in GPUS or not has_products_in_loops(closed):
         return ()
-    return tuple(name for name in end_to_end_benchmark.LOOP_OPTIONS[_family(platform)] if _accepts(name, platform))
+    return tuple(name for name in end_to_end_benchmark.LOOP_OPTIONS[_family(platform)] if accepts(name, platform))
 
 
 def has_loops(closed: jaxapi.Closed) -> bool:
@@ -143,7 +143,7 @@ def has_products_in_loops(closed: jaxapi.Closed, in_loop: bool = False) -> bool:
 
 
 @functools.cache
-def _accepts(name: str, platform: str) -> bool:
+def accepts(name: str, platform: str) -> bool:
     chosen = compiler_options(f"{end_to_end_benchmark.XLA}:{name}", platform)
     try:
         with jax.default_device(jax.local_devices(backend=platform)[0]):

@@ -15,7 +15,7 @@ from jax import lax
 import jcuts
 from jcuts import api
 from jcuts.base.errors import UsageError
-from jcuts.base.settings import Variant
+from jcuts.base.settings import ATTENTION, Variant
 from jcuts.jit import end_to_end_benchmark, race_limits, variant_planning, variant_space
 from jcuts.jit.accuracy import float64_check
 from jcuts.jit.precompile import precompile_variants
@@ -173,13 +173,13 @@ def test_weights_are_rounded_in_every_form_where_there_are_warp_groups(monkeypat
 
 def test_options_that_a_version_does_not_know_are_left_out(monkeypatch):
     monkeypatch.setattr(variant_space, "GPUS", ("cpu",))
-    variant_space._accepts.cache_clear()
+    variant_space.accepts.cache_clear()
     known = end_to_end_benchmark.OPTIONS["cuda"]["graph1"]
     monkeypatch.setitem(end_to_end_benchmark.OPTIONS, "cuda", {"first": {"xla_gpu_no_such_option": 1}, "second": known})
     assert variant_space.options("cpu") == ("second",)
     monkeypatch.setitem(end_to_end_benchmark.OPTIONS, "cuda", {"first": {"xla_gpu_no_such_option": 1}})
     assert variant_space.options("cpu") == ()
-    variant_space._accepts.cache_clear()
+    variant_space.accepts.cache_clear()
 
 
 def test_the_judge_compares_with_float64():
@@ -602,7 +602,7 @@ def test_products_in_loops_are_tried_with_the_library(monkeypatch):
         jaxapi.closed_jaxpr_of(block, values(3, 5, 5, 8))
     )
     assert variant_space.has_products_in_loops(looped) and not variant_space.has_products_in_loops(plain)
-    monkeypatch.setattr(variant_space, "_accepts", lambda name, platform: True)
+    monkeypatch.setattr(variant_space, "accepts", lambda name, platform: True)
     assert variant_space.loop_options(looped, "cuda") == ("library",)
     assert variant_space.loop_options(plain, "cuda") == variant_space.loop_options(looped, "cpu") == ()
     names = variant_space.programs([None], ["graphs"], ["library"])
@@ -625,3 +625,18 @@ def test_others_race_where_all_that_were_chosen_are_refused():
     assert more == ["jcuts/plain/anchored:graphs"]
     assert race_limits.in_place_of_refused({}, raced, late, gains) == []
     assert race_limits.in_place_of_refused({"jcuts/turns:graphs": "is off"}, raced, {}, gains) == []
+
+
+def test_recomputed_attention_is_tried_without_multi_output_fusion(monkeypatch):
+    monkeypatch.setattr(variant_space, "accepts", lambda name, platform: True)
+    monkeypatch.setattr(variant_space, "options", lambda platform: ("graphs",))
+    forms = [None, Variant(("recomputes",)), Variant(("recomputes",), ATTENTION), Variant(("turns",))]
+    names = race_limits.with_separate(variant_space.programs(forms, ["graphs"]), "cuda")
+    separate = ["jcuts/recomputes:separate", "jcuts/recomputes/attention:separate"]
+    assert [name for name in names if name.endswith(":separate")] == separate
+    assert race_limits.with_separate(names, "cpu") == names
+    options = variant_space.compiler_options("jcuts/recomputes:separate", "cuda")
+    assert options is not None and options["xla_disable_hlo_passes"] == "multi_output_fusion"
+    gains = dict.fromkeys(forms, 1e-3) | {forms[1]: 2e-3}
+    late = race_limits.beyond_race_limit(names, gains)
+    assert {name for name in names if name not in late} == {"xla", "xla:graphs", *separate}

@@ -763,6 +763,22 @@ _TOWARDS_ZERO = frozenset({("f64", "add"), ("f64", "sub")})
 _ROUNDED = frozenset({"add", "sub", "mul", "mad", "fma", "div", "sqrt", "rcp", "rsqrt"})
 
 
+def counted(monkeypatch: Any, name: str) -> Callable[[], int]:
+    """Counts the threads that run instructions of a name; the result gives their number since its last call."""
+    step, threads = Machine._step, [0]
+
+    def counting(self: Machine, ins: Instruction, on: np.ndarray, at: np.ndarray) -> None:
+        threads[0] += int(on.sum()) if ins.op.split(".")[0] == name else 0
+        step(self, ins, on, at)
+
+    def since() -> int:
+        found, threads[0] = threads[0], 0
+        return found
+
+    monkeypatch.setattr(Machine, "_step", counting)
+    return since
+
+
 def run_kernel(
     ptx: str,
     kernel: CompiledKernel,

@@ -9,20 +9,20 @@ statistics lse and delta are loads of the element-wise graphs.  Blocks own their
 and results do not depend on the order of blocks.
 
 Where all weights of a warp's tile are 0 (a causal mask's upper triangle, padded keys), four of its five products are
-left out.
+left out, as long as their operands are finite (`zero_tiles`).
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from jcuts.codegen.cuda.attention.block_walk import checked_tile, counted_loop, head_frame, next_stage, unless
+from jcuts.codegen.cuda.attention.block_walk import checked_tile, counted_loop, head_frame, next_stage
 from jcuts.codegen.cuda.attention.kv_tiles import LineReader, TileCopier
 from jcuts.codegen.cuda.attention.online_softmax import tiles_of
 from jcuts.codegen.cuda.attention.score_mod import Tile, TilePlace, apply_to_tiles, mask_columns
+from jcuts.codegen.cuda.attention.zero_tiles import are_bounded, are_zero, both, unless
 from jcuts.codegen.cuda.gemm.epilogue import epilogue
 from jcuts.codegen.cuda.gemm.smem_tile import SmemTile
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
@@ -187,14 +187,38 @@ class AttentionBackwardKernel:
 
         if not attention.masks:
             return added()
-        return unless(self.builder, self._are_zero(weights), sums, added)
+        builder, values = self.builder, (v for band in weights for four in band for v in four)
+        zero = vote_all(builder, are_zero(builder, values))
+        nothing = both(builder, zero, lambda: self._adds_nothing(weights, stage, place))
+        return unless(builder, nothing, sums, added)
 
-    def _are_zero(self, weights: Tile) -> L.Value:
-        """Whether all weights of a warp's tile are +0 (``vote.sync.all``): masked keys have no gradient."""
-        builder = self.builder
-        bits = [builder.bitcast(v, L.I32) for band in weights for four in band for v in four]
-        every = functools.reduce(builder.or_, bits)
-        return vote_all(builder, builder.icmp_signed("==", every, L.I32(0)))
+    def _adds_nothing(self, weights: Tile, stage: L.Value, place: TilePlace) -> L.Value:
+        """Whether weights of 0 have gradients of 0 and neither is multiplied by NaN or infinity.
+
+        dO V^T of bounded operands is finite; dS is computed as if it were 0, which loads what else dS is made of.
+        """
+        builder, shape, attention = self.builder, self.shape, self.attention
+        terms = STEP // attention.scores.item
+        words = (
+            word
+            for reader, tile in zip(self.columns, shape.column_tiles, strict=True)
+            for first in range(0, shape.columns, terms)
+            for feature in range(0, tile.padded, SIXTEEN)
+            for right in reader.terms(stage, first, feature)
+            for word in right
+        )
+        rows = (
+            word
+            for band in range(shape.high // SIXTEEN)
+            for step in range(shape.row_tiles[1].steps)
+            for word in (self.held[1][band][step] if self.held else self.rows[1].rows(band, step))
+        )
+        bounded = are_bounded(builder, attention.kind, itertools.chain(words, rows))
+        nothing = [[[L.F32(0.0)] * 4 for _ in band] for band in weights]
+        kept = {attention.weights.stores[0].buffer: 1}
+        change = self._elements(attention.change, [nothing, weights], kept, place)
+        zero = are_zero(builder, (v for band in change for four in band for v in four))
+        return vote_all(builder, builder.and_(bounded, zero))
 
     def _product(self, side: int, stage: L.Value) -> Tile:
         """Rows times columns: of the scores (side 0), or dO V^T."""

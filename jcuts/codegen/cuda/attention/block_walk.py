@@ -65,27 +65,6 @@ def counted_loop(
     return made
 
 
-def unless(
-    builder: GpuBuilder, holds: L.Value, values: list[L.Value], make: Callable[[], list[L.Value]]
-) -> list[L.Value]:
-    """Values that ``make`` gives, or the present ones where a predicate holds (of a whole warp: a uniform branch)."""
-    before = builder.block
-    work, after = builder.append_basic_block("work"), builder.append_basic_block("work.done")
-    builder.cbranch(holds, after, work)
-    builder.position_at_end(work)
-    made = make()
-    end = builder.block
-    builder.branch(after)
-    builder.position_at_end(after)
-    found = []
-    for old, new in zip(values, made, strict=True):
-        value = builder.phi(old.type)
-        value.add_incoming(old, before)
-        value.add_incoming(new, end)
-        found.append(value)
-    return found
-
-
 def next_stage(builder: GpuBuilder, stage: L.Value, size: int, stages: int) -> L.Value:
     """The stage that follows in a ring. Args: stage: bytes into it; size: bytes of a stage."""
     if stages == 1:

@@ -7,8 +7,8 @@ of the differences are multiplied by V.  Where a tile has a larger score than al
 they are those of exponentials relative to the largest score yet, as exact as if it were known before.  A row whose
 scores are all -inf gives 0 / 0.
 
-Where a mask leaves a warp no weight in a tile, its exponentials and its PV are left out: they would add 0 (an infinite
-value that no query may see adds no NaN, then).
+Where a mask leaves a warp no weight in a tile, its exponentials and its PV are left out: they would add 0, as long as
+the values are finite (`zero_tiles`).
 
 Warps that split the keys of a tile merge their softmax states through shared memory at the end (`FlashTile.warps`).
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jcuts.codegen.cuda.attention.block_walk import checked_tile, counted_loop, head_frame, next_stage, unless
+from jcuts.codegen.cuda.attention.block_walk import checked_tile, counted_loop, head_frame, next_stage
 from jcuts.codegen.cuda.attention.kv_tiles import LineReader, TileCopier, queries
 from jcuts.codegen.cuda.attention.online_softmax import (
     FOUR,
@@ -32,11 +32,12 @@ from jcuts.codegen.cuda.attention.online_softmax import (
     store_state,
 )
 from jcuts.codegen.cuda.attention.score_mod import Tile, apply_score_mod
+from jcuts.codegen.cuda.attention.zero_tiles import are_bounded, both, unless
 from jcuts.codegen.cuda.gemm.epilogue import epilogue
 from jcuts.codegen.cuda.gemm.smem_tile import SmemTile
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
-from jcuts.codegen.cuda.ptx.shuffle import WARP
+from jcuts.codegen.cuda.ptx.shuffle import WARP, vote_all
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import Buffer, Program
@@ -168,7 +169,7 @@ class FlashAttentionKernel:
         return found
 
     def _tile(self, number: L.Value, stage: L.Value, state: OnlineSoftmaxState) -> list[L.Value]:
-        """The state after a tile of keys; the same where a warp's keys are masked, whose values are not read."""
+        """The state after a tile of keys; the same where a warp's keys are masked."""
         scores = self._modified(number, self._scores(stage))
 
         def added() -> list[L.Value]:
@@ -178,7 +179,17 @@ class FlashAttentionKernel:
 
         if not self.attention.masks:
             return added()
-        return unless(self.builder, is_negligible(self.builder, state, scores), state.values(), added)
+        nothing = both(
+            self.builder, is_negligible(self.builder, state, scores), lambda: self._values_are_bounded(stage)
+        )
+        return unless(self.builder, nothing, state.values(), added)
+
+    def _values_are_bounded(self, stage: L.Value) -> L.Value:
+        """Whether no value of a warp's keys is NaN or infinite."""
+        features = range(0, self.shape.padded_head_dim, SIXTEEN)
+        keys = range(0, self.shape.warp[1], STEP // self.attention.value.item)
+        words = (w for k in keys for f in features for right in self.values.terms(stage, k, f) for w in right)
+        return vote_all(self.builder, are_bounded(self.builder, self.attention.kind, words))
 
     def _modified(self, number: L.Value, scores: Tile) -> Tile:
         """Score modification of a tile's scores."""

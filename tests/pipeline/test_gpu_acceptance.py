@@ -129,7 +129,6 @@ STEPS = {
     "mlp": (mlp_step, None, 9),
     "attention": (attention_step, None, 9),
     "attention, recomputed": (attention_step, RECOMPUTED, 3),
-    "attention in bfloat16, recomputed": (lambda: in_bfloat16(attention_step()), RECOMPUTED, 1),
     "mlp in bfloat16": (lambda: in_bfloat16(mlp_step()), None, 9),
 }
 """The step, the variant of it, and how many regions it has at least."""

@@ -14,9 +14,11 @@ from typing import Any
 from jcuts.base import keys, knobs
 from jcuts.base.errors import NotJaxError
 from jcuts.base.settings import Settings
-from jcuts.jit import decision_cache
-from jcuts.jit.decision_cache import set_default_store
-from jcuts.jit.optimized import BoundOptimized, Optimized
+from jcuts.jit.decision import default_stores, set_default_store
+from jcuts.jit.dispatch.bound_method import BoundOptimized
+from jcuts.jit.optimized import Optimized
+from jcuts.jit.serving.batch_buckets import BatchBuckets
+from jcuts.jit.serving.bucketed import BucketedOptimized
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import function_name
 
@@ -50,6 +52,9 @@ def optimize(
     tolerance: float = 2.0,
     strict: bool = False,
     chunk_logits: bool | None = None,
+    require: str | None = None,
+    batch_buckets: Iterable[int] | None = None,
+    batch_argnums: int | Sequence[int] = 0,
 ) -> Any:
     """Make a JAX function faster; use it like ``jax.jit``, as a decorator with or without arguments.
 
@@ -64,7 +69,8 @@ def optimize(
             one, ``vendor`` whatever cuDNN computes in float32, Winograd's with 5x5 windows (off by 1e-3) included.
         tune: ``auto`` measures at the first concrete top-level call of each signature; ``online`` starts with XLA's
             program, measures between calls, for at most ``JCUTS_ONLINE_SHARE`` of the time, and switches when it has
-            decided (docs/tuning.md); ``cached`` uses earlier choices only, ``off`` the estimator alone.
+            decided (docs/tuning.md); ``serve`` likewise for servers: no call waits for tuning or for a stored
+            decision (docs/serving.md); ``cached`` uses earlier choices only, ``off`` the estimator alone.
         tune_seconds: wall time that tuning may take at a first call, beyond ``jax.jit``'s own first call [s]; None:
             what ``JCUTS_TUNE_SECONDS`` says (60).  It goes where the most is expected; a later process,
             or ``.tune()``, goes on where it ended.  ``math.inf``: no limit; 0: nothing is measured.
@@ -74,12 +80,18 @@ def optimize(
         chunk_logits: True computes logits that feed a softmax loss, and their gradient, in chunks of tokens, so that
             they are never whole in memory (docs/cross_entropy.md), whatever that takes; False never does; None where
             they would take much of a device's memory, or where that wins a race.
+        require: ``complete`` measures nothing, and raises ``IncompleteTuning`` where something was not measured that a
+            call needs; the error lists it (docs/tuning.md, "Results that travel").
+        batch_buckets: batch sizes at which all batches run, padded with copies of their last row, or in pieces: for a
+            function each of whose results has a row for each row of the batch that depends on that row alone.  You say
+            so, jcuts checks shapes only (docs/serving.md).
+        batch_argnums: the positional arguments whose arrays have the batch of ``batch_buckets`` as leading dimension.
 
     Like ``jax.jit``, it knows a function object that it has seen: made again for it with equal options, it gives the
     same ``Optimized``, with all that was planned and compiled.  Bound methods, callable objects, and functions that are
     defined anew each time are new functions.
 
-    Returns: an ``Optimized``.
+    Returns: an ``Optimized``, with ``batch_buckets`` a ``BucketedOptimized``.
     Raises: UsageError for impossible options, NotJaxError if ``fn`` cannot be a JAX function.
     """
     _warn_of_misspelt_variables()
@@ -93,14 +105,16 @@ def optimize(
         convolution_accuracy=convolution_accuracy,
         strict=strict,
         chunk_logits=chunk_logits,
+        require=require,
     )
-    if static_argnames is not None and not isinstance(static_argnames, str):
-        static_argnames = tuple(static_argnames)
-    options = {"static_argnums": static_argnums, "static_argnames": static_argnames, "donate_argnums": donate_argnums}
+    names = static_argnames if static_argnames is None or isinstance(static_argnames, str) else tuple(static_argnames)
+    options = {"static_argnums": static_argnums, "static_argnames": names, "donate_argnums": donate_argnums}
+    buckets = None if batch_buckets is None else BatchBuckets.of(batch_buckets, batch_argnums, donate_argnums)
 
-    def wrap(target: Callable[..., Any]) -> Optimized:
+    def wrap(target: Callable[..., Any]) -> Any:
         _check_function(target)
-        return _cached_optimized(target, settings, options)
+        made = _cached_optimized(target, settings, options)
+        return made if buckets is None else BucketedOptimized(made, buckets)
 
     return wrap if fn is _NOT_GIVEN else wrap(fn)
 
@@ -130,7 +144,7 @@ def _cached_optimized(fn: Callable[..., Any], settings: Settings, options: dict[
     if not isinstance(fn, types.FunctionType):
         return Optimized(fn, settings, options)
     # A wrapper made under other knobs or with another store decides anew.
-    surroundings = knobs.current(), decision_cache.default_stores(), jaxapi.jit_disabled(), jaxapi.x64_enabled()
+    surroundings = knobs.current(), default_stores(), jaxapi.jit_disabled(), jaxapi.x64_enabled()
     key = keys.wrapper(settings, options, surroundings)
     with _making:
         made = fn.__dict__.get(_MADE)

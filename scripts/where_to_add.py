@@ -164,6 +164,27 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
         ("jcuts/base/keys.py", "jcuts/trace/canonical.py"),
     ),
     (
+        "what a server's calls wait for, or how batches are padded",
+        "the first call of a signature; what follows behind it; sizes, padding, cutting; which program a call finds",
+        (
+            "jcuts/jit/serving/serve_tuning.py",
+            "jcuts/jit/serving/batch_buckets.py",
+            "jcuts/jit/dispatch/signature_table.py",
+            "docs/serving.md",
+        ),
+    ),
+    (
+        "what a team checks in",
+        "files of rows; when they are followed; what is missing; what is pinned",
+        (
+            "jcuts/tune/portable/row_files.py",
+            "jcuts/tune/portable/file_store.py",
+            "jcuts/jit/checked_in/completeness.py",
+            "jcuts/jit/checked_in/pinning.py",
+            "jcuts/cli/artifacts/tune.py",
+        ),
+    ),
+    (
         "what a stored choice depends on",
         "packages and templates of the kernel families; when rows of other versions count",
         ("jcuts/base/schedule_versions.py", "jcuts/tune/database.py", "docs/tuning.md"),

@@ -87,6 +87,10 @@ class CacheError(JcutsError):
     """The tuning database or the object cache cannot be used (corrupt, foreign version, read-only, full)."""
 
 
+class IncompleteTuning(JcutsError):
+    """``require="complete"``, and something that a call needs was not measured; ``missing`` lists it."""
+
+
 class NativeError(JcutsError):
     """The native library is missing, was built for another FFI version, or refused a call."""
 

@@ -167,6 +167,21 @@ def decision(platform: str, function: str, more: Sequence[str]) -> str:
     return digest("guard", platform, function, *more, packages(), code)
 
 
+def pinned_decision(platform: str, function: str, more: Sequence[str]) -> str:
+    """The same decision where it is pinned: without versions, since it is to outlive them.  Args: see `decision`."""
+    return digest("pinned guard", platform, function, *more)
+
+
+def row_file(key: str, device: str, versions: str) -> str:
+    """Part of the name of a row's file: equal rows of equal devices and versions have one file."""
+    return digest(key, device, versions)[:12]
+
+
+def row_files(rows: Sequence[Sequence[Any]]) -> int:
+    """The contents of folders of such files: plans that are remembered hold for these.  Args: rows: sorted."""
+    return int(digest(rows)[:12], 16) if rows else 0
+
+
 # -- compiled kernels -------------------------------------------------------------------------------------------------
 @functools.cache
 def _compilers(platform: str) -> str:

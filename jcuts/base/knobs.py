@@ -105,6 +105,15 @@ class Knobs:
         "architecture files (`jcuts arch measure`) or GPU names whose rates replace what is detected, separated by ':'",
         default=(),
     )
+    databases: tuple[str, ...] = _knob(
+        _names,
+        "folders of checked-in tuning results (`jcuts tune --out`), which are read beside the database, separated by "
+        "':'",
+        default=(),
+    )
+    database_key: Path | None = _knob(
+        _path, "key with which files of these folders are signed: those are followed without a check", default=None
+    )
     dump: Path | None = _knob(_path, "write every stage of every function below this directory", default=None)
     fuel: int | None = _knob(_integer(0), "stop after this many fusions (bisects a miscompile)", default=None)
     chunk: int | None = _knob(
@@ -139,6 +148,12 @@ class Knobs:
     online_share: float = _knob(
         _number(0.0, 1.0),
         'share of a run\'s wall time that tune="online" may take (default: 0.05)',
+        default=1 / 20,
+    )
+    serve_share: float = _knob(
+        _number(0.0, 1.0, with_low=True),
+        'share of the wall time in which calls may wait for measurements with tune="serve"; 0: measured where nobody '
+        "calls (default: 0.05)",
         default=1 / 20,
     )
     lock_patience_s: float = _knob(

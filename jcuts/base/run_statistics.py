@@ -30,8 +30,9 @@ def stats() -> dict[str, Any]:
 
     Returns: ``functions``, each with its ``name``, its ``kind`` ('optimize' or 'load') and its ``signatures``: types of
         the arguments, ``program`` (as reports name it), ``reason``, ``fallback`` (whether XLA's own code runs) and
-        ``tuning_seconds``, with ``tune="online"`` also ``online``: ``state``, ``why``, and the ``share`` that tuning
-        took of the run.  And sums: ``signatures``, ``fallbacks``, ``tuning_seconds``.  Functions that nobody called,
+        ``tuning_seconds``, with ``tune="online"`` or ``"serve"`` also ``online``: ``state``, ``why``, and the ``share``
+        that tuning took of the run; with ``batch_buckets`` the function has ``buckets``, too.  And sums:
+        ``signatures``, ``fallbacks``, ``tuning_seconds``.  Functions that nobody called,
         and calls inside of other traces, have no signatures.
     """
     with _lock:

@@ -13,6 +13,10 @@ from jcuts.base.errors import UsageError
 MODES = ("no_fusion", "fusion", "mixed")
 TUNE = ("auto", "cached", "off")
 ONLINE = "online"
+SERVE = "serve"
+BETWEEN_CALLS = (ONLINE, SERVE)
+"""Calls begin with XLA's program, and tuning goes on beside them."""
+COMPLETE = "complete"
 ACCURACIES = ("exact", "vendor")
 SEARCHED = "searched"
 CLEAR = "clear"
@@ -84,7 +88,8 @@ class Settings:
         mode: ``no_fusion`` (one kernel per operation), ``fusion`` (jcuts kernels wherever there is one), or
             ``mixed`` (jcuts kernels and XLA compete by measurement; the default).
         tune: ``auto`` measures at a concrete top-level call, ``online`` between calls that run XLA's program,
-            ``cached`` only reads earlier choices, ``off`` uses the estimator alone.
+            ``serve`` likewise, where no call waits for a stored decision either, ``cached`` only reads earlier choices,
+            ``off`` uses the estimator alone.
         tune_seconds: wall time that tuning may take at a first call [s], ``inf`` for no limit; None:
             ``JCUTS_TUNE_SECONDS``.  No part of ``repr``, and so of no key: it changes no program.
         tolerance: allowed error as a multiple of XLA's own error against float64 (2.0 by default).
@@ -96,6 +101,8 @@ class Settings:
         chunk_logits: whether logits of a softmax loss are computed in chunks of tokens, to save memory; None: where
             they would take much of a device's memory, and where that wins a race (`pipeline.chunk_logits`).
         donates: whether arguments are donated: kernels may overwrite those that results take the place of.
+        require: ``complete`` raises an error where something was not measured, and measures nothing.  No part of
+            ``repr``, and so of no key.
         form: the program variant; set by the end-to-end benchmark, not by users; None is the plain variant.
     """
 
@@ -110,21 +117,35 @@ class Settings:
     donates: bool = False
     form: Variant | None = None
     tune_seconds: float | None = field(default=None, repr=False)
+    require: str | None = field(default=None, repr=False)
+
+    @property
+    def measures(self) -> bool:
+        """Whether a first call measures what is not known."""
+        return self.tune == "auto" and self.require is None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UsageError(f"mode={self.mode!r} is unknown: choose one of {MODES}", mode=self.mode)
-        if self.tune not in (*TUNE, ONLINE):
-            raise UsageError(f"tune={self.tune!r} is unknown: choose one of {(*TUNE, ONLINE)}", tune=self.tune)
-        if self.tune == ONLINE and self.mode != "mixed":
+        if self.tune not in (*TUNE, *BETWEEN_CALLS):
+            raise UsageError(f"tune={self.tune!r} is unknown: choose one of {(*TUNE, *BETWEEN_CALLS)}", tune=self.tune)
+        if self.tune in BETWEEN_CALLS and self.mode != "mixed":
             raise UsageError(
-                f"tune='online' starts with XLA's program, which mode={self.mode!r} leaves out: use mode='mixed'",
+                f"tune={self.tune!r} starts with XLA's program, which mode={self.mode!r} leaves out: use mode='mixed'",
                 mode=self.mode,
             )
         if self.tune_seconds is not None and not _is_duration(self.tune_seconds):
             raise UsageError(
                 f"tune_seconds={self.tune_seconds!r} must be a number of seconds >= 0, or None (JCUTS_TUNE_SECONDS)",
                 tune_seconds=self.tune_seconds,
+            )
+        if self.require not in (None, COMPLETE):
+            raise UsageError(f"require={self.require!r} is unknown: {COMPLETE!r}, or None", require=self.require)
+        if self.require is not None and self.tune not in ("auto", "cached"):
+            raise UsageError(
+                f"require={self.require!r} follows what was measured, which tune={self.tune!r} does not: use "
+                "tune='auto' or 'cached'",
+                tune=self.tune,
             )
         if not (_is_duration(self.tolerance) and 0 < self.tolerance < math.inf):
             raise UsageError(f"tolerance={self.tolerance!r} must be a positive finite number", tolerance=self.tolerance)

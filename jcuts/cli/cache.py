@@ -83,7 +83,8 @@ def _line(store: Store, row: Row) -> tuple[str, ...]:
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created))
     machine = "this" if row.device == store.device else row.device[:12]
     versions = "these" if store.has_these_versions(row) else _versions_text(row.versions)
-    return (row.kind, row.key[:16], winner, _seconds(row.value, winner), machine, versions, when)
+    kind = f"{row.kind}, pinned" if row.value.get("pinned") is True else row.kind
+    return (kind, row.key[:16], winner, _seconds(row.value, winner), machine, versions, when)
 
 
 def _versions_text(versions: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from jcuts.base.errors import JcutsError, UsageError
 from jcuts.base.settings import MODES, TUNE, Settings
 from jcuts.cli import explain_arch
+from jcuts.cli.output_files import check_writable
 from jcuts.cli.printing import console
 
 HELP = "what jcuts does to a function, and why"
@@ -38,6 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the report of the function for the example arguments."""
     import jcuts
 
+    for target in (arguments.html, arguments.json):
+        check_writable(None if target is None else str(target))
     fn = load(arguments.function)
     positional, keywords = example_arguments(arguments.args)
     if arguments.arch is not None:

@@ -12,10 +12,10 @@ from jcuts import __version__
 from jcuts.base import knobs
 from jcuts.base.errors import JcutsError
 from jcuts.cli import arch, best_batch, cache, cluster, demo, doctor, explain, microbatch, plan, validate
-from jcuts.cli.artifacts import build, inspect
+from jcuts.cli.artifacts import build, inspect, tune
 
 COMMANDS = {"explain": explain, "cache": cache, "demo": demo, "doctor": doctor}
-COMMANDS |= {"build": build, "inspect": inspect}
+COMMANDS |= {"tune": tune, "build": build, "inspect": inspect}
 COMMANDS |= {"arch": arch, "plan": plan, "cluster": cluster, "validate": validate}
 COMMANDS |= {"microbatch": microbatch, "best-batch": best_batch}
 """Name to module; a module has ``HELP``, ``add_arguments(parser)`` and ``run(arguments) -> exit status``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def write_text(target: str, text: str) -> None:
 
 
 def check_writable(target: str | None) -> None:
-    """Raises UsageError, before anything is searched, for a file whose folder does not exist or that is a folder."""
+    """Raises UsageError, before anything is searched, for a file that cannot be written: no folder, no permission."""
     if target is None or target == "-":
         return
     path = Path(target)
@@ -35,3 +36,5 @@ def check_writable(target: str | None) -> None:
         raise UsageError(f"{target}: cannot be written: there is no folder {path.parent}", path=target)
     if path.is_dir():
         raise UsageError(f"{target}: cannot be written: it is a folder", path=target)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{target}: cannot be written: permission denied", path=target)

@@ -67,6 +67,7 @@ class Decision:
         deferred: tuning waits for another process; a later call decides.
         partial: kernels were not measured for want of time (``tune_seconds``): a later process decides again, among
             all programs.
+        pinned: it stays, in other versions of jcuts, too (`jit.checked_in.pinning`).
         spent: wall time of this first call [s], by what it went into; not stored.
     """
 
@@ -81,12 +82,13 @@ class Decision:
     tries: int = 1
     deferred: bool = False
     partial: bool = False
+    pinned: bool = False
     spent: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def is_final(self) -> bool:
         """Whether no later process should measure again."""
-        return not self.partial and (not self.noisy or self.tries >= MOST_TRIES)
+        return self.pinned or (not self.partial and (not self.noisy or self.tries >= MOST_TRIES))
 
     def still_contending(self, names: Sequence[str]) -> list[str]:
         """Of these candidates plain XLA and those that a second look may still prefer (all where nothing was timed).
@@ -110,6 +112,7 @@ class Decision:
             "tries": self.tries,
             "is_final": self.is_final,
             **({"partial": True} if self.partial else {}),
+            **({"pinned": True} if self.pinned else {}),
         }
 
     @classmethod
@@ -128,6 +131,7 @@ class Decision:
                 "tries",
                 "is_final",
                 "partial",
+                "pinned",
             }:
                 return None
             speed = {
@@ -144,6 +148,29 @@ class Decision:
                 json_fields.flag(data.get("noisy", False)),
                 int(json_fields.non_negative(data.get("tries", 1))),
                 partial=json_fields.flag(data.get("partial", False)),
+                pinned=json_fields.flag(data.get("pinned", False)),
             )
         except (AttributeError, KeyError, TypeError, ValueError, IndexError):
             return None
+
+
+class _Default:
+    """Where decisions are kept from now on, and how often that was set."""
+
+    store: DecisionStore | None = None
+    changes = 0
+
+
+def set_default_store(store: DecisionStore | None) -> None:
+    """Where every ``Optimized`` keeps decisions from now on; None for the user's tuning database."""
+    _Default.store, _Default.changes = store, _Default.changes + 1
+
+
+def default_store() -> DecisionStore | None:
+    """What `set_default_store` has set; None for the user's tuning database."""
+    return _Default.store
+
+
+def default_stores() -> int:
+    """How often the default store was set."""
+    return _Default.changes

@@ -9,6 +9,7 @@ import jax
 
 from jcuts.base import keys, knobs
 from jcuts.base.settings import Settings
+from jcuts.jit import decision as decisions
 from jcuts.jit import variant_space
 from jcuts.jit.call_signature import Signature, place_text, platform_of
 from jcuts.jit.decision import JCUTS, Decision, DecisionStore
@@ -17,21 +18,8 @@ from jcuts.rewrite.splat_constants import numbers_of
 from jcuts.trace import jaxapi
 from jcuts.tune import session
 
-_default_store: DecisionStore | None = None
-_default_stores = 0  # how often it was set
 _decided_here: set[str] = set()
 """Keys of the decisions that this process took: one taken in noise is measured again by a later process."""
-
-
-def set_default_store(store: DecisionStore | None) -> None:
-    """Where every ``Optimized`` keeps decisions from now on; None for the user's tuning database."""
-    global _default_store, _default_stores
-    _default_store, _default_stores = store, _default_stores + 1
-
-
-def default_stores() -> int:
-    """How often the default store was set."""
-    return _default_stores
 
 
 def forget_decided_here() -> None:
@@ -49,6 +37,7 @@ class DecisionCache:
         self._settings = settings
         self._options = options
         self._store = store
+        self._pinned: dict[str, str] = {}  # keys of decisions -> the keys under which they are pinned
 
     def key(self, closed: jaxapi.Closed, signature: Signature, platform: str) -> str:
         """What a decision is kept under."""
@@ -62,7 +51,10 @@ class DecisionCache:
         # Whoever may not measure follows what was measured.
         settings = replace(self._settings, tune="auto") if self._settings.tune == "cached" else self._settings
         more = (*limits, *singly, *restored, *known, repr(settings), ",".join(kinds), places, repr(self._options))
-        return keys.decision(platform, jaxapi.canonical_text(closed), more)
+        text = jaxapi.canonical_text(closed)
+        key = keys.decision(platform, text, more)
+        self._pinned[key] = keys.pinned_decision(platform, text, more)
+        return key
 
     def lookup(self, key: str, platform: str, uses_jcuts: bool = True) -> Decision | None:
         """The decision under a key, None where there is none that this process may follow.
@@ -70,6 +62,12 @@ class DecisionCache:
         Args: uses_jcuts: whether the function has kernels at all.
         """
         store = self._current()
+        if (pinned := self._pinned.get(key)) is not None and (data := store.guard(pinned)) is not None:
+            decision = Decision.from_dict(data)
+            own = decision is not None and (variant_space.is_xla(decision.chosen) or store.is_own(pinned))
+            if own and decision is not None and decision.pinned:
+                known = variant_space.is_known(decision.chosen, platform, uses_jcuts)
+                return replace(decision, reason=f"{decision.reason}; pinned") if known else None
         data = store.guard(key)
         decision = None if data is None else Decision.from_dict(data)
         if decision is None or not variant_space.is_known(decision.chosen, platform, uses_jcuts):
@@ -86,7 +84,7 @@ class DecisionCache:
     def settled(self, key: str, platform: str, uses_jcuts: bool = True) -> Decision | None:
         """The decision under a key that this process need not measure again."""
         stored = self.lookup(key, platform, uses_jcuts)
-        if stored is None or stored.partial:  # there may be more kernels now
+        if stored is None or (stored.partial and not stored.pinned):  # there may be more kernels now
             return None
         return stored if stored.is_final or key in _decided_here else None
 
@@ -94,6 +92,10 @@ class DecisionCache:
         """Stores what this process decided."""
         _decided_here.add(key)
         self._current().put_guard(key, decision.to_dict())
+
+    def keep_pinned(self, key: str, decision: Decision) -> None:
+        """Stores a decision that stays, or with ``pinned=False`` that it is one like others again."""
+        self._current().put_guard(self._pinned[key], decision.to_dict())
 
     def of_earlier_process(self, closed: jaxapi.Closed, signature: Signature, uses_jcuts: bool) -> Decision:
         """What an earlier process decided about a function that this one has not called."""
@@ -104,5 +106,5 @@ class DecisionCache:
         return kept or Decision(JCUTS, "not called with these arguments yet")
 
     def _current(self) -> DecisionStore:
-        chosen = self._store if self._store is not None else _default_store
+        chosen = self._store if self._store is not None else decisions.default_store()
         return chosen if chosen is not None else session.store()

@@ -13,40 +13,35 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-
-import jax
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from jcuts.base import knobs, run_statistics
-from jcuts.base.errors import UsageError
-from jcuts.base.settings import ONLINE, Settings
-from jcuts.jit import end_to_end_benchmark, progress, variant_space
-from jcuts.jit.accuracy.float64_check import output_roles
+from jcuts.base.settings import BETWEEN_CALLS, SERVE, Settings
+from jcuts.jit import variant_names
 from jcuts.jit.call_signature import CallSignature, Signature, platform_of
-from jcuts.jit.export import saving
-from jcuts.jit.online import background_tuner
-from jcuts.jit.online.online_tuning import OnlineTuning
-from jcuts.jit.trace_token import NeedsDecision, isolated_trace
-from jcuts.jit.traced_call import Call, TracedCall
-from jcuts.jit.variant_compiler import Postponed, Program
-from jcuts.jit.variant_selection import VariantSelector
-from jcuts.pipeline.predictions import with_predictions
-from jcuts.primitive import shard_local
-from jcuts.primitive.call import register_late_rules
-from jcuts.primitive.lowering import plan
+from jcuts.jit.checked_in.stored_results import StoredResults
+from jcuts.jit.decision import XLA, Decision, DecisionStore
+from jcuts.jit.dispatch.bound_method import BoundOptimized
+from jcuts.jit.dispatch.signature_table import SignatureTable
+from jcuts.jit.trace_token import NeedsDecision, UnseenSignature, isolated_trace
 from jcuts.primitive.sharding import OtherPlacement, expected
-from jcuts.report.function_report import FunctionReport
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import function_name
 
+# Planner, code generators and tuner are imported by the call that needs them first: importing jcuts takes little time.
+if TYPE_CHECKING:
+    from jcuts.jit.online.online_tuning import OnlineTuning
+    from jcuts.jit.variant_compiler import Postponed, Program, VariantCompiler
+    from jcuts.jit.variant_selection import VariantSelector
 
-class Optimized:
+
+class Optimized(StoredResults):
     """A function that runs jcuts' kernels where they win, called like the function that ``jax.jit`` returns.
 
     Attributes:
         settings: the user's options.
+        more_stats: what `stats` has besides, by name.
         __wrapped__: the user's function.
     """
 
@@ -55,7 +50,7 @@ class Optimized:
         fn: Callable[..., Any],
         settings: Settings,
         jit_options: dict[str, Any],
-        store: end_to_end_benchmark.DecisionStore | None = None,
+        store: DecisionStore | None = None,
     ) -> None:
         functools.update_wrapper(self, fn)
         self._fn = fn
@@ -64,35 +59,65 @@ class Optimized:
         self.settings = settings = dataclasses.replace(settings, donates=self._arguments.donates)
         self._online: OnlineTuning | None = None
         decides = settings
-        if settings.tune == ONLINE:
+        if settings.tune in BETWEEN_CALLS:
+            from jcuts.jit.online import background_tuner
+            from jcuts.jit.online.online_tuning import OnlineTuning
+            from jcuts.jit.serving.serve_tuning import ServeTuning
+
             tuner = background_tuner.shared()
-            self._online = OnlineTuning(function_name(fn), settings, self._arguments, tuner, self._publish)
+            known = function_name(fn), settings, self._arguments, tuner, self._publish
+            serves = settings.tune == SERVE
+            self._online = ServeTuning(*known, lambda s: self._table.calls(s)) if serves else OnlineTuning(*known)
             tuner.listen(self)
             decides = dataclasses.replace(settings, tune="auto")
-        self._make_deciding = functools.partial(VariantSelector, fn, decides, options, self._arguments, store)
+        self.more_stats: dict[str, Callable[[], Any]] = {}
+        self._selector: VariantSelector | None = None
+        self._selects = fn, decides, options, self._arguments, store
         self._lock = threading.RLock()
+        self._making = threading.Lock()  # held while the selector is made
         self._switching = threading.Lock()  # held for the switch to another program alone
         self._reset()
         run_statistics.watch(self)
 
     def _reset(self) -> None:
-        self._deciding = self._make_deciding()
-        self._carriers = self._deciding.carriers
-        self._decisions: dict[Signature, tuple[Program, end_to_end_benchmark.Decision]] = {}
+        self._selector = None
+        self._decisions: dict[Signature, tuple[Program, Decision]] = {}
         self._waiting: dict[Signature, Postponed] = {}
+        self._table = SignatureTable(self._arguments)
+        self._in_use: list[Any] = []  # jitted functions that calls go to
         self._current: Any = self._decide_and_call
+
+    @property
+    def _deciding(self) -> VariantSelector:
+        """Selects programs; made by what needs it first."""
+        if (made := self._selector) is None:
+            from jcuts.jit.variant_selection import VariantSelector
+
+            with self._making:
+                made = self._selector = self._selector or VariantSelector(*self._selects)
+        return made
+
+    @property
+    def _carriers(self) -> VariantCompiler:
+        """The programs that compete."""
+        return self._deciding.carriers
 
     # ------------------------------------------------------------ calling
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not jaxapi.trace_state_clean():
+            from jcuts.primitive.call import register_late_rules
+
             # What is traced already may be met now by a transformation that was imported since.
             register_late_rules()
             return self._carriers.nested(*args, **kwargs)
         try:
             return self._current(*args, **kwargs)
-        except (NeedsDecision, OtherPlacement):
+        except UnseenSignature:
             pass
+        except (NeedsDecision, OtherPlacement):
+            for jitted in self._in_use:  # the one that was called remembers this signature as one that cannot be fast
+                jaxapi.clear_fast_dispatch(jitted)
         except (TypeError, ValueError) as error:
             self._arguments.explain(args, kwargs, error)
             raise
@@ -141,11 +166,16 @@ class Optimized:
 
         Nothing is measured: what was not tuned yet shows the choices that a call inside a trace would use.
         """
+        from jcuts.pipeline.predictions import with_predictions
+        from jcuts.primitive import shard_local
+        from jcuts.primitive.lowering import plan
+        from jcuts.report.function_report import FunctionReport
+
         signature = self._arguments.signature(args, kwargs)
         known = self._decided(signature)
         closed = original = self._closed(args, kwargs)
         if knobs.current().disable:
-            decision = end_to_end_benchmark.Decision(end_to_end_benchmark.XLA, "JCUTS_DISABLE is set")
+            decision = Decision(XLA, "JCUTS_DISABLE is set")
             report = FunctionReport(
                 function_name(self._fn),
                 self.settings.mode,
@@ -161,7 +191,7 @@ class Optimized:
         uses_jcuts = outcome.closed is not closed
         decision = known or self._deciding.decisions.of_earlier_process(original, signature, uses_jcuts)
         decision = decision if self._online is None else self._online.reason(signature, decision)
-        if (form := variant_space.shown_form(decision.chosen, decision.speed)) is not None:
+        if (form := variant_names.shown_form(decision.chosen, decision.speed)) is not None:
             outcome = plan(closed, self._carriers.settings_for(form), platform, may_measure=False)
         return with_predictions(outcome).with_guard(decision.to_dict()).with_seconds(decision.spent)
 
@@ -174,9 +204,15 @@ class Optimized:
         with self._lock:
             known = self._decisions.get(signature) or self._still_waiting(signature)
             if known is None:
-                known = self._decide(signature, args, kwargs, measure=self.settings.tune == "auto")
+                known = self._decide(signature, args, kwargs, measure=self.settings.measures)
                 self._refresh()
         return known[0].call.lower(*args, **kwargs)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Decide (with ``tune="auto"`` that measures) and compile what a call with these arguments runs."""
+        self.chosen(*args, **kwargs).compile()
+        if self._online is not None:
+            self._online.begin()
 
     def programs(self, *args: Any, **kwargs: Any) -> dict[str, Callable[..., Any]]:
         """The whole programs that competed for these arguments, by name: for measurements of one's own.
@@ -189,54 +225,7 @@ class Optimized:
         names = [] if known is None else known.speed
         return {name: self._carriers.program(name, placement, platform).call.permitted for name in names}
 
-    def save(
-        self,
-        path: str | Path,
-        *args: Any,
-        signatures: Sequence[tuple[Any, ...]] = (),
-        weights: str = "inside",
-        names: Any = None,
-        key: Any = None,
-        seeds: Sequence[int] = (0, 1),
-        **kwargs: Any,
-    ) -> str:
-        """Write what calls with these arguments run as an artefact, for ``jcuts.load`` (docs/artifacts.md).
-
-        Decides, which measures, where nothing was decided yet.
-
-        Args:
-            path: the file; what was there stays until the new one is complete.
-            signatures: positional arguments of further calls.
-            weights: where arrays go that the function closes over: ``inside``, ``beside`` (a safetensors file of the
-                same name), or ``arguments`` (the first argument of the loaded function is the dict of them).
-            names: a pytree of these arrays: each is named by its path in it.
-            key: bytes or path of a key for an HMAC, which ``load(..., key=...)`` demands.
-            seeds: of the inputs of which errors against float64 are recorded (0: these arguments).
-        Returns: the file's identity: SHA-256 of its header, which covers all of it.
-        Raises: UnsupportedError: something has no form in an artefact.  AccuracyRejected: the tuned program is further
-            from float64 than allowed.  ArtifactError: the file cannot be written.
-        """
-        calls = [(args, kwargs), *((tuple(more), {}) for more in signatures)]
-        if any(jaxapi.is_tracer(x) for x in jax.tree.leaves(calls)) or not jaxapi.trace_state_clean():
-            raise UsageError("save needs concrete arguments, outside of jax.jit and other transformations")
-        found = [self._saved(*call, seeds=seeds) for call in calls]
-        return saving.write(Path(path), function_name(self._fn), found, weights=weights, names=names, key=key)
-
-    def _saved(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, seeds: Sequence[int]) -> saving.SavedCall:
-        signature = self._arguments.signature(args, kwargs)
-        with self._lock, isolated_trace():
-            known = self._decisions.get(signature)
-            if known is None:
-                known = self._decide(signature, args, kwargs, measure=self.settings.tune == "auto")
-                self._refresh()
-            call = Call(signature, args, kwargs, self._arguments.placement(args, kwargs), platform_of(signature))
-            plain = self._carriers.plain.trace(*args, **kwargs)
-            leaves = tuple(self._arguments.leaves(args, kwargs))
-            roles = output_roles(plain.out_info)
-            traced = TracedCall(call, plain.jaxpr, leaves, self._carriers, self._arguments, self.settings, roles)
-            return saving.saved_call(traced, known[1], jax.tree.structure(plain.out_info), seeds)
-
-    def decision(self, *args: Any, **kwargs: Any) -> end_to_end_benchmark.Decision | None:
+    def decision(self, *args: Any, **kwargs: Any) -> Decision | None:
         """What the last guard decided for these arguments, or None if they were not seen."""
         return self._decided(self._arguments.signature(args, kwargs))
 
@@ -248,20 +237,21 @@ class Optimized:
                 "arguments": [str(aval) for aval, _ in signature.leaves],
                 "program": decision.chosen,
                 "reason": decision.reason,
-                "fallback": variant_space.is_xla(decision.chosen) or decision.deferred,
+                "fallback": variant_names.is_xla(decision.chosen) or decision.deferred,
                 "tuning_seconds": sum(decision.spent.values()),
                 **({} if self._online is None else {"online": self._online.describe(signature)}),
             }
             for signature, (_, decision) in [*list(self._decisions.items()), *waiting]
         ]
-        return {"name": function_name(self._fn), "kind": "optimize", "signatures": rows}
+        more = {name: told() for name, told in self.more_stats.items()}
+        return {"name": function_name(self._fn), "kind": "optimize", "signatures": rows, **more}
 
-    def _decided(self, signature: Signature) -> end_to_end_benchmark.Decision | None:
+    def _decided(self, signature: Signature) -> Decision | None:
         known, waiting = self._decisions.get(signature), self._waiting.get(signature)
         return known[1] if known else waiting.decision if waiting else None
 
     def finish_tuning(self, timeout: float | None = None) -> bool:
-        """Waits until nothing of this function is tuned between calls (``tune="online"``); whether that is so.
+        """Waits until nothing of this function is tuned between calls; whether that is so.
 
         Meanwhile tuning has the device to itself.  Args: timeout: most seconds to wait, None for no limit.
         """
@@ -282,14 +272,14 @@ class Optimized:
         known = self._decisions.get(signature) or self._still_waiting(signature)
         if known is None:
             # Another thread may be deciding (a host callback inside the timed function, even): waiting for it could
-            # deadlock, so this call runs the jcuts program without a decision.
+            # deadlock, so this call runs the jcuts program without a decision, or XLA's where calls begin with that.
             # Several processes must agree: they wait.
             together = self._arguments.placement(args, kwargs).spans_processes
             if not self._lock.acquire(blocking=together):
-                return self._carriers.nested(*args, **kwargs)
+                return (self._carriers.nested if self._online is None else self._carriers.plain)(*args, **kwargs)
             with isolated_trace():
                 try:
-                    known = self._decide(signature, args, kwargs, measure=self.settings.tune == "auto")
+                    known = self._decide(signature, args, kwargs, measure=self.settings.measures)
                     self._refresh()
                 finally:
                     self._lock.release()
@@ -306,9 +296,7 @@ class Optimized:
             return self._online.call(program.call.permitted, args, kwargs)
         return program.call.permitted(*args, **kwargs)
 
-    def _publish(
-        self, selector: VariantSelector, signature: Signature, program: Program, decision: end_to_end_benchmark.Decision
-    ) -> None:
+    def _publish(self, selector: VariantSelector, signature: Signature, program: Program, decision: Decision) -> None:
         """Online tuning has decided: the next call runs that program."""
         with self._switching:
             if selector is self._deciding:
@@ -320,12 +308,6 @@ class Optimized:
         with self._switching:
             self._set_current()
 
-    def _by_signature(self, *args: Any, **kwargs: Any) -> Any:
-        known = self._decisions.get(self._arguments.signature(args, kwargs))
-        if known is None:
-            raise NeedsDecision
-        return known[0].call.permitted(*args, **kwargs)
-
     def _refresh(self) -> None:
         with self._switching:
             self._set_current()
@@ -335,19 +317,31 @@ class Optimized:
         # called directly; JAX sorts the signatures out.
         used = {id(program.call): program for program, _ in self._decisions.values()}
         only = next(iter(used.values())) if len(used) == 1 and not self._waiting else None
-        run = self._by_signature if only is None else only.call.jitted
+        if self.settings.tune == SERVE and self._online is not None and self._online.is_gated:
+            only = None  # the table counts calls: what is called most is tuned first
+        self._in_use = [program.call.jitted for program in used.values()]
+        run: Any
+        if only is None:
+            self._table.update({s: program.call.jitted for s, (program, _) in self._decisions.items()})
+            run = self._table
+        else:
+            run = only.call.jitted
         if (online := self._online) is not None and online.is_gated:
             self._current = online.through_gate(run)
         else:
             self._current = run
 
-    def _still_waiting(self, signature: Signature) -> tuple[Program, end_to_end_benchmark.Decision] | None:
+    def _still_waiting(self, signature: Signature) -> tuple[Program, Decision] | None:
         waiting = self._waiting.get(signature)
         return None if waiting is None or time.monotonic() >= waiting.again else (waiting.program, waiting.decision)
 
     def _decide(
         self, signature: Signature, args: Any, kwargs: Any, *, measure: bool, force: bool = False
-    ) -> tuple[Program, end_to_end_benchmark.Decision]:
+    ) -> tuple[Program, Decision]:
+        from jcuts.jit import progress
+        from jcuts.jit.traced_call import Call
+        from jcuts.jit.variant_compiler import Postponed
+
         call = Call(signature, args, kwargs, self._arguments.placement(args, kwargs), platform_of(signature))
         if self._online is not None and not force:
             kept = self._online.start(self._deciding, call)
@@ -355,7 +349,7 @@ class Optimized:
                 self._decisions.setdefault(signature, kept)
             return kept
         waited = self._waiting.pop(signature, None)
-        if waited is not None and waited.program.name != end_to_end_benchmark.XLA:
+        if waited is not None and waited.program.name != XLA:
             self._carriers.evict(waited.program.name, call.placement)  # compiled before anything was measured
         with progress.shown(function_name(self._fn)) if measure else contextlib.nullcontext():
             decision = self._deciding.select(call, measure=measure, force=force)
@@ -369,26 +363,3 @@ class Optimized:
 
     def _closed(self, args: Any, kwargs: Any) -> jaxapi.Closed:
         return self._carriers.plain.trace(*args, **kwargs).jaxpr
-
-
-class BoundOptimized:
-    """An ``Optimized`` bound as a method to its object, the first argument of every call."""
-
-    def __init__(self, optimized: Optimized, instance: Any) -> None:
-        self.__func__ = optimized
-        self.__self__ = instance
-        functools.update_wrapper(self, optimized.__wrapped__)  # type: ignore[attr-defined]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__func__(self.__self__, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.__func__, name)
-        if name in ("lower", "trace", "eval_shape", "tune", "explain", "decision"):
-            return functools.partial(value, self.__self__)
-        if name == "save":
-            return lambda path, *args, **kwargs: value(path, self.__self__, *args, **kwargs)
-        return value
-
-    def __repr__(self) -> str:
-        return f"<bound {self.__func__!r} of {self.__self__!r}>"

@@ -17,6 +17,10 @@ class NeedsDecision(Exception):
     """A carrier met a signature without a decision.  Never leaves `jit.optimized`."""
 
 
+class UnseenSignature(NeedsDecision):
+    """The same, found before any carrier was called."""
+
+
 class TraceToken(threading.local):
     """Thread-local: the program that the slow path is calling, if any; and what it traced to decide, for which
     program.

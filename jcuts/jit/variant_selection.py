@@ -16,6 +16,8 @@ from jcuts.base import knobs
 from jcuts.base.settings import Settings
 from jcuts.jit.accuracy.float64_check import output_roles
 from jcuts.jit.call_signature import CallSignature
+from jcuts.jit.checked_in import pinning
+from jcuts.jit.checked_in.completeness import complete_decision
 from jcuts.jit.decision import JCUTS, XLA, Decision, DecisionStore
 from jcuts.jit.decision_cache import DecisionCache
 from jcuts.jit.end_to_end_benchmark import SAFER_OPTIONS
@@ -92,6 +94,8 @@ class VariantSelector:
         if jaxapi.jit_disabled():
             return Decision(JCUTS, "jax.disable_jit is in force: nothing is compiled")
         traced = self._trace(call)
+        if self.settings.require is not None and not force:
+            return complete_decision(traced, function_name(self._fn), self.decisions)
         seconds = time_budget.seconds_of(self.settings, explicit=force) if tune_seconds is None else tune_seconds
         budget = time_budget.TimeBudget(seconds, device_slices.current().clock)
         with time_budget.spending(budget):
@@ -107,6 +111,10 @@ class VariantSelector:
         if stored is None or not has_kernels_of(stored, traced):
             return None, False
         return stored, self.decisions.settled(key, call.platform) is not None
+
+    def pin(self, call: Call, decision: Decision, *, pinned: bool) -> int:
+        """Pins what a call runs, or ends that (`jit.checked_in.pinning`); how many rows that are."""
+        return pinning.pin(self._trace(call), decision, self.decisions, pinned=pinned)
 
     def why_not_online(self, call: Call) -> str | None:
         """Why a call cannot be tuned between others (`jit.online`), or None."""

@@ -12,6 +12,7 @@ from jcuts.base.settings import Settings
 from jcuts.pipeline.outcome import Outcome
 from jcuts.primitive import shard_local
 from jcuts.primitive.sharding import OtherPlacement, Placement, expected, lowering_is_partitioned
+from jcuts.report.completeness import incomplete, unmeasured
 from jcuts.report.function_report import FunctionReport
 from jcuts.trace import jaxapi
 
@@ -37,13 +38,19 @@ class Started(NamedTuple):
 def lower(
     ctx: Any, *args: Any, jaxpr: jaxapi.Closed, settings: Settings, name: str, placement: Placement | None
 ) -> Sequence[Any]:
-    """Plans the jaxpr for this platform and emits the result.  Never measures: a lowering rule may run anywhere."""
+    """Plans the jaxpr for this platform and emits the result.  Never measures: a lowering rule may run anywhere.
+
+    Raises: IncompleteTuning: something was not measured, and the options require all of it.
+    """
     if placement is not None and expected.placement != placement:
         raise OtherPlacement
     site = jaxapi.lowering_site(ctx)
     planned = jaxpr
     if left_to_xla(ctx) is None:
-        planned = plan(jaxpr, settings, site.platforms[0], may_measure=False).closed
+        outcome = plan(jaxpr, settings, site.platforms[0], may_measure=False)
+        if settings.require is not None and (missing := unmeasured(outcome.report)):
+            raise incomplete(name, jaxpr.in_avals, missing)
+        planned = outcome.closed
     elif placement and lowering_is_partitioned(ctx) and may_split(site):
         found = shard_local.split(jaxpr, placement)
         if not isinstance(found, str) and _any_kernel(found, settings, site.platforms[0]):

@@ -105,6 +105,7 @@ class Choice:
             candidates again to know the winner.
         schedules: kernel family -> its version, of those that were asked for candidates (`keys.schedules`): the choice
             counts while they are the same.  Choices of older databases have none.
+        pinned: it stays the choice in other versions of jcuts, too, where it is right.
     """
 
     problem: str
@@ -120,6 +121,7 @@ class Choice:
     digests: dict[str, str] = field(default_factory=dict, hash=False)
     programs: dict[str, str] = field(default_factory=dict, hash=False, repr=False)
     schedules: dict[str, str] = field(default_factory=dict, hash=False)
+    pinned: bool = False
 
     @property
     def kernel(self) -> str:
@@ -140,6 +142,11 @@ class Choice:
     def is_cut(self) -> bool:
         """Whether candidates were not measured because the tuning budget was spent: a later session goes on."""
         return any(r.error == OVER_BUDGET for r in self.rejections)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a session with time measures what is missing."""
+        return self.is_cut and not self.pinned
 
     @property
     def unmeasured(self) -> int:
@@ -177,7 +184,10 @@ class Choice:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON value; inverse of `from_json`."""
-        return asdict(self)
+        data = asdict(self)
+        if not self.pinned:
+            del data["pinned"]  # which older versions do not know
+        return data
 
     @classmethod
     def from_json(cls, data: Any) -> Choice:
@@ -202,6 +212,7 @@ class Choice:
                 margin=json_fields.non_negative(data.get("margin", 0.0)),
                 overhead_seconds=json_fields.non_negative(data.get("overhead_seconds", 0.0)),
                 name=json_fields.text(data.get("name", "")),
+                pinned=json_fields.flag(data.get("pinned", False)),
                 **texts,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:

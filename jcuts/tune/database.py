@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jcuts.base import keys, knobs
+from jcuts.base import keys
 from jcuts.base.errors import CacheError
 from jcuts.base.sqlite_file import SqliteFile, is_damaged
 from jcuts.base.warn_once import unusable_cache
@@ -388,12 +388,3 @@ class Store:
                 unusable_cache(_log, "%s", error, folder=self.path.parent)
             else:
                 _log.warning("%s", error)
-
-
-def default_store() -> Store:
-    """The user's database, for this CPU and these versions."""
-    return Store(
-        knobs.current().cache_dir / "tuning.db",
-        device=keys.cpu_device(),
-        versions=keys.packages(),
-    )

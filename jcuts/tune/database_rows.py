@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jcuts.base import json_fields
 from jcuts.base.errors import CacheError
 from jcuts.tune.choice import Choice
 
@@ -116,16 +117,27 @@ def read_export(path: Path) -> list[Row]:
             path=str(path),
             found=found,
         )
+    entries = data.get("entries", ())
+    if not isinstance(entries, (list, tuple)):
+        raise CacheError(f"cannot import {path}: its entries are a {type(entries).__name__}", path=str(path))
     rows = []
-    for number, entry in enumerate(data.get("entries", ())):
+    for number, entry in enumerate(entries):
         try:
-            row = Row(**entry)
-            if row.kind not in PLACES or not isinstance(row.value, dict):
-                raise TypeError(f"kind {row.kind!r} with a value of type {type(row.value).__name__}")
-            if row.kind == "choice":
-                Choice.from_json(row.value)
-            float(row.created)
+            rows.append(_read_entry(entry))
         except (TypeError, ValueError, CacheError) as error:
             raise CacheError(f"cannot import {path}: entry {number}: {error}", path=str(path), entry=number) from None
-        rows.append(row)
     return rows
+
+
+def _read_entry(entry: Any) -> Row:
+    """A row of an export. Raises: TypeError, ValueError, CacheError: it is none."""
+    if not isinstance(entry, dict):
+        raise TypeError(f"a {type(entry).__name__} is no row")
+    row = Row(**entry)
+    for text in (row.kind, row.key, row.device, row.versions):
+        json_fields.text(text)
+    if row.kind not in PLACES or not isinstance(row.value, dict):
+        raise TypeError(f"kind {row.kind!r} with a value of type {type(row.value).__name__}")
+    if row.kind == "choice" and Choice.from_json(row.value).problem != row.key:
+        raise ValueError(f"the key {row.key[:16]} is not that of the choice's problem")
+    return replace(row, created=json_fields.non_negative(row.created))

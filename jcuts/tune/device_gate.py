@@ -70,7 +70,7 @@ class DeviceGate:
         account: what the user waits for is counted there.
         clock, used: monotonic seconds, and processor seconds of this process.
         lock: the machine's lock for one slice: a context that says whether this process has it.
-    Attributes: wanted: whether somebody waits for a slice. slices: how many there were.
+    Attributes: wanted: whether somebody waits for a slice. slices: how many there were. longest: of those to come [s].
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class DeviceGate:
         self.account, self.clock = account, clock
         self.wanted = False
         self.slices = 0
+        self.longest: float = MOST
         self._idle = IdleWatch(clock, used)
         self._lock = lock
         self._locked = contextlib.ExitStack()
@@ -120,7 +121,7 @@ class DeviceGate:
             if not self._held:
                 if not self.wanted or self._stopped:
                     return
-                asked = self._granted = min(MOST, self.account.credit() - self._overrun)
+                asked = self._granted = min(self.longest, self.account.credit() - self._overrun)
                 self._turn.notify_all()
                 self._turn.wait_for(lambda: self._granted is None or self._stopped, TAKEN_WITHIN)
                 self._granted = None
@@ -144,7 +145,7 @@ class DeviceGate:
                 while self._granted is None:
                     self.check()
                     if self.clock() >= self._not_before and self._is_idle():
-                        self._granted = MOST
+                        self._granted = self.longest
                         break
                     if self.clock() >= end:
                         return None

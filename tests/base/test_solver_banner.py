@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,5 +29,36 @@ def test_banner_is_kept_off_standard_output(arguments):
     pytest.importorskip("highspy")
     command = [sys.executable, "-c", SOLVE, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+
+
+FIRST_CALL = """
+import jax, jax.numpy as jnp, numpy as np, jcuts
+from jcuts.fusion import exact_cover
+solved = []
+was = exact_cover._linear_program
+exact_cover._linear_program = lambda *a, **k: solved.append(1) or was(*a, **k)
+exactly = exact_cover._topological_dp
+exact_cover._topological_dp = lambda *a: (exactly(*a)[0], False)  # as where a partition is too large for it
+
+def net(x, w):
+    for _ in range(3):
+        x = jax.nn.softmax(jnp.tanh(x @ w), axis=1) * 2 + x
+    return x.sum(0), x
+
+x = np.linspace(-1, 1, 256 * 256, dtype=np.float32).reshape(256, 256)
+f = jcuts.optimize(net)
+jax.block_until_ready(f(x, x))
+assert solved, "the test's function has no partition that is solved"
+"""
+
+
+def test_a_first_call_prints_nothing_on_standard_output(tmp_path, with_module_code):
+    pytest.importorskip("highspy")
+    environment = {**os.environ, "JCUTS_CACHE_DIR": str(with_module_code(tmp_path)), "JCUTS_MAX_CANDIDATES": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_CALL], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""

@@ -459,7 +459,7 @@ def test_explain_names_the_line_of_the_users_error(module, tmp_path, capsys):
 def test_explain_cannot_write_there(module, capsys):
     arguments = ["explain", f"{module}:fast", "--args", f"{module}:example", "--html", "/proc/nowhere/x.html"]
     assert main(arguments) == 2
-    assert "cannot write" in capsys.readouterr().err
+    assert "cannot be written" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- demo

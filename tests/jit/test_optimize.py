@@ -22,6 +22,7 @@ import jcuts
 from jcuts.api import BoundOptimized, Optimized
 from jcuts.base import knobs
 from jcuts.base.errors import JcutsError, NotJaxError, UsageError
+from jcuts.jit import decision as decisions
 from jcuts.jit import decision_cache, end_to_end_benchmark
 from tests.primitive.conftest import MARK, toy  # noqa: F401  (a fixture)
 
@@ -284,8 +285,8 @@ def test_several_programs_dispatch_by_signature(toy):  # noqa: F811
         seen = 0
 
         def guard(self, key):
-            self.seen += 1
-            chosen = end_to_end_benchmark.JCUTS if self.seen == 1 else end_to_end_benchmark.XLA
+            self.seen += 1  # twice for each signature: pinned, and not
+            chosen = end_to_end_benchmark.JCUTS if self.seen <= 2 else end_to_end_benchmark.XLA
             return end_to_end_benchmark.Decision(chosen, "kept", {}, 0.0, {}, True).to_dict()
 
     f = Optimized(scaled, jcuts.optimize(scaled).settings, {}, ByShape())
@@ -652,7 +653,7 @@ def test_a_first_call_traces_the_function_once(toy):  # noqa: F811
 def test_without_a_native_library_nothing_is_decided_for_good(tmp_path, caplog):
     """An installation that is mended tunes: nobody has compared its kernels."""
     store = end_to_end_benchmark.MemoryStore()
-    decision_cache.set_default_store(store)
+    decisions.set_default_store(store)
     try:
         with knobs.scope(native=tmp_path / "nothing.so"):
             broken = jcuts.optimize(scaled)
@@ -661,12 +662,12 @@ def test_without_a_native_library_nothing_is_decided_for_good(tmp_path, caplog):
         assert decision.chosen.startswith("xla") and "no kernels: JCUTS_NATIVE" in decision.reason
         assert not store._kept
     finally:
-        decision_cache.set_default_store(None)
+        decisions.set_default_store(None)
 
 
 def test_who_may_not_measure_follows_what_was_decided():
     store = end_to_end_benchmark.MemoryStore()
-    decision_cache.set_default_store(store)
+    decisions.set_default_store(store)
     try:
         decided = jcuts.optimize(scaled)
         decided(X)
@@ -678,7 +679,7 @@ def test_who_may_not_measure_follows_what_was_decided():
         assert cached.decision(X).reason == "it is faster"
         assert estimated.decision(X).chosen == "jcuts"  # the estimate alone
     finally:
-        decision_cache.set_default_store(None)
+        decisions.set_default_store(None)
 
 
 def test_an_array_of_no_numbers_is_named():

@@ -14,6 +14,7 @@ import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+import jcuts.jit.variant_selection  # binds the real pipeline, before a test replaces it
 import jcuts.pipeline
 from jcuts.pipeline.outcome import Outcome
 from jcuts.report.function_report import FunctionReport

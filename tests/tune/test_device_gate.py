@@ -125,6 +125,16 @@ def test_an_idle_process_is_not_asked():
     assert gate.account.waited == 0.0
 
 
+def test_slices_are_no_longer_than_is_asked():
+    gate, clock = gate_of(idle=True)
+    gate.longest = device_gate.LEAST
+    clock.add(1.0)
+    gate.take(0.0)  # the first look
+    clock.add(1.0)
+    assert gate.take(0.0) == device_gate.LEAST
+    gate.give()
+
+
 def test_a_call_that_meets_an_idle_slice_waits_for_its_end():
     gate, clock = gate_of(idle=True)
     gate.before_call(lambda: None)

@@ -1,1 +1,1 @@
-"""Commands about artefacts: building one ahead of time, and showing what one holds."""
+"""Commands about results that travel: building artefacts, showing what one holds, tuning into files to check in."""

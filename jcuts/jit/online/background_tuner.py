@@ -17,13 +17,17 @@ from typing import Any, Protocol
 
 from jcuts.base import knobs
 from jcuts.tune import device_slices
-from jcuts.tune.device_gate import DeviceGate, GateSlices
+from jcuts.tune.device_gate import MOST, DeviceGate, GateSlices
 from jcuts.tune.parent import machine_lock
 from jcuts.tune.share_account import ShareAccount
 
 log = logging.getLogger("jcuts")
 AT_EXIT = 20
 """Most seconds that the end of the process waits for the thread: XLA's compiler cannot be interrupted."""
+
+
+def _online_share() -> float:
+    return knobs.current().online_share
 
 
 class Listener(Protocol):
@@ -38,16 +42,21 @@ class Listener(Protocol):
 class Job:
     """Tuning of one call signature.
 
-    Attributes: owner: whose it is; work: tunes; ended: set once it is over, however it ended.
+    Attributes: owner: whose it is; work: tunes; ended: set once it is over, however it ended; share: of the run that
+        calls may wait for it; rank: of those that wait the one with the highest comes next, the first of equal ones;
+        longest: slice of the device that it takes [s].
     """
 
     owner: Any
     work: Callable[[], None]
     ended: threading.Event
+    share: Callable[[], float]
+    rank: Callable[[], float]
+    longest: float
 
 
 class BackgroundTuner:
-    """Jobs in their order on one thread, which lives while there are any.
+    """Jobs, one after the other, on one thread, which lives while there are any.
 
     Args: gate: hands out the device.
     Attributes: last: the smallest result of the last call: it is ready when all of them are.
@@ -68,16 +77,28 @@ class BackgroundTuner:
         """Whether anything is tuned, or waits for it."""
         return self._running is not None or bool(self._jobs)
 
+    def share(self) -> float:
+        """Share of the run that calls may wait for what is tuned now, in [0, 1]."""
+        job = self._running
+        return _online_share() if job is None else job.share()
+
     def listen(self, listener: Listener) -> None:
         """Tells a function when calls have to go through the gate."""
         self._listeners.add(listener)
 
-    def submit(self, owner: Any, work: Callable[[], None]) -> None:
-        """Tunes when the jobs before are over.  Args: work: may raise anything: it is logged."""
+    def submit(
+        self,
+        owner: Any,
+        work: Callable[[], None],
+        share: Callable[[], float] = _online_share,
+        rank: Callable[[], float] = float,
+        longest: float = MOST,
+    ) -> None:
+        """Tunes when its turn comes.  Args: work: may raise anything: it is logged; share, rank, longest: `Job`."""
         with self._lock:
             if self._over:
                 return
-            self._jobs.append(Job(owner, work, threading.Event()))
+            self._jobs.append(Job(owner, work, threading.Event(), share, rank, longest))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="jcuts-online", daemon=True)
                 self._thread.start()
@@ -119,7 +140,9 @@ class BackgroundTuner:
                 if not self._jobs:
                     self._thread = None
                     break
-                job = self._running = self._jobs.popleft()
+                job = self._running = max(self._jobs, key=lambda waiting: waiting.rank())
+                self._jobs.remove(job)
+                self.gate.longest = job.longest
                 self.gate.stop(self._over)
             try:
                 with device_slices.using(slices), machine_lock.by_slices():
@@ -142,6 +165,6 @@ class BackgroundTuner:
 @functools.cache
 def shared() -> BackgroundTuner:
     """The background tuner of this process."""
-    tuner = BackgroundTuner(DeviceGate(ShareAccount(lambda: knobs.current().online_share)))
+    tuner = BackgroundTuner(DeviceGate(ShareAccount(lambda: tuner.share())))
     atexit.register(tuner.close)
     return tuner

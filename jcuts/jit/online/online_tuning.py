@@ -5,6 +5,7 @@ calls.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from jcuts.jit.variant_compiler import Program
 from jcuts.jit.variant_selection import VariantSelector
 from jcuts.trace import jaxapi
 from jcuts.tune import time_budget
+from jcuts.tune.device_gate import MOST
 
 log = logging.getLogger("jcuts")
 TUNING = "tuning"
@@ -72,19 +74,26 @@ class OnlineTuning:
         self._name, self._settings, self._arguments = name, settings, arguments
         self._tuner, self._publish = tuner, publish
         self.states: dict[Signature, State] = {}
-        self._begin: list[Callable[[], None]] = []  # tuning of signatures whose first call is under way
+        self._begin: list[tuple[Signature, Callable[[], None]]] = []  # signatures whose first call is under way
+
+    longest_slice: float = MOST
+    """Longest slice of the device that one measurement takes [s]."""
+
+    def share_limit(self) -> float:
+        """Share of the run that calls may wait for measurements, in [0, 1]."""
+        return knobs.current().online_share
+
+    def rank(self, signature: Signature) -> float:
+        """Of the signatures that wait the one with the highest is tuned next."""
+        return 0.0
 
     # Deciding ---------------------------------------------------------------------------------------------------------
 
     def start(self, selector: VariantSelector, call: Call) -> tuple[Program, Decision]:
         """The program that a call runs now; tuning begins where no earlier process has decided."""
-        self._tuner.gate.account.begin()
+        if (left := self._untuned(selector, call)) is not None:
+            return left
         xla = selector.carriers.program(XLA, call.placement, call.platform)
-        if knobs.current().disable or jaxapi.jit_disabled():
-            decision = selector.select(call, measure=False)
-            return selector.carriers.program(decision.chosen, call.placement, call.platform), decision
-        if call.placement.spans_processes:
-            return xla, self._give_up(call, "several processes: each must run the same program at the same time")
         stored, settled = selector.of_earlier_process(call)
         if stored is not None and settled:
             self.states[call.signature] = State(STORED, "an earlier process decided")
@@ -92,18 +101,35 @@ class OnlineTuning:
         why = self._no_room(call)
         if why is not None:
             return xla, self._give_up(call, why)
-        kept = call._replace(**self._kept(call))
-        context = jaxapi.trace_context()
-        self.states[call.signature] = State(TUNING)
-        self._begin.append(lambda: self._tune(selector, kept, context))
+        self._prepare(selector, call)
         if stored is not None:
             return selector.carriers.program(stored.chosen, call.placement, call.platform), stored
         return xla, Decision(XLA, "tuned between calls: not decided yet", deferred=True)
 
+    def _untuned(self, selector: VariantSelector, call: Call) -> tuple[Program, Decision] | None:
+        """The program of a call that is never tuned between others, None for any other call."""
+        self._tuner.gate.account.begin()
+        if knobs.current().disable or jaxapi.jit_disabled():
+            decision = selector.select(call, measure=False)
+            return selector.carriers.program(decision.chosen, call.placement, call.platform), decision
+        if call.placement.spans_processes:
+            why = "several processes: each must run the same program at the same time"
+            return selector.carriers.program(XLA, call.placement, call.platform), self._give_up(call, why)
+        return None
+
+    def _prepare(self, selector: VariantSelector, call: Call) -> None:
+        """Keeps what tuning needs of a call; it begins at `begin`."""
+        kept = call._replace(**self._kept(call))
+        context = jaxapi.trace_context()
+        self.states[call.signature] = State(TUNING)
+        self._begin.append((call.signature, lambda: self._tune(selector, kept, context)))
+
     def begin(self) -> None:
         """A first call was made: its tuning begins, which would have competed with its tracing for the interpreter."""
         while self._begin:
-            self._tuner.submit(self, self._begin.pop(0))
+            signature, work = self._begin.pop(0)
+            rank = functools.partial(self.rank, signature)
+            self._tuner.submit(self, work, self.share_limit, rank, self.longest_slice)
 
     def _give_up(self, call: Call, why: str) -> Decision:
         self.states[call.signature] = State(GIVEN_UP, why)
@@ -137,19 +163,24 @@ class OnlineTuning:
                 if (why := selector.why_not_online(call)) is not None:
                     state.why = why
                     return
-                decision = selector.select(call, measure=True, tune_seconds=budget_seconds(self._settings))
-                state = self._state_of(decision)
-                if state.what == DECIDED:
-                    program = selector.carriers.program(decision.chosen, call.placement, call.platform)
-                    if "whole programs" not in decision.spent:  # another process decided meanwhile: nothing ran here
-                        program.call.lower(*call.args, **call.kwargs).compile()
-                    self._publish(selector, signature, program, replace(decision, reason=self._told(decision)))
+                state = self._select(selector, call)
         except Exception as error:
             state = State(GIVEN_UP, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
             log.warning("%s stays with XLA's program: tuning between calls failed: %s", self._name, state.why)
             log.debug("tuning between calls failed", exc_info=True)
         finally:
             self.states[signature] = state
+
+    def _select(self, selector: VariantSelector, call: Call) -> State:
+        """Selects a program, and publishes it where one was found."""
+        decision = selector.select(call, measure=True, tune_seconds=budget_seconds(self._settings))
+        state = self._state_of(decision)
+        if state.what == DECIDED:
+            program = selector.carriers.program(decision.chosen, call.placement, call.platform)
+            if "whole programs" not in decision.spent:  # another process decided meanwhile: nothing ran here
+                program.call.lower(*call.args, **call.kwargs).compile()
+            self._publish(selector, call.signature, program, replace(decision, reason=self._told(decision)))
+        return state
 
     @staticmethod
     def _state_of(decision: Decision) -> State:
@@ -164,7 +195,7 @@ class OnlineTuning:
         account = self._tuner.gate.account
         cost = (
             f"tuned between calls in {account.elapsed():.0f} s of the run, of which it took "
-            f"{100 * account.used():.1f}% (at most {100 * account.share():g}%)"
+            f"{100 * account.used():.1f}% (at most {100 * self.share_limit():g}%)"
         )
         switched = decision.chosen != XLA
         level = logging.WARNING if switched and knobs.current().progress else logging.INFO
@@ -202,7 +233,7 @@ class OnlineTuning:
         state, account = self.states.get(signature), self._tuner.gate.account
         if state is None:
             return None
-        return {"state": state.what, "why": state.why, "share": account.used(), "share_limit": account.share()}
+        return {"state": state.what, "why": state.why, "share": account.used(), "share_limit": self.share_limit()}
 
     def reason(self, signature: Signature, decision: Decision) -> Decision:
         """A decision with how far tuning is in its reason."""
@@ -210,7 +241,7 @@ class OnlineTuning:
         if state is None or state.what != TUNING:
             return decision
         so_far = f"tuning goes on between calls and has taken {100 * account.used():.1f}% of the run so far"
-        return replace(decision, reason=f"{decision.reason}; {so_far} (at most {100 * account.share():g}%)")
+        return replace(decision, reason=f"{decision.reason}; {so_far} (at most {100 * self.share_limit():g}%)")
 
     def cancel(self) -> None:
         """Ends tuning between calls, and waits until it has ended."""

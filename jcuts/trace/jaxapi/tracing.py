@@ -17,15 +17,22 @@ from jax._src.interpreters import partial_eval as _pe
 from jcuts.trace.jaxapi.jaxprs import make_closed
 from jcuts.trace.jaxapi.types import Closed, Eqn
 
-
-def trace_state_clean() -> bool:
-    """Whether no JAX trace (jit, grad, vmap, ...) surrounds the caller: its arguments are concrete."""
-    return _core.trace_state_clean()
+trace_state_clean: Callable[[], bool] = _core.trace_ctx.is_top_level
+"""Whether no JAX trace (jit, grad, vmap, ...) surrounds the caller: its arguments are concrete."""
 
 
 def jit_disabled() -> bool:
     """Whether ``jax.disable_jit`` is in force."""
     return bool(_config.disable_jit.value)
+
+
+def clear_fast_dispatch(jitted: Any) -> None:
+    """Forgets which calls of a jitted function take the fast path, not what was traced and compiled.
+
+    A call whose trace raised an error takes the slow path ever after, though a later one succeeds.
+    """
+    if (clear := getattr(jitted, "_clear_cache", None)) is not None:
+        clear()
 
 
 def trace_context() -> Any:

@@ -20,7 +20,7 @@ from jcuts.kernel_ir.program import Program
 from jcuts.tune.baseline import conv_relu_bound
 from jcuts.tune.baseline.interpolate import interpolation_neighbours
 from jcuts.tune.choice import LIBRARY, Choice, Rejection
-from jcuts.tune.database import Store, default_store
+from jcuts.tune.database import Store
 from jcuts.tune.parent import extra_kernels, stored_choice_check
 from jcuts.tune.parent.job import TuningJob, make_job
 from jcuts.tune.parent.machine_lock import default_patience, gave_up_waiting, holder, is_mine, measuring_lock
@@ -29,6 +29,7 @@ from jcuts.tune.parent.rounds import NEGLIGIBLE_LATER, plan_round, worth_measuri
 from jcuts.tune.parent.session_limits import Progress, TuningBudget
 from jcuts.tune.parent.tuning_queue import TuningQueue
 from jcuts.tune.parent.worker_session import shared_worker_session, workers_of
+from jcuts.tune.portable.file_store import default_store
 from jcuts.tune.problem import Problem
 from jcuts.tune.replay import Recording
 from jcuts.tune.row_signature import FOREIGN, OTHER_VERSIONS, TUNED
@@ -93,9 +94,10 @@ def tune(
         for digest, choice in _check_all(asked_about, store, effort, progress, prepare).items():
             stored[digest], sources[digest] = choice, stored_choice_check.CHECKED_AS[origins[digest]]
     known = {digest: choice for digest, choice in stored.items() if choice.is_enough(settings.mode)}
-    missing = {digest: p for digest, p in unique.items() if digest not in known or known[digest].is_cut}
+    missing = {digest: p for digest, p in unique.items() if digest not in known or known[digest].is_open}
     if not effort.time.is_limited:
-        missing |= {digest: unique[digest] for digest, choice in known.items() if is_close_by_profile(choice)}
+        close = {digest for digest, choice in known.items() if is_close_by_profile(choice) and not choice.pinned}
+        missing |= {digest: unique[digest] for digest in close}
     if settings.tune == "auto" and missing:
         partial = {digest: choice for digest, choice in known.items() if choice.is_cut}
         asked = _TuneRequest(

@@ -1,0 +1,1 @@
+"""Tuning results as files that can be checked in: one JSON file per problem, read beside the database."""

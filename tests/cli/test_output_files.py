@@ -34,9 +34,9 @@ def test_no_permission(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("prefix", ["./", "", "folder/../"])
 def test_a_model_in_a_file_by_its_path(capsys, tmp_path, monkeypatch, prefix):
     (tmp_path / "folder").mkdir()
-    (tmp_path / "mine.py").write_text("def net(x):\n    return x\n")
+    (tmp_path / "net_in_a_file.py").write_text("def net(x):\n    return x\n")
     monkeypatch.chdir(tmp_path)
-    assert "must be a function of no arguments" in refused(capsys, *PLAN, "--model", f"{prefix}mine.py:net")
+    assert "must be a function of no arguments" in refused(capsys, *PLAN, "--model", f"{prefix}net_in_a_file.py:net")
 
 
 @pytest.mark.parametrize("option", ["--html", "--json"])

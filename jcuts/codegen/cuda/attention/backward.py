@@ -185,7 +185,7 @@ class AttentionBackwardKernel:
             self._accumulate(outs[-1], change, self.columns[0], stage)
             return [v for out in outs for row in out for four in row for v in four]
 
-        if not attention.masks:
+        if not shape.skips:
             return added()
         builder, values = self.builder, (v for band in weights for four in band for v in four)
         zero = vote_all(builder, are_zero(builder, values))

@@ -177,7 +177,7 @@ class FlashAttentionKernel:
             self._values(stage, weights, made.out)
             return made.values()
 
-        if not self.attention.masks:
+        if not self.shape.skips:
             return added()
         nothing = both(
             self.builder, is_negligible(self.builder, state, scores), lambda: self._values_are_bounded(stage)

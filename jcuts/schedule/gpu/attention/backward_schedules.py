@@ -18,7 +18,7 @@ from jcuts.estimate.time_model import Resource, TimeTerm, overlap, per_sm, repea
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.attention_backward import AttentionBackward, match_backward
 from jcuts.schedule import fit
-from jcuts.schedule.gpu.attention.backward_tile import FORM, BackwardTile
+from jcuts.schedule.gpu.attention.backward_tile import FLAGS, FORM, BackwardTile
 from jcuts.schedule.gpu.attention.schedules import (
     FEW_SHARED,
     HIGH,
@@ -26,6 +26,7 @@ from jcuts.schedule.gpu.attention.schedules import (
     bound_of_work,
     launch_time,
     resident_blocks,
+    with_skips,
 )
 from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STEP
 from jcuts.schedule.gpu.gemm.mma import (
@@ -67,13 +68,14 @@ def backward_schedules(program: Program, machine: GpuMachine, most: int = MOST) 
         if seen.get(kind, 0) < EACH_ALIKE:
             scored.append((least / count * AGAIN ** seen.get(kind, 0), shape))
         seen[kind] = seen.get(kind, 0) + 1
-    for score, shape in sorted(scored, key=lambda found: -found[0])[:most]:
+    scored.sort(key=lambda found: -found[0])
+    for score, shape in itertools.islice(with_skips(scored, attention.masks), most):
         yield apply_tile(program, shape), score
 
 
 def apply_tile(program: Program, shape: BackwardTile) -> Program:
     """The scheduled program."""
-    flags = tuple((name, True) for name in ("rounded", "held") if getattr(shape, name))
+    flags = tuple((name, True) for name in FLAGS if getattr(shape, name))
     params = (("tile", (shape.rows, shape.columns)), ("warps", shape.warps), ("stages", shape.stages), *flags)
     return scheduled(program, FORM, shape.threads, *params)
 

@@ -20,6 +20,8 @@ from jcuts.schedule.gpu.attention.tile import PAD, SIXTEEN, STEP
 from jcuts.schedule.gpu.machine import WARP
 
 FORM = "attention_backward"
+FLAGS = ("rounded", "held", "skips")
+"""Parameters that are set or left out."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class BackwardTile:
         rounded: whether float32 column tiles are rounded to TF32 in shared memory, once, instead of by every warp that
             reads them.
         held: whether the rows' fragments are kept in registers.
+        skips: whether a warp leaves out what is multiplied by weights of 0.
     """
 
     attention: AttentionBackward
@@ -79,6 +82,7 @@ class BackwardTile:
     stages: int
     rounded: bool = False
     held: bool = False
+    skips: bool = False
 
     @property
     def threads(self) -> int:
@@ -148,5 +152,5 @@ def backward_tile(program: Program) -> BackwardTile | Refusal:
     if isinstance(found, Refusal):
         return found
     rows, columns = (int(v) for v in params["tile"])
-    flags = (bool(params.get(name, False)) for name in ("rounded", "held"))
+    flags = (bool(params.get(name, False)) for name in FLAGS)
     return BackwardTile(found, rows, columns, int(params["warps"]), int(params["stages"]), *flags)

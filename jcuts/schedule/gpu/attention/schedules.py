@@ -16,13 +16,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 from jcuts.base.errors import Refusal
 from jcuts.estimate.time_model import Resource, TimeTerm, longest, overlap, per_sm, repeat, serial, soft_maximum, term
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.attention import Attention, match
 from jcuts.schedule import fit
-from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STEP, FlashTile
+from jcuts.schedule.gpu.attention.tile import EIGHT, FLAGS, SIXTEEN, STEP, FlashTile
 from jcuts.schedule.gpu.gemm.mma import (
     AGAIN,
     BLOCKS,
@@ -75,13 +77,25 @@ def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterato
         kind = (shape.warp[0], shape.rounded)
         scored.append((least / count * AGAIN ** seen.get(kind, 0), shape))
         seen[kind] = seen.get(kind, 0) + 1
-    for score, shape in sorted(scored, key=lambda found: -found[0])[:most]:
+    scored.sort(key=lambda found: -found[0])
+    for score, shape in itertools.islice(with_skips(scored, attention.masks), most):
         yield apply_tile(program, shape), score
+
+
+def with_skips(scored: list[tuple[float, Any]], masks: bool) -> Iterator[tuple[float, Any]]:
+    """Tiles with their scores; where scores may be masked each of them twice, first with `skips`.
+
+    The model does not know how many tiles are masked: both are measured.
+    """
+    for score, shape in scored:
+        if masks:
+            yield score, replace(shape, skips=True)
+        yield score, shape
 
 
 def apply_tile(program: Program, shape: FlashTile) -> Program:
     """The scheduled program."""
-    more = (("rounded", True),) if shape.rounded else ()
+    more = tuple((name, True) for name in FLAGS if getattr(shape, name))
     params = (("tile", (shape.rows, shape.keys)), ("warps", shape.warps), ("stages", shape.stages), *more)
     return scheduled(program, "attention", shape.threads, *params)
 

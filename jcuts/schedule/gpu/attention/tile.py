@@ -25,6 +25,8 @@ PAD = 16
 """Bytes behind a line in shared memory."""
 STATE = 2
 """Words that a row of scores keeps: its largest score, its sum."""
+FLAGS = ("rounded", "skips")
+"""Parameters that are set or left out."""
 EIGHT = 8
 """Rows of which a lane of a warp has one."""
 
@@ -40,6 +42,7 @@ class FlashTile:
         stages: tiles of keys and values in shared memory.
         rounded: whether float32 tiles are rounded to TF32 in shared memory, once, instead of by every warp that reads
             them.
+        skips: whether a warp leaves out what is multiplied by weights of 0.
     """
 
     attention: Attention
@@ -48,6 +51,7 @@ class FlashTile:
     warps: tuple[int, int]
     stages: int
     rounded: bool = False
+    skips: bool = False
 
     @property
     def threads(self) -> int:
@@ -121,4 +125,5 @@ def shape_of(program: Program) -> FlashTile | Refusal:
         return found
     high, across = (int(v) for v in params["warps"])
     rows, keys = (int(v) for v in params["tile"])
-    return FlashTile(found, rows, keys, (high, across), int(params["stages"]), bool(params.get("rounded", False)))
+    flags = (bool(params.get(name, False)) for name in FLAGS)
+    return FlashTile(found, rows, keys, (high, across), int(params["stages"]), *flags)

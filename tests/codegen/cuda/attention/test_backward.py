@@ -69,12 +69,14 @@ def traced(fn, *arguments):
     return program, made.operands(members)
 
 
-def shaped(program, rows: int, columns: int, warps: int, stages: int, rounded: bool = False, held: bool = False):
+def shaped(program, rows: int, columns: int, warps: int, stages: int, *flags: bool, skips: bool = False):
     """A program with one schedule."""
     known = match_backward(program)
     assert not isinstance(known, Refusal), str(known)
+    rounded, held = (*flags, False, False)[:2]
     rounded = rounded and known.kind == "tf32"
-    return backward_schedules.apply_tile(program, BackwardTile(known, rows, columns, warps, stages, rounded, held))
+    tile = BackwardTile(known, rows, columns, warps, stages, rounded, held, skips)
+    return backward_schedules.apply_tile(program, tile)
 
 
 def results(program, operands, target=SM90):
@@ -157,7 +159,9 @@ def test_masks(side, how):
     program, given = traced(attention_backward(side, mask), *arrays, m)
     read = interpret(program, [round_tf32(x) if x.ndim == 4 and x.shape[-1] > 1 else x for x in given])
     compare(read, exact(side, *arrays, m, mask=mask), 1e-4)
-    compare(results(shaped(program, *TILES[0]), given), exact(side, *arrays, m, mask=mask, bits=10), LIMIT["float32"])
+    for skips in (False, True):
+        got = results(shaped(program, *TILES[0], skips=skips), given)
+        compare(got, exact(side, *arrays, m, mask=mask, bits=10), LIMIT["float32"])
 
 
 BAD = {"queries": ("grad", "delta", "v", "k"), "keys": ("grad", "delta", "v", "q")}
@@ -176,7 +180,7 @@ def test_tiles_without_a_weight_are_left_out(side, monkeypatch):
     known = match_backward(program)
     assert not isinstance(known, Refusal) and known.masks
     for tile in ((16, 16, 1, 2, False, False), (32, 16, 2, 2, True, True)):
-        wanted = results(shaped(program, *tile), given)
+        wanted = results(shaped(program, *tile, skips=True), given)
         compare(wanted, exact(side, *arrays.values(), m, mask=mask, bits=10), LIMIT["float32"])
         few = count()
         for name in BAD[side]:
@@ -185,7 +189,7 @@ def test_tiles_without_a_weight_are_left_out(side, monkeypatch):
             bad[name] = np.where(_seen_least(name, bad[name].shape), bad[name], arrays[name])
             _, more = traced(attention_backward(side, mask), *bad.values(), m)
             with np.errstate(all="ignore"):
-                found = results(shaped(program, *tile), more)
+                found = results(shaped(program, *tile, skips=True), more)
                 reference = jax.tree.leaves(jax.jit(attention_backward(side, mask))(*bad.values(), m))
             for got, want in zip(found, reference, strict=True):
                 np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -58,12 +59,14 @@ def traced(fn, *arguments):
     return program, made.operands(members)
 
 
-def shaped(program, rows: int, keys: int, warps: tuple[int, int], stages: int, rounded: bool = False):
+def shaped(
+    program, rows: int, keys: int, warps: tuple[int, int], stages: int, rounded: bool = False, skips: bool = False
+):
     """A program with one schedule."""
     known = match(program)
     assert not isinstance(known, Refusal), str(known)
     rounded = rounded and known.kind == "tf32"
-    return attention_schedules.apply_tile(program, FlashTile(known, rows, keys, warps, stages, rounded))
+    return attention_schedules.apply_tile(program, FlashTile(known, rows, keys, warps, stages, rounded, skips))
 
 
 def results(program, operands, target=SM90):
@@ -186,8 +189,8 @@ def test_masks(name, dtype):
     m = np.random.default_rng(3).random(shape) < 0.7
     m[..., 20:40] = False  # whole tiles of keys without a score
     program, operands = traced(_masked(mask), q, k, v, m)
-    for tile in MASKED:
-        (got,) = results(shaped(program, *tile), operands)
+    for tile, skips in itertools.product(MASKED, (False, True)):
+        (got,) = results(shaped(program, *tile, skips=skips), operands)
         compare(got, exact(_masked(mask), q, k, v, m), LIMIT[dtype])
 
 
@@ -202,7 +205,7 @@ def test_tiles_without_a_weight_are_left_out(tile, dtype, monkeypatch):
     program, operands = traced(_masked(_causal), q, k, v, m)
     known = match(program)
     assert not isinstance(known, Refusal) and known.masks
-    (got,) = results(shaped(program, *tile), operands)
+    (got,) = results(shaped(program, *tile, skips=True), operands)
     compare(got, exact(_masked(_causal), q, k, v, m), LIMIT[dtype])
     few = count()
     for bad in (np.inf, np.nan):
@@ -210,7 +213,7 @@ def test_tiles_without_a_weight_are_left_out(tile, dtype, monkeypatch):
         v = v.astype(jnp.dtype(dtype))
         _, operands = traced(_masked(_causal), q, k, v, m)
         with np.errstate(all="ignore"):
-            (got,) = results(shaped(program, *tile), operands)
+            (got,) = results(shaped(program, *tile, skips=True), operands)
         np.testing.assert_array_equal(np.isnan(got.astype(np.float32)), np.isnan(_masked(_causal)(q, k, v, m)))
         assert few < 0.8 * count()
 
@@ -226,8 +229,8 @@ def test_rows_without_a_key_and_infinite_scores_are_as_those_of_xla():
     assert np.isnan(want[1]).all() and 0 < np.isnan(want[0]).sum() < want[0].size
     program, operands = traced(_masked(mask), q, k, v, m)
     with np.errstate(all="ignore"):
-        for tile in (TILES[0], TILES[3]):
-            (got,) = results(shaped(program, *tile), operands)
+        for tile, skips in itertools.product((TILES[0], TILES[3]), (False, True)):
+            (got,) = results(shaped(program, *tile, skips=skips), operands)
             np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
             np.testing.assert_allclose(got, want, rtol=0.02, atol=5e-3)
 

@@ -1,4 +1,5 @@
-"""Canonicalisation of a flat jaxpr: DCE, CSE, constant folding, ``split`` to slices, no-ops, cheap broadcasts.
+"""Canonicalisation of a flat jaxpr: DCE, CSE, constant folding, ``split`` to slices, no-ops, cheap broadcasts, operands
+of products.
 
 Broadcasts, iotas and converted literals are rematerialised at each user; a cast to a wider type and back is removed,
 and so are x + 0, x - 0, x * 1 and x / 1, as XLA does.  Values stay what they were, but for the last bits of folded
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 
 from jcuts.base.identity_memo import IdentityMemo
+from jcuts.rewrite.exchange_products import exchange_products
 from jcuts.trace import jaxapi
 from jcuts.trace.canonical import is_immutable
 
@@ -37,6 +39,7 @@ def simplify(closed: jaxapi.Closed) -> jaxapi.Closed:
     index map, instead of being written to memory by one of them.
     """
     closed = _fold(_merge_equal(jaxapi.dce(_without_no_ops(_peephole(closed)))))
+    closed = exchange_products(closed)
     eqns = []
     for eqn in closed.jaxpr.eqns:
         if jaxapi.primitive_name(eqn) in CONTROL_FLOW:

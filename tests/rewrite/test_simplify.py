@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -132,3 +133,45 @@ def test_other_operands_stay(function, x):
     closed = flat(function, x)
     assert names(closed) == names(inline(jaxapi.closed_jaxpr_of(function, x)))
     np.testing.assert_array_equal(jaxapi.eval_closed(closed, x)[0], function(x))
+
+
+@pytest.mark.parametrize("spelling", ["bsd,dhe->bhse", "bsd,dhe->hbse", "bsd,dhe->ebsh", "bsd,dhe->bshe"])
+def test_products_have_the_last_dimension_of_their_transposed_result(spelling):
+    x, w = RNG.standard_normal((2, 7, 5)), RNG.standard_normal((5, 3, 4))
+    made = flat(lambda x, w: jnp.einsum(spelling, x, w), x, w)
+    (product,) = (eqn for eqn in made.jaxpr.eqns if jaxapi.primitive_name(eqn) == "dot_general")
+    is_natural = spelling.endswith("e")
+    assert (product.invars[0] is made.jaxpr.invars[0]) == is_natural
+    np.testing.assert_allclose(jaxapi.eval_closed(made, x, w)[0], jnp.einsum(spelling, x, w), rtol=2e-5, atol=1e-5)
+
+
+def test_precisions_and_types_stay_with_their_operands():
+    x, w = half(jnp.bfloat16, 7, 5), RNG.standard_normal((5, 3)).astype(np.float32)
+    precision = lax.Precision.HIGH, lax.Precision.HIGHEST
+
+    def product(w, x):
+        made = lax.dot_general(w, x, (((0,), (1,)), ((), ())), precision, jnp.float32)
+        return jnp.transpose(made)
+
+    (eqn,) = flat(product, w, x).jaxpr.eqns
+    assert [a.aval.dtype for a in eqn.invars] == [jnp.bfloat16, jnp.float32] and eqn.outvars[0].aval.shape == (7, 3)
+    assert eqn.params["precision"] == precision[::-1]
+
+
+def test_gradients_of_weights_are_not_transposed():
+    x, w = RNG.standard_normal((2, 9, 5)), RNG.standard_normal((2, 5, 3))
+    made = flat(jax.grad(lambda w: jnp.sum(jnp.sin(jnp.einsum("bnd,bde->bne", x, w)))), w)
+    assert "transpose" not in names(made)
+    np.testing.assert_allclose(
+        jaxapi.eval_closed(made, w)[0],
+        jax.grad(lambda w: jnp.sum(jnp.sin(jnp.einsum("bnd,bde->bne", x, w))))(w),
+        rtol=2e-5,
+        atol=1e-5,
+    )
+
+
+def test_products_that_are_read_as_they_are_too_stay():
+    x, w = RNG.standard_normal((7, 5)), RNG.standard_normal((5, 3))
+    made = flat(lambda x, w: (jnp.dot(x, w), jnp.dot(x, w).T), x, w)
+    assert names(made) == ["dot_general", "transpose"]
+    assert made.jaxpr.eqns[0].invars == made.jaxpr.invars

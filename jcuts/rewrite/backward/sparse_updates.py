@@ -25,7 +25,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jcuts.rewrite.scalar_range import value_range
+from jcuts.rewrite.backward.scalar_range import value_range
 from jcuts.trace import jaxapi
 from jcuts.trace.equation_index import EquationIndex
 from jcuts.trace.inline import inline

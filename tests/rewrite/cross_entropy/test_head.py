@@ -276,7 +276,7 @@ def test_short_floats_accumulate_gradients_in_float32(dtype):
     assert count == 1
     assert_as_exact(closed, changed, *args, factor=1.5)
     (loop, *_) = [e for e in changed.jaxpr.eqns if jaxapi.inner_jaxprs(e)]
-    assert any(v.aval.shape == (VOCABULARY, WIDTH) and v.aval.dtype == np.float32 for v in loop.outvars)
+    assert any(v.aval.shape == (WIDTH, VOCABULARY) and v.aval.dtype == np.float32 for v in loop.outvars)
 
 
 def test_large_logits_do_not_overflow():

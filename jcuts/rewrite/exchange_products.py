@@ -1,0 +1,80 @@
+"""Exchanges the operands of matrix products whose results are transposed so that the first one's columns come last.
+
+    transpose(dot(w, x))      becomes      dot(x, w), transposed less or not at all
+
+`jnp.einsum("bsd,dhe->bhse", x, w)` is the product of w and x, of shape (h, e, b, s), transposed; the gradient of a
+weight is that of the result's gradient and x, transposed.  Exchanged, results have neighbours in memory that are
+neighbours where they are read or written.  XLA exchanges the latter, too (`AlgebraicSimplifier`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jcuts.trace import jaxapi
+
+DOT = "dot_general"
+TRANSPOSE = "transpose"
+
+
+def exchange_products(closed: jaxapi.Closed) -> jaxapi.Closed:
+    """Exchanges the operands of products that transposes alone read."""
+    eqns = closed.jaxpr.eqns
+    users: dict[Any, list[Any]] = {}
+    for eqn in eqns:
+        for atom in eqn.invars:
+            if not jaxapi.is_literal(atom):
+                users.setdefault(atom, []).append(eqn)
+    results = {v for v in closed.jaxpr.outvars if not jaxapi.is_literal(v)}
+    moved: dict[Any, tuple[Any, tuple[int, ...]]] = {}
+    new: list[Any] = []
+    for eqn in eqns:
+        readers = users.get(eqn.outvars[0], [])
+        places = _exchanged_places(eqn, readers)
+        if places and eqn.outvars[0] not in results:
+            old, eqn = eqn.outvars[0], _exchanged(eqn, places)
+            moved[old] = eqn.outvars[0], places
+            if len(readers) == 1 and [places[d] for d in readers[0].params["permutation"]] == sorted(places):
+                eqn = eqn.replace(outvars=readers[0].outvars)
+        elif jaxapi.primitive_name(eqn) == TRANSPOSE and eqn.invars[0] in moved:
+            value, places = moved[eqn.invars[0]]
+            permutation = tuple(places[d] for d in eqn.params["permutation"])
+            if len(users[eqn.invars[0]]) == 1 and list(permutation) == sorted(permutation):
+                continue  # it is the product itself
+            eqn = eqn.replace(invars=[value], params={**eqn.params, "permutation": permutation})
+        new.append(eqn)
+    return jaxapi.with_eqns(closed, new) if moved else closed
+
+
+def _exchanged_places(eqn: Any, users: list[Any]) -> tuple[int, ...]:
+    """The dimension that each dimension of a product's result is after an exchange; () where that does not pay."""
+    if jaxapi.primitive_name(eqn) != DOT or eqn.params.get("out_sharding") is not None:
+        return ()
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    left = eqn.invars[0].aval.ndim - len(contracted) - len(batch)
+    first, count = len(batch), eqn.outvars[0].aval.ndim
+    right = count - first - left
+    wanted = all(
+        jaxapi.primitive_name(user) == TRANSPOSE and user.params["permutation"][-1] == first + left - 1
+        for user in users
+    )
+    if not (left and right and users and wanted):
+        return ()
+    return (*range(first), *range(first + right, count), *range(first, first + right))
+
+
+def _exchanged(eqn: Any, places: tuple[int, ...]) -> Any:
+    """A product with its operands exchanged."""
+    (contracted, batch), result = eqn.params["dimension_numbers"], eqn.outvars[0].aval
+    shape = [0] * result.ndim
+    for place, size in zip(places, result.shape, strict=True):
+        shape[place] = size
+    precision = eqn.params["precision"]
+    params = {
+        **eqn.params,
+        "dimension_numbers": (tuple(contracted[::-1]), tuple(batch[::-1])),
+        "precision": tuple(precision[::-1]) if isinstance(precision, tuple) else precision,
+    }
+    return eqn.replace(
+        invars=eqn.invars[::-1], outvars=[jaxapi.new_var(result.update(shape=tuple(shape)))], params=params
+    )

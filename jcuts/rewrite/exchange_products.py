@@ -29,7 +29,7 @@ def exchange_products(closed: jaxapi.Closed) -> jaxapi.Closed:
     moved: dict[Any, tuple[Any, tuple[int, ...]]] = {}
     new: list[Any] = []
     for eqn in eqns:
-        readers = users.get(eqn.outvars[0], [])
+        readers = users.get(eqn.outvars[0], []) if jaxapi.primitive_name(eqn) == DOT else []
         places = _exchanged_places(eqn, readers)
         if places and eqn.outvars[0] not in results:
             old, eqn = eqn.outvars[0], _exchanged(eqn, places)
@@ -48,7 +48,7 @@ def exchange_products(closed: jaxapi.Closed) -> jaxapi.Closed:
 
 def _exchanged_places(eqn: Any, users: list[Any]) -> tuple[int, ...]:
     """The dimension that each dimension of a product's result is after an exchange; () where that does not pay."""
-    if jaxapi.primitive_name(eqn) != DOT or eqn.params.get("out_sharding") is not None:
+    if not users or eqn.params.get("out_sharding") is not None:
         return ()
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     left = eqn.invars[0].aval.ndim - len(contracted) - len(batch)

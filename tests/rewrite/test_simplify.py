@@ -175,3 +175,12 @@ def test_products_that_are_read_as_they_are_too_stay():
     made = flat(lambda x, w: (jnp.dot(x, w), jnp.dot(x, w).T), x, w)
     assert names(made) == ["dot_general", "transpose"]
     assert made.jaxpr.eqns[0].invars == made.jaxpr.invars
+
+
+def test_equations_without_results_stay():
+    def fn(x, w):
+        jax.debug.print("{}", x[0, 0])
+        return jnp.dot(w.T, x.T)
+
+    x, w = RNG.standard_normal((7, 5)), RNG.standard_normal((5, 3))
+    assert "dot_general" in names(flat(fn, x, w))

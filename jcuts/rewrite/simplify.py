@@ -51,8 +51,8 @@ def simplify(closed: jaxapi.Closed) -> jaxapi.Closed:
 
 
 def _peephole(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """Peephole rewrites of single equations, as XLA does: ``split`` to one slice per part, reductions of single values
-    to reshapes.
+    """Peephole rewrites of single equations, as XLA does: ``split`` to one slice per part, ``one_minus_square`` (of the
+    gradient of tanh, from jax 0.11 on) to the product that it is lowered to, reductions of single values to reshapes.
 
     A part then fuses into the kernel that uses it; one equation with results of several shapes would keep all parts in
     one kernel, or out of every kernel.
@@ -64,7 +64,8 @@ def _peephole(closed: jaxapi.Closed) -> jaxapi.Closed:
             new = [_peephole(body) for body in bodies]
             if any(a is not b for a, b in zip(bodies, new, strict=True)):
                 eqn = jaxapi.with_inner_jaxprs(eqn, new)
-        eqns.extend(_slices(eqn) if jaxapi.primitive_name(eqn) == "split" else (_unreduced(eqn),))
+        name = jaxapi.primitive_name(eqn)
+        eqns.extend(PARTS[name](eqn) if name in PARTS else (_unreduced(eqn),))
     old = closed.jaxpr.eqns
     if len(old) == len(eqns) and all(a is b for a, b in zip(old, eqns, strict=True)):
         return closed
@@ -83,6 +84,23 @@ def _slices(eqn: Any) -> list[Any]:
             params = {"start_indices": tuple(starts), "limit_indices": tuple(limits), "strides": None}
             slices.append(jaxapi.new_eqn(eqn.invars, [part], jax.lax.slice_p, params, like=eqn))
     return slices
+
+
+def _factors(eqn: Any) -> list[Any]:
+    """1 - x^2 as (1 + x) (1 - x)."""
+    like = jax.ShapeDtypeStruct(eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype)
+    inside = jaxapi.closed_jaxpr_of(lambda x: (1 + x) * (1 - x), like).jaxpr
+    names = dict(zip((*inside.invars, *inside.outvars), (*eqn.invars, *eqn.outvars), strict=True))
+    made = []
+    for part in inside.eqns:
+        atoms = [a if jaxapi.is_literal(a) else names[a] for a in part.invars]
+        results = [names.setdefault(v, v) for v in part.outvars]
+        made.append(jaxapi.new_eqn(atoms, results, part.primitive, part.params, like=eqn))
+    return made
+
+
+PARTS = {"split": _slices, "one_minus_square": _factors}
+"""Primitives that become several equations."""
 
 
 def _unreduced(eqn: Any) -> Any:

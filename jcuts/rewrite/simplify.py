@@ -8,7 +8,9 @@ constants, which NumPy computes in place of XLA, and -0 + 0, which is -0.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -51,8 +53,9 @@ def simplify(closed: jaxapi.Closed) -> jaxapi.Closed:
 
 
 def _peephole(closed: jaxapi.Closed) -> jaxapi.Closed:
-    """Peephole rewrites of single equations, as XLA does: ``split`` to one slice per part, ``one_minus_square`` (of the
-    gradient of tanh, from jax 0.11 on) to the product that it is lowered to, reductions of single values to reshapes.
+    """Peephole rewrites of single equations, as XLA does: `PARTS` (``split`` and ``unstack`` to one slice per part,
+    ``one_minus_square``, of the gradient of tanh from jax 0.11 on, to the product that it is lowered to), reductions of
+    single values to reshapes.
 
     A part then fuses into the kernel that uses it; one equation with results of several shapes would keep all parts in
     one kernel, or out of every kernel.
@@ -86,10 +89,10 @@ def _slices(eqn: Any) -> list[Any]:
     return slices
 
 
-def _factors(eqn: Any) -> list[Any]:
-    """1 - x^2 as (1 + x) (1 - x)."""
-    like = jax.ShapeDtypeStruct(eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype)
-    inside = jaxapi.closed_jaxpr_of(lambda x: (1 + x) * (1 - x), like).jaxpr
+def _expanded(function: Callable[..., Any], eqn: Any) -> list[Any]:
+    """The equations of a function, in place of an equation that computes the same."""
+    shapes = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
+    inside = jaxapi.closed_jaxpr_of(functools.partial(function, **eqn.params), *shapes).jaxpr
     names = dict(zip((*inside.invars, *inside.outvars), (*eqn.invars, *eqn.outvars), strict=True))
     made = []
     for part in inside.eqns:
@@ -99,7 +102,23 @@ def _factors(eqn: Any) -> list[Any]:
     return made
 
 
-PARTS = {"split": _slices, "one_minus_square": _factors}
+def _stack(*arrays: Any, axis: int) -> Any:
+    """`jnp.stack`, a primitive from jax 0.10 on."""
+    return jax.lax.concatenate([jax.lax.expand_dims(x, (axis,)) for x in arrays], axis)
+
+
+def _unstack(array: Any, axis: int) -> list[Any]:
+    """Its transpose."""
+    rows = (jax.lax.slice_in_dim(array, k, k + 1, axis=axis) for k in range(array.shape[axis]))
+    return [jax.lax.squeeze(row, (axis,)) for row in rows]
+
+
+PARTS: dict[str, Callable[[Any], list[Any]]] = {
+    "split": _slices,
+    "stack": functools.partial(_expanded, _stack),
+    "unstack": functools.partial(_expanded, _unstack),
+    "one_minus_square": functools.partial(_expanded, lambda x: (1 + x) * (1 - x)),
+}
 """Primitives that become several equations."""
 
 

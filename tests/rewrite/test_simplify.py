@@ -198,3 +198,15 @@ def test_gradients_of_tanh_are_arithmetic(dtype):
     assert "one_minus_square" not in str(made)
     got, want = (np.asarray(v, np.float32) for v in (jaxapi.eval_closed(made, x)[0], jax.grad(fn)(x)))
     np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_stacks_are_concatenations_and_their_gradients_slices(axis):
+    def fn(*xs):
+        return jnp.sin(jnp.stack(xs, axis)).sum()
+
+    xs = [RNG.standard_normal((3, 5)) for _ in range(3)]
+    made = flat(jax.grad(fn, (0, 2)), *xs)
+    assert not {"stack", "unstack"} & set(names(made))
+    for got, want in zip(jaxapi.eval_closed(made, *xs), jax.grad(fn, (0, 2))(*xs), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)

@@ -35,6 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     explain_arch.add_arguments(parser)
 
 
+def add_signatures(parser: argparse.ArgumentParser, note: str = "") -> None:
+    """Adds the arguments of commands about several signatures of a function. Args: note: on further ones."""
+    parser.add_argument("function", metavar="pkg.mod:fn", help="the function, plain or already optimised")
+    parser.add_argument(
+        "--args",
+        metavar="pkg.mod:example",
+        action="append",
+        required=True,
+        help="a tuple of arguments, a dict of keyword arguments, or a function without arguments that returns either; "
+        f"again for each further signature{note}",
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Prints the report of the function for the example arguments."""
     import jcuts

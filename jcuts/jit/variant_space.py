@@ -144,6 +144,7 @@ def has_products_in_loops(closed: jaxapi.Closed, in_loop: bool = False) -> bool:
 
 @functools.cache
 def accepts(name: str, platform: str) -> bool:
+    """Whether this jaxlib compiles with the options of a name."""
     chosen = compiler_options(f"{end_to_end_benchmark.XLA}:{name}", platform)
     try:
         with jax.default_device(jax.local_devices(backend=platform)[0]):

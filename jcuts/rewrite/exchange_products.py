@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from jcuts.trace import jaxapi
+from jcuts.trace.equation_index import EquationIndex
 
 DOT = "dot_general"
 TRANSPOSE = "transpose"
@@ -19,28 +20,22 @@ TRANSPOSE = "transpose"
 
 def exchange_products(closed: jaxapi.Closed) -> jaxapi.Closed:
     """Exchanges the operands of products that transposes alone read."""
-    eqns = closed.jaxpr.eqns
-    users: dict[Any, list[Any]] = {}
-    for eqn in eqns:
-        for atom in eqn.invars:
-            if not jaxapi.is_literal(atom):
-                users.setdefault(atom, []).append(eqn)
-    results = {v for v in closed.jaxpr.outvars if not jaxapi.is_literal(v)}
+    index = EquationIndex(closed)
     moved: dict[Any, tuple[Any, tuple[int, ...]]] = {}
     new: list[Any] = []
-    for eqn in eqns:
-        readers = users.get(eqn.outvars[0], []) if jaxapi.primitive_name(eqn) == DOT else []
+    for eqn in index.eqns:
+        readers = index.using(eqn.outvars[0]) if jaxapi.primitive_name(eqn) == DOT else []
         places = _exchanged_places(eqn, readers)
-        if places and eqn.outvars[0] not in results:
+        if places and eqn.outvars[0] not in index.results:
             old, eqn = eqn.outvars[0], _exchanged(eqn, places)
-            moved[old] = eqn.outvars[0], places
             if len(readers) == 1 and [places[d] for d in readers[0].params["permutation"]] == sorted(places):
                 eqn = eqn.replace(outvars=readers[0].outvars)
+            moved[old] = eqn.outvars[0], places
         elif jaxapi.primitive_name(eqn) == TRANSPOSE and eqn.invars[0] in moved:
             value, places = moved[eqn.invars[0]]
-            permutation = tuple(places[d] for d in eqn.params["permutation"])
-            if len(users[eqn.invars[0]]) == 1 and list(permutation) == sorted(permutation):
+            if value is eqn.outvars[0]:
                 continue  # it is the product itself
+            permutation = tuple(places[d] for d in eqn.params["permutation"])
             eqn = eqn.replace(invars=[value], params={**eqn.params, "permutation": permutation})
         new.append(eqn)
     return jaxapi.with_eqns(closed, new) if moved else closed

@@ -7,7 +7,7 @@ import math
 
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import MODES, TUNE, Settings
-from jcuts.cli.explain import example_arguments, load
+from jcuts.cli.explain import add_signatures, example_arguments, load
 from jcuts.cli.output_files import check_writable
 
 HELP = "tune a function and write it as an artefact"
@@ -15,15 +15,7 @@ WEIGHTS = ("inside", "beside", "arguments")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("function", metavar="pkg.mod:fn", help="the function, plain or already optimised")
-    parser.add_argument(
-        "--args",
-        metavar="pkg.mod:example",
-        action="append",
-        required=True,
-        help="a tuple of arguments, a dict of keyword arguments, or a function without arguments that returns either; "
-        "again for each further signature (tuples alone)",
-    )
+    add_signatures(parser, " (tuples alone)")
     parser.add_argument("--out", required=True, metavar="FILE", help="the artefact")
     parser.add_argument("--weights", choices=WEIGHTS, default="inside", help="default: %(default)s")
     parser.add_argument("--names", metavar="pkg.mod:params", help="a pytree whose paths name the weights")

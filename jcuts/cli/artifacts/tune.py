@@ -9,22 +9,14 @@ from typing import Any
 
 from jcuts.base.errors import CacheError, JcutsError, UsageError
 from jcuts.base.settings import MODES, Settings
-from jcuts.cli.explain import example_arguments, load
+from jcuts.cli.explain import add_signatures, example_arguments, load
 from jcuts.cli.printing import console, table
 
 HELP = "tune a function, and write its results as files to check in"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("function", metavar="pkg.mod:fn", help="the function, plain or already optimised")
-    parser.add_argument(
-        "--args",
-        metavar="pkg.mod:example",
-        action="append",
-        required=True,
-        help="a tuple of arguments, a dict of keyword arguments, or a function without arguments that returns either; "
-        "again for each further signature",
-    )
+    add_signatures(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of JSON files, one per problem (default: none)")
     parser.add_argument("--key", type=Path, metavar="FILE", help="a key of at least 16 bytes: sign the files with it")
     parser.add_argument("--mode", choices=MODES, help=f"mode for a plain function; default: {Settings().mode}")

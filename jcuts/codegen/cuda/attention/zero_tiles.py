@@ -53,17 +53,7 @@ def are_zero(builder: GpuBuilder, values: Iterable[L.Value]) -> L.Value:
 
 def both(builder: GpuBuilder, first: L.Value, second: Callable[[], L.Value]) -> L.Value:
     """Whether two predicates hold, of which the second is evaluated where the first does (both of the whole warp)."""
-    before = builder.block
-    look, after = builder.append_basic_block("look"), builder.append_basic_block("look.done")
-    builder.cbranch(first, look, after)
-    builder.position_at_end(look)
-    found = second()
-    end = builder.block
-    builder.branch(after)
-    builder.position_at_end(after)
-    holds = builder.phi(L.I1)
-    holds.add_incoming(L.I1(0), before)
-    holds.add_incoming(found, end)
+    (holds,) = unless(builder, builder.not_(first), [L.I1(0)], lambda: [second()])
     return holds
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jcuts.tune.baseline import xla_profile, xplane
+
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = \(?[\w\[\],{}:()/*= ]*?\)? ?([a-z][\w\-]*)\(")
 _FREE = frozenset({"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all"})
 
@@ -57,25 +59,18 @@ def profiled(call: Callable[[], Any], folder: Path, steps: int = 10, most: int =
         for _ in range(steps):
             jax.block_until_ready(call())
     path = max(folder.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
-    data = jax.profiler.ProfileData.from_file(str(path))
     kernels: Counter[str] = Counter()
     busy: Counter[str] = Counter()
-    for plane in data.planes:
-        if "GPU" not in plane.name:
-            continue
-        for line in plane.lines:
-            if not line.name.startswith("Stream"):
-                continue
-            for event in line.events:
-                kernels[event.name] += 1
-                busy[event.name] += event.duration_ns
+    for event in xplane.events(path, xla_profile.is_gpu, xla_profile.is_stream):
+        kernels[event.name] += 1
+        busy[event.name] += event.picoseconds
     shutil.rmtree(folder, ignore_errors=True)
     top = sorted(busy, key=lambda name: -busy[name])[:most]
     return {
         "per_step": sum(kernels.values()) / steps,
-        "busy_seconds": sum(busy.values()) * 1e-9 / steps,
+        "busy_seconds": sum(busy.values()) * 1e-12 / steps,
         "jcuts": sum(n for name, n in kernels.items() if "jcuts" in name) / steps,
-        "largest": [[name[:80], kernels[name] / steps, busy[name] * 1e-9 / steps] for name in top],
+        "largest": [[name[:80], kernels[name] / steps, busy[name] * 1e-12 / steps] for name in top],
     }
 
 

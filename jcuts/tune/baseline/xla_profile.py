@@ -26,11 +26,11 @@ from jcuts.base.errors import summary
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 from jcuts.trace.precision import asked
-from jcuts.tune.baseline import autotune_cache
+from jcuts.tune.baseline import autotune_cache, xplane
 from jcuts.tune.baseline.hlo_attribution import SCOPE, equation_seconds
 
 _log = logging.getLogger("jcuts.tune")
-NANOSECONDS = 10**9
+PICOSECONDS = 10**12
 STEPS = 3
 """Runs under the profiler; of each instruction the shortest counts, as something else may have used the GPU."""
 NO_GRAPHS: dict[str, Any] = {"xla_gpu_enable_command_buffer": ""}
@@ -154,17 +154,29 @@ def instruction_seconds(call: Callable[[], Any], module: str, steps: int = STEPS
 
 
 def _recorded(folder: Path, module: str) -> dict[str, float]:
-    """Device time by HLO instruction of what was recorded of a module in a folder [s]."""
+    """Device time by HLO instruction of what was recorded of a module in a folder [s].
+
+    Raises: RuntimeError: a file that cannot be read.
+    """
     found: dict[str, float] = defaultdict(float)
-    for path in folder.rglob("*.xplane.pb"):
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-            if not plane.name.startswith("/device:GPU"):
-                continue
-            for event in (event for line in plane.lines if line.name.startswith("Stream") for event in line.events):
-                stats = {key: str(value) for key, value in event.stats if key in ("hlo_op", "hlo_module")}
-                if "hlo_op" in stats and stats.get("hlo_module", module).startswith(module):
-                    found[stats["hlo_op"]] += event.duration_ns / NANOSECONDS
+    try:
+        for path in folder.rglob("*.xplane.pb"):
+            for event in xplane.events(path, is_gpu, is_stream):
+                if "hlo_op" in event.stats and event.stats.get("hlo_module", module).startswith(module):
+                    found[event.stats["hlo_op"]] += event.picoseconds / PICOSECONDS
+    except (ValueError, OSError) as error:
+        raise RuntimeError(f"a profile cannot be read: {summary(error)}") from error
     return found
+
+
+def is_gpu(plane: str) -> bool:
+    """Whether a profile's plane of this name has a GPU's kernels."""
+    return plane.startswith("/device:GPU")
+
+
+def is_stream(line: str) -> bool:
+    """Whether a line of this name has the kernels of a stream, which others sum up."""
+    return line.startswith("Stream")
 
 
 class OperationTimes:

@@ -136,6 +136,7 @@ def benchmark_variants(
         if ":" in name and (why := _not_worth_options(name.partition(":")[0], quick, options_gain, barred)) is not None:
             rejected[name] = why
             continue
+        begun = clock()
         try:
             prepare(name)
             result = run()
@@ -146,6 +147,7 @@ def benchmark_variants(
                 raise  # the user's own program fails: that is the user's error to see
             rejected[name] = summary(error)
             continue
+        ran = clock() - begun
         if not runs:
             reference = jax.tree.map(to_host, result)
         else:
@@ -157,6 +159,7 @@ def benchmark_variants(
         if ":" not in name and quick.get(XLA, 0.0) <= _LONG:
             quick[name] = min(paired_timing.timed(run, clock) for _ in range(2))
         runs[name] = run
+        log.info("%s: first run in %.2f s, judged in %.2f s", name, ran, clock() - begun - ran)
     runs = {name: runs[name] for name in calls if name in runs}  # back in tie order
     warm = paired_timing.warm(runs, clock)
     best = min((min(times) for name, times in warm.items() if name not in barred), default=min(warm[XLA]))

@@ -41,7 +41,7 @@ FLOAT64_AHEAD = f"{FLOAT64} ahead"
 """... and begins on a thread of its own."""
 FLOAT64_RUN = "float64"
 """... and what keeps the device busy."""
-COMPILATIONS_AFTER = 2
+COMPILATIONS_AFTER = 3
 """Compilations' time that follows tuning: a program with kernels is lowered, compiled, and compared with float64."""
 PLANS_PER_FINISH = 2
 """Planning takes at least so many times as long as planning with measured choices (2 to 5 in training steps of CNNs and
@@ -56,6 +56,7 @@ class PlanningResult:
 
     Attributes:
         outcomes: of every form that was planned: one that could not be measured may change nothing.
+        of_form: outcomes by form, of a function in one part.
         racing: the forms whose programs may race, the plainest first.
         rows: their convolutions under a workspace limit.
         behind: those of them that are left out, with the reason.
@@ -73,6 +74,7 @@ class PlanningResult:
     totals: Mapping[Variant | None, float] = field(default_factory=dict)
     joined: Mapping[Variant | None, float] = field(default_factory=dict)
     plain_seconds: float | None = None
+    of_form: Mapping[Variant | None, Outcome] = field(default_factory=dict)
 
     @classmethod
     def plain(cls, outcomes: Sequence[Outcome], uses_jcuts: bool) -> PlanningResult:
@@ -88,7 +90,7 @@ class PlanningResult:
         behind = variant_space.dominated_variants(found)
         gains = {form: measured_sums.kernel_sums(outcome.report)[1] for form, outcome in found.items()}
         totals = variant_space.measured_totals(found)
-        return cls(outcomes, list(found), rows, behind, gains, totals, joined)
+        return cls(outcomes, list(found), rows, behind, gains, totals, joined, of_form=found)
 
     @property
     def uses_jcuts(self) -> bool:
@@ -128,7 +130,8 @@ def plan_call(traced: TracedCall, parts: shard_local.Split | None, *, measure: b
     if measure and has_variants(traced):
         return _plan_variants(traced)
     outcome = traced.plan(None, may_measure=measure)
-    return PlanningResult.plain([outcome], outcome.closed is not traced.closed)
+    planned = PlanningResult.plain([outcome], outcome.closed is not traced.closed)
+    return replace(planned, of_form={None: outcome})
 
 
 def _plan_shards(traced: TracedCall, parts: shard_local.Split, measure: bool) -> PlanningResult:

@@ -29,7 +29,7 @@ from jcuts.jit.variant_benchmark import benchmark
 from jcuts.jit.variant_compiler import VariantCompiler
 from jcuts.jit.variant_planning import has_kernels_of, has_variants, plan_call
 from jcuts.pipeline import passes
-from jcuts.primitive import shard_local
+from jcuts.primitive import planned_outcomes, shard_local
 from jcuts.trace import jaxapi
 from jcuts.trace.capture import Capture, function_name
 from jcuts.tune import device_slices, session, time_budget
@@ -163,7 +163,9 @@ class VariantSelector:
         again = None if force else self.decisions.lookup(key, call.platform, planned.uses_jcuts)
         if again is not None and again.partial:
             again = None  # who lost then may have better kernels now
-        decision = benchmark(traced, planned, again)
+        outcomes = {self.carriers.settings_for(form): outcome for form, outcome in planned.of_form.items()}
+        with planned_outcomes.reusing(traced.closed, outcomes):
+            decision = benchmark(traced, planned, again)
         spent["whole programs"] = budget.spent() - spent["tuning"]
         decision = dataclasses.replace(decision, partial=decision.partial or bool(unmeasured), spent=spent)
         why_none = passes.unusable(call.platform)

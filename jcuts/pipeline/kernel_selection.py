@@ -225,9 +225,9 @@ def resolve(partition: Partition, problems: RegionProblems, tuned: TunedChoices)
         if _is_better(subset, parts):
             level.merge_into(subset)
     if _regions_of(partition.settings) == CLEAR:
-        for subset in partition.regions:
-            if not gains_clearly(measured_seconds(subset), library_seconds(subset)):
-                subset.chosen = None
+        for subset in partition.regions:  # plain jax.jit has not XLA's code for a recomputed attention
+            clear = gains_clearly(measured_seconds(subset), library_seconds(subset))
+            subset.chosen = subset.chosen if clear or subset.program.template in FUSED_PRODUCTS else None
 
 
 def search(partition: Partition, problems: RegionProblems, *, may_measure: bool) -> Summary:

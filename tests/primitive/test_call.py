@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jcuts
-from jcuts.primitive.call import NAME
+from jcuts.base.settings import Settings
+from jcuts.primitive import lowering, planned_outcomes
+from jcuts.primitive.call import NAME, jcuts_call
 from jcuts.trace import jaxapi
 from tests.primitive.conftest import MARK
 from tests.primitive.transform_cases import CASES, PARAMS, X, assert_same, by_jit, each_case, layer, loss
@@ -117,3 +120,22 @@ def test_checkpoint_keeps_peak_memory():
 
     # Kernels need a little scratch of their own; a lost barrier costs far more.
     assert total(off) <= total(jax.jit) * 1.1
+
+
+def test_lowering_takes_over_what_was_planned_for_an_equal_jaxpr(toy):
+    closed, settings = jaxapi.closed_jaxpr_of(layer, PARAMS, X), Settings(tune="off")
+    leaves = jax.tree.leaves((PARAMS, X))
+
+    def lowered():
+        call = lambda *xs: jcuts_call(closed, xs, settings, name="layer", placement=None)  # noqa: E731
+        return jax.jit(call).trace(*leaves).lower().as_text()
+
+    outcome = lowering.plan(closed, settings, "cpu", may_measure=False)
+    before = len(toy.calls)
+    with planned_outcomes.reusing(closed, {settings: outcome}):
+        assert MARK in lowered() and len(toy.calls) == before
+        other = dataclasses.replace(settings, tolerance=settings.tolerance + 1)
+        assert planned_outcomes.find(closed, other) is None
+        assert planned_outcomes.find(jaxapi.closed_jaxpr_of(jnp.sin, X), settings) is None
+    assert planned_outcomes.find(closed, settings) is None
+    assert MARK in lowered() and len(toy.calls) == before + 1

@@ -19,8 +19,8 @@ from jcuts.tune.parent.worker_session import COMPILE, current_worker_session, wo
 _log = logging.getLogger("jcuts.tune")
 
 
-def submit_extra_kernels(pool: WorkerPool, programs: Iterable[Program]) -> int:
-    """Lets the processes of a pool compile programs for this GPU that nobody has compiled; gives how many there are."""
+def submit_extra_kernels(pool: WorkerPool, programs: Iterable[Program]) -> list[Program]:
+    """Lets the processes of a pool compile programs for this GPU that nobody has compiled, and gives these."""
     from jcuts.xla import devices as xla_devices
     from jcuts.xla import kernel_cache
 
@@ -34,7 +34,7 @@ def submit_extra_kernels(pool: WorkerPool, programs: Iterable[Program]) -> int:
         capability = list(xla_devices.target().capability)
         request = {"op": "kernel", "program": program.to_text(), "capability": capability}
         pool.submit(COMPILE, request, knobs.current().tune_timeout_s, done)
-    return len(todo)
+    return todo
 
 
 def compile_kernels(programs: Iterable[Program]) -> None:
@@ -43,6 +43,7 @@ def compile_kernels(programs: Iterable[Program]) -> None:
     if session is None or (pool := session.made.get(("cuda", workers_of()))) is None:
         return
     start = time.perf_counter()
-    if count := submit_extra_kernels(pool, programs):
+    if todo := submit_extra_kernels(pool, programs):
         pool.drain()
-        _log.info("%d kernels besides those that were tuned: %.2f s", count, time.perf_counter() - start)
+        told = ", ".join(f"{program.template} {program.digest[:10]}" for program in todo)
+        _log.info("%d kernels besides those that were tuned: %.2f s (%s)", len(todo), time.perf_counter() - start, told)

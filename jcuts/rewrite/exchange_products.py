@@ -4,7 +4,9 @@
 
 `jnp.einsum("bsd,dhe->bhse", x, w)` is the product of w and x, of shape (h, e, b, s), transposed; the gradient of a
 weight is that of the result's gradient and x, transposed.  Exchanged, results have neighbours in memory that are
-neighbours where they are read or written.  XLA exchanges the latter, too (`AlgebraicSimplifier`).
+neighbours where they are read or written.  XLA exchanges the latter, too (`AlgebraicSimplifier`).  A product that the
+program has in the other order as well stays: it is a copy to be recomputed, which CSE would merge with that one
+(`rewrite.attention.backward`).
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ def exchange_products(closed: jaxapi.Closed) -> jaxapi.Closed:
     index = EquationIndex(closed)
     moved: dict[Any, tuple[Any, tuple[int, ...]]] = {}
     new: list[Any] = []
+    present = {_identity(eqn) for eqn in index.eqns if jaxapi.primitive_name(eqn) == DOT}
     for eqn in index.eqns:
         readers = index.using(eqn.outvars[0]) if jaxapi.primitive_name(eqn) == DOT else []
         places = _exchanged_places(eqn, readers)
-        if places and eqn.outvars[0] not in index.results:
+        if places and eqn.outvars[0] not in index.results and _identity(eqn, exchanged=True) not in present:
             old, eqn = eqn.outvars[0], _exchanged(eqn, places)
             if len(readers) == 1 and [places[d] for d in readers[0].params["permutation"]] == sorted(places):
                 eqn = eqn.replace(outvars=readers[0].outvars)
@@ -39,6 +42,13 @@ def exchange_products(closed: jaxapi.Closed) -> jaxapi.Closed:
             eqn = eqn.replace(invars=[value], params={**eqn.params, "permutation": permutation})
         new.append(eqn)
     return jaxapi.with_eqns(closed, new) if moved else closed
+
+
+def _identity(eqn: Any, *, exchanged: bool = False) -> tuple[Any, ...]:
+    """Operands and dimensions of a product, whatever its precision."""
+    step = -1 if exchanged else 1
+    contracted, batch = eqn.params["dimension_numbers"]
+    return tuple(map(id, eqn.invars[::step])), tuple(contracted[::step]), tuple(batch[::step])
 
 
 def _exchanged_places(eqn: Any, users: list[Any]) -> tuple[int, ...]:

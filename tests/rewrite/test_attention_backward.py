@@ -197,3 +197,13 @@ def test_layers_of_gpt_are_recomputed():
     forward, backward = regions(new.closed)
     assert len(forward) == 1 and len(backward) == 2 and all(isinstance(f, AttentionBackward) for f in backward)
     assert isinstance(forward[0], Attention) and forward[0].statistics is not None
+
+
+@pytest.mark.parametrize("fn", TAKEN, ids=lambda fn: fn.__name__)
+def test_copies_stay_apart_whatever_is_rewritten_after_them(fn):
+    new = rewritten(flat(step(fn), *operands()), RULE).closed
+    for _ in range(3):  # once after every further rewrite that applies
+        new = simplify(new)
+    forward, backward = regions(new)
+    assert [isinstance(found, Attention) for found in forward] == [True]
+    assert sorted(len(found.results) for found in backward if isinstance(found, AttentionBackward)) == [1, 2]

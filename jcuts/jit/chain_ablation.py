@@ -17,7 +17,7 @@ import jax
 from jcuts.base.errors import JcutsError, summary
 from jcuts.base.settings import Variant
 from jcuts.jit import end_to_end_benchmark, paired_timing
-from jcuts.jit.accuracy.plain_comparison import to_host, wrong_result
+from jcuts.jit.accuracy.plain_comparison import reference_of, wrong_result
 from jcuts.jit.decision import Decision
 from jcuts.jit.paired_timing import ms
 from jcuts.jit.variant_names import form_of, is_xla, name_of
@@ -113,7 +113,7 @@ def _wrong(
     def result_of(name: str) -> Any:
         return paired_timing.run_once(calls[name], fresh_args)
 
-    reference = jax.tree.map(to_host, result_of(end_to_end_benchmark.XLA))
+    reference = reference_of(result_of(end_to_end_benchmark.XLA))
     try:
         result = result_of(single)
     except JcutsError:

@@ -20,7 +20,7 @@ import jax
 
 from jcuts.base.errors import JcutsError, summary
 from jcuts.jit import paired_timing
-from jcuts.jit.accuracy.plain_comparison import to_host, wrong_result
+from jcuts.jit.accuracy.plain_comparison import reference_of, wrong_result
 from jcuts.jit.decision import JCUTS, XLA, Decision
 from jcuts.jit.decision import MOST_TRIES as MOST_TRIES
 from jcuts.jit.decision import DecisionStore as DecisionStore
@@ -149,7 +149,7 @@ def benchmark_variants(
             continue
         ran = clock() - begun
         if not runs:
-            reference = jax.tree.map(to_host, result)
+            reference = reference_of(result)
         else:
             inner = paired_timing.executions(quick.get(XLA, _LONG), size)
             judge = _of_hopeful(second_opinion, sample, [] if XLA in barred else [XLA, name], inner)

@@ -11,8 +11,9 @@ from jcuts.jit.accuracy import result_norms
 from jcuts.tune.verify import blocked_numpy
 
 
-@pytest.fixture(params=["host", "slabs", "device"])
+@pytest.fixture(params=["host", "slabs", "device", "resident"])
 def norms(request, monkeypatch):
+    monkeypatch.setattr(result_norms, "LARGE_RESIDENT", 1 if request.param == "resident" else 10**9)
     monkeypatch.setattr(result_norms, "LARGE", 1 if request.param == "device" else 10**9)
     monkeypatch.setattr(blocked_numpy, "SLAB", 60 if request.param == "slabs" else blocked_numpy.SLAB)
     return result_norms.norms
@@ -76,6 +77,53 @@ def test_a_full_device_leaves_it_to_the_host(monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     monkeypatch.setattr(result_norms, "LARGE", 1)
+    monkeypatch.setattr(result_norms, "LARGE_RESIDENT", 1)
+    monkeypatch.setattr(result_norms, "_compiled", full)
     monkeypatch.setattr(result_norms, "_on_device", full)
     want, a, _ = arrays(np.float32)
     assert result_norms.norms(want, a).errors[0] == pytest.approx(float(jnp.linalg.norm(want - a)), rel=1e-5)
+
+
+def test_groups_on_a_device_are_reduced_by_one_program_per_type(monkeypatch):
+    monkeypatch.setattr(result_norms, "LARGE_RESIDENT", 100)
+    monkeypatch.setattr(result_norms, "_reductions", {})
+    same, few = arrays(np.float32, count=6), [jnp.ones(9), jnp.zeros(9)]
+    groups = [same[:2], same[2:4], few, [np.asarray(same[4]), same[5]], same[:3]]
+    found = result_norms.all_norms(groups)
+    assert len(result_norms._reductions) == 2  # two operands and three; the others are small, or on the host
+    for (want, *results), norms in zip(groups, found, strict=True):
+        apart = [np.asarray(x, np.float64) - np.asarray(want, np.float64) for x in results]
+        assert norms.errors == pytest.approx([np.linalg.norm(x) for x in apart], rel=1e-12)
+        assert norms.count == want.size
+    before = dict(result_norms._reductions)
+    assert result_norms.all_norms(groups) == found and before == result_norms._reductions
+    monkeypatch.setattr(result_norms, "MOST_REDUCTIONS", 1)
+    assert result_norms.all_norms(groups) == found
+
+
+def test_float64_results_on_a_device_keep_their_precision(monkeypatch):
+    monkeypatch.setattr(result_norms, "LARGE_RESIDENT", 1)
+    host = np.linspace(1.0, 2.0, 400) * (1 + 2.0**-40)
+    with jax.enable_x64(True):
+        want = jnp.asarray(host)
+    got = jnp.asarray(host, jnp.float32)
+    found = result_norms.norms(want, got)
+    assert want.dtype == np.float64 and result_norms._is_resident([want, got])
+    assert found.errors[0] == pytest.approx(np.linalg.norm(np.asarray(got, np.float64) - host), rel=1e-12)
+
+
+@pytest.mark.parametrize(("limit", "stays"), [(10_000, True), (9_000, False), (None, False)])
+def test_results_stay_on_a_device_with_room(monkeypatch, limit, stays):
+    results = arrays(np.float32)[:2]
+    needed = result_norms.ROOM * sum(x.nbytes for x in results)
+    stats = limit and {"bytes_limit": limit - 10_000 + needed + 500, "peak_bytes_in_use": 500}
+
+    class Device:
+        def memory_stats(self):
+            return stats
+
+    device = Device()
+    monkeypatch.setattr(result_norms, "_device", lambda _: device)
+    found = result_norms.kept(results)
+    assert [isinstance(x, jax.Array) for x in found] == [stays, stays]
+    assert all((np.asarray(x) == np.asarray(y)).all() for x, y in zip(found, results, strict=True))

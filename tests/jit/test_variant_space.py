@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -213,13 +213,21 @@ def test_the_judge_allows_the_multiple_that_was_set(tolerance, right):
     assert (judge("jcuts/dots", [off[0]], [jnp.asarray(off[1])]) is None) == right
 
 
+class AdamState(NamedTuple):
+    count: Any
+    mu: Any
+    nu: Any
+
+
 def test_outputs_of_one_role_share_the_error_that_xla_makes_in_any_of_them():
     """Adam's first step is the sign of the gradient: which element of which layer flips in rounding is chance."""
     x = values(4, 5)
-    layers = {"layers": [{"scale": x, "bias": x}, {"scale": x, "bias": x}], "norm": x}
-    roles = float64_check.output_roles((layers, [x, x], x))
-    assert roles[0] == roles[2] and roles[1] == roles[3]  # biases, scales
-    assert roles[5] == roles[6] and len(set(roles)) == 5
+    layers = {"layers": [{"scale": x, "bias": x}, {"scale": x, "bias": x}], "norm": x, "head": x[:2]}
+    state = AdamState(x[0, 0], layers, layers)
+    roles = float64_check.output_roles((layers, state, x))
+    assert [roles.index(role) for role in roles[:6]] == [0, 1, 1, 1, 1, 1]  # the head has another shape
+    assert len(set(roles[:6])) == len(set(roles[7:13])) == len(set(roles[13:19])) == 2
+    assert len(set(roles)) == 8  # parameters, step, first and second moments, and the last
 
     def steps(x):
         return [jnp.sin(x), jnp.sin(x), 100.0 * jnp.sin(x)]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jcuts.base.errors import summary
-from jcuts.jit.accuracy.result_norms import norms
+from jcuts.jit.accuracy.result_norms import all_norms, kept
 from jcuts.jit.variant_names import form_of, is_xla
 from jcuts.rewrite.matmul_patterns import CONVOLUTION, DOT
 from jcuts.trace import jaxapi
@@ -62,7 +62,7 @@ class Float64Judge:
         self.closed, self.leaves, self.tolerance, self.platform = closed, leaves, tolerance, platform
         self.roles = tuple(roles) or tuple(map(str, range(len(closed.jaxpr.outvars))))
         self.of_every_form = False
-        self._reference: list[np.ndarray] | None = None
+        self._reference: list[Any] | None = None
         self._program: Any = None
         self._failure = ""
         self._ahead: threading.Thread | None = None
@@ -107,10 +107,12 @@ class Float64Judge:
         """
         floor = FLOOR_ULP * math.sqrt(longest_sum(self.closed))
         found: list[tuple[tuple[str, int, str], ErrorRow, float]] = []
-        for output, (r, x, c) in enumerate(zip(self.reference() or (), xla, result, strict=True)):
-            if x is None or not jnp.issubdtype(c.dtype, np.floating):
-                continue
-            apart = norms(r, c, x)
+        groups = {
+            output: (r, c, x)
+            for output, (r, x, c) in enumerate(zip(self.reference() or (), xla, result, strict=True))
+            if x is not None and jnp.issubdtype(c.dtype, np.floating)
+        }
+        for (output, (_, c, _)), apart in zip(groups.items(), all_norms(list(groups.values())), strict=True):
             if not apart.size:
                 continue
             least, decade = floor * float(jnp.finfo(c.dtype).eps), math.floor(math.log10(apart.rms))
@@ -126,7 +128,7 @@ class Float64Judge:
             worst[key] = max(worst.get(key, 0.0), row.xla)
         return [row._replace(limit=factor * self.tolerance * worst[key] + row.limit) for key, row, factor in found]
 
-    def reference(self) -> list[np.ndarray] | None:
+    def reference(self) -> list[Any] | None:
         """The float64 results, None where they cannot be had."""
         if self._reference is None and not self._failure:
             start = time.perf_counter()
@@ -173,7 +175,7 @@ class Float64Judge:
         self._wait()
         with jax.enable_x64(True):
             program, operands = self._wide()
-            return [np.asarray(x) for x in (self._program or program)(operands)]
+            return kept((self._program or program)(operands))
 
     def _wide(self) -> tuple[Any, tuple[Any, ...]]:
         """The float64 program, jitted, and its operands."""
@@ -209,15 +211,22 @@ class ErrorRow(NamedTuple):
 
 
 def output_roles(outputs: Any) -> tuple[str, ...]:
-    """What the outputs of a function stand for, in order: equal ones differ by their place in a list only.
+    """What the outputs of a function stand for, in order: those of one role share the error that XLA makes in any.
 
-    The first step into the tree counts, list or not: parameters and the optimiser's states are not alike.
+    Outputs of one type and shape whose paths differ by names and places of layers alone are of one role: in which layer
+    an optimiser's first step, the sign of a gradient near zero, flips in rounding is chance.  The first step into the
+    tree counts, and so do attributes: parameters and the optimiser's states (``.mu``, ``.nu``) are not alike.
 
     Args: outputs: a tree of arrays or of their types.
     """
-    places = (jax.tree_util.SequenceKey, jax.tree_util.FlattenedIndexKey)
     return tuple(
-        " ".join([*map(str, path[:1]), *(str(k) for k in path[1:] if not isinstance(k, places)), f"{x.dtype}{x.shape}"])
+        " ".join(
+            [
+                *map(str, path[:1]),
+                *(str(k) for k in path[1:] if isinstance(k, jax.tree_util.GetAttrKey)),
+                f"{x.dtype}{x.shape}",
+            ]
+        )
         for path, x in jax.tree_util.tree_flatten_with_path(outputs)[0]
     )
 

@@ -9,13 +9,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jcuts.jit.accuracy.result_norms import Norms, norms
+from jcuts.jit.accuracy import result_norms
+from jcuts.jit.accuracy.result_norms import Norms
 from jcuts.tune.verify.tolerances import GROSS_SQRT_EPS
 
 
-def to_host(x: Any) -> Any:
-    """A result's numbers on the host, None for what has none."""
-    return np.asarray(x) if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, np.number) else None
+def reference_of(result: Any) -> Any:
+    """A result's numbers to compare others with (`result_norms.kept`), None for what has none."""
+    leaves, tree = jax.tree.flatten(result)
+    numbers = [isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, np.number) for x in leaves]
+    kept = iter(result_norms.kept([x for x, has in zip(leaves, numbers, strict=True) if has]))
+    return jax.tree.unflatten(tree, [next(kept) if has else None for has in numbers])
 
 
 def wrong_result(
@@ -52,10 +56,15 @@ class Difference(NamedTuple):
 def differences(reference: Any, result: Any) -> list[Difference]:
     """Of every floating or complex output. Args: reference: plain XLA's, None for outputs without numbers."""
     pairs = zip(jax.tree.leaves(reference, is_leaf=lambda x: x is None), jax.tree.leaves(result), strict=False)
+    compared = {
+        number: pair
+        for number, pair in enumerate(pairs)
+        if pair[0] is not None and jax.numpy.issubdtype(pair[1].dtype, np.inexact)
+    }
+    every = result_norms.all_norms(list(compared.values()))
     return [
-        Difference(i, float(jax.numpy.finfo(got.dtype).eps), norms(want, got))
-        for i, (want, got) in enumerate(pairs)
-        if want is not None and jax.numpy.issubdtype(got.dtype, np.inexact)
+        Difference(number, float(jax.numpy.finfo(got.dtype).eps), norms)
+        for (number, (_, got)), norms in zip(compared.items(), every, strict=True)
     ]
 
 

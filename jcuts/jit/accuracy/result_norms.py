@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +21,14 @@ from jcuts.tune.verify import blocked_numpy
 
 LARGE = 2**25
 """Elements from which on the device reduces: below, compiling a reduction takes longer than the host's threads do."""
+LARGE_RESIDENT = 2**20
+"""The same where all operands are on the device: nothing is copied to the host, and shapes repeat in layers."""
+ROOM = 4
+"""Times the bytes of results that a device must have left beyond its peak, for results to stay there."""
+COMPILERS = 16
+"""Most reductions that compile at once."""
+MOST_REDUCTIONS = 256
+"""Compiled reductions from which on they are made anew."""
 
 
 class Norms(NamedTuple):
@@ -48,11 +58,66 @@ def norms(want: Any, *results: Any) -> Norms:
     Large arrays are reduced on the device that holds one of them, the others are copied there one output at a time;
     where that fails for want of memory, and for arrays over several devices, on the host.
     """
+    return all_norms([(want, *results)])[0]
+
+
+def all_norms(groups: Sequence[Sequence[Any]]) -> list[Norms]:
+    """`norms` of every group of wanted values and results; those that are on a device wait for it once."""
+    found: dict[int, Norms] = {}
+    resident = [n for n, group in enumerate(groups) if _is_resident(group)]
+    with contextlib.suppress(jax.errors.JaxRuntimeError), jax.enable_x64(True):
+        programs = _compiled([groups[n] for n in resident])
+        begun = {n: program(*groups[n]) for n, program in zip(resident, programs, strict=True)}
+        found = {n: _read(result) for n, result in zip(begun, jax.device_get(list(begun.values())), strict=True)}
+    return [found[n] if n in found else _norms(*group) for n, group in enumerate(groups)]
+
+
+def _norms(want: Any, *results: Any) -> Norms:
     device = next((d for d in map(_device, (want, *results)) if d is not None), None)
     if device is not None and want.size >= LARGE:
         with contextlib.suppress(jax.errors.JaxRuntimeError), jax.enable_x64(True):
             return _read(_on_device(*(jax.device_put(x, device) for x in (want, *results))))
     return _read(_on_host(*map(np.asarray, (want, *results))))
+
+
+def kept(results: Sequence[Any]) -> list[Any]:
+    """Results that others will be compared with: where they are if that device has room (`ROOM`), else on the host."""
+    arrays = [x for x in results if isinstance(x, jax.Array)]
+    devices = {_device(x) for x in arrays}
+    device = next(iter(devices)) if len(devices) == 1 else None
+    stats = (device.memory_stats() or {}) if device is not None else {}
+    room = stats.get("bytes_limit", 0) - stats.get("peak_bytes_in_use", 0)
+    if stats and room >= ROOM * sum(x.nbytes for x in arrays):
+        return list(results)
+    return [np.asarray(x) for x in results]
+
+
+def _is_resident(group: Sequence[Any]) -> bool:
+    """Whether all arrays of a group are large and on one device."""
+    devices = {_device(x) for x in group}
+    return len(devices) == 1 and None not in devices and group[0].size >= LARGE_RESIDENT
+
+
+def _compiled(groups: Sequence[Sequence[Any]]) -> list[Any]:
+    """The reductions of groups of arrays on a device, each signature compiled once, several at a time."""
+    structs = [tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in group) for group in groups]
+    missing = [each for each in dict.fromkeys(structs) if each not in _reductions]
+
+    def compiled(each: tuple[Any, ...]) -> Any:
+        with jax.enable_x64(True):  # a setting of this thread
+            return _on_device.lower(*each).compile()
+
+    if len(_reductions) > MOST_REDUCTIONS:
+        _reductions.clear()
+        missing = list(dict.fromkeys(structs))
+    if missing:
+        with ThreadPoolExecutor(min(len(missing), COMPILERS)) as pool:
+            _reductions.update(zip(missing, pool.map(compiled, missing), strict=True))
+    return [_reductions[each] for each in structs]
+
+
+_reductions: dict[tuple[Any, ...], Any] = {}
+"""Compiled reductions by the types and places of their operands."""
 
 
 def _device(x: Any) -> Any:

@@ -73,8 +73,8 @@ from jcuts.xla.chains import fuse as chains_fuse
 
 MEMO_LIMIT = 64
 """Outcomes that a process remembers."""
-SHARED_LIMIT = 12
-"""Results of passes, shared by the variants of a function, that a process remembers."""
+SHARED_LIMIT = 48
+"""Results of passes, shared by the variants of a function, that a process remembers: about 16 per set of rewrites."""
 
 
 # -- the passes -----------------------------------------------------------------------------------------------------

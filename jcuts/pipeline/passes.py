@@ -136,7 +136,8 @@ def _partition(state: State) -> State:
 
 
 def _collect(state: State) -> State:
-    return replace(state, problems=kernel_selection.collect_problems(state.regions))
+    certain = weight_prep.programs(state.top) if state.may_measure and state.platform != "cpu" else ()
+    return replace(state, problems=replace(kernel_selection.collect_problems(state.regions), certain=certain))
 
 
 def _tune(state: State) -> State:
@@ -331,10 +332,7 @@ def start_planning(
     may_measure: bool,
     examples: Sequence[Any] | None = None,
 ) -> Planning:
-    """`optimize_jaxpr` up to where its problems are known: several functions can then be tuned in one session.
-
-    Args: as of `optimize_jaxpr`.
-    """
+    """`optimize_jaxpr` up to where its problems are known: several functions can then be tuned in one session."""
     name = getattr(closed.jaxpr.debug_info, "func_name", "") or "function"
     reason = unusable(platform)
     asked = microbatch_convs.is_asked(settings) or settings.chunk_logits

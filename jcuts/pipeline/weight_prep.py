@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from jcuts.base.errors import Refusal
+from jcuts.base.identity_memo import IdentityMemo
 from jcuts.fusion import greedy
 from jcuts.kernel_ir.program import Program
 from jcuts.lower import horizontal, weight_transpose
@@ -22,6 +23,16 @@ from jcuts.lower.tensor_graph import build_graph
 from jcuts.pipeline.computation import Computation
 from jcuts.rewrite import hoist_vectors, tf32_weight_args
 from jcuts.rewrite.backward import multi_tensor_norm, multi_tensor_update
+
+MOST = 64
+"""Calls whose program is kept."""
+_programs: IdentityMemo[Program] = IdentityMemo(MOST)
+"""Programs of calls: the variants of a function with the same rewrites share their equations."""
+
+
+def programs(level: Computation) -> list[Program]:
+    """The programs that `add_weight_prep_kernels` gives to calls: known before anything is tuned."""
+    return [program for eqn in level.closed.jaxpr.eqns if (program := _program(eqn)) is not None]
 
 
 def add_weight_prep_kernels(level: Computation, *, donates: bool = False) -> int:
@@ -51,6 +62,13 @@ def add_weight_prep_kernels(level: Computation, *, donates: bool = False) -> int
 
 
 def _program(eqn: Any) -> Program | None:
+    if (known := _programs.get(eqn)) is not None:
+        return known
+    made = _made(eqn)
+    return made if made is None else _programs.keep(made, eqn)
+
+
+def _made(eqn: Any) -> Program | None:
     shapes = tf32_weight_args.turned_shapes(eqn)
     if shapes is not None:
         return weight_transpose.transpose_program(shapes)

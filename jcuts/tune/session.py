@@ -22,6 +22,7 @@ from jcuts.tune.baseline.xla_export import with_exports
 from jcuts.tune.baseline.xla_profile import RegionProfiler
 from jcuts.tune.choice import LIBRARY, Choice
 from jcuts.tune.database import Store
+from jcuts.tune.parent import extra_kernels
 from jcuts.tune.parent.tuner import Progress, TuningBudget, default_store, tune
 from jcuts.tune.parent.worker_session import shared_worker_session, workers_of
 from jcuts.tune.problem import Problem
@@ -101,6 +102,7 @@ class RegionProblems:
         regions: see `pipeline.computation.Region`; settings: the user's options; device: the GPU, '' for this CPU.
         shares: candidates per region identity. problems: by region identity.
         further: region and its chosen program -> the programs that run for it in the function.
+        certain: programs of other kernels, which nothing is tuned in: they compile beside candidates.
     """
 
     regions: Sequence[Any]
@@ -109,6 +111,7 @@ class RegionProblems:
     shares: Mapping[str, int]
     problems: Mapping[str, Problem]
     further: Callable[[Any, Program], Iterable[Program]] | None = None
+    certain: Sequence[Program] = ()
 
     @functools.cached_property
     def region_of(self) -> dict[str, Any]:
@@ -295,10 +298,14 @@ def adopt_choices(collected: RegionProblems, others: Sequence[RegionProblems]) -
 
 
 def warm_workers(collected: RegionProblems) -> None:
-    """Starts the open session's processes for a GPU if anything has to be measured: their imports take seconds."""
+    """Starts the open session's processes for a GPU if anything has to be measured: their imports take seconds.
+
+    The kernels that the function needs besides compile first: no candidate is ready.
+    """
     if collected.device and collected.have_unknown():
         with shared_worker_session() as workers:
             workers.warm("cuda", workers_of())
+            extra_kernels.compile_ahead(workers, collected.certain)
 
 
 def interleave_conv_problems(problems: Sequence[Problem]) -> list[Problem]:

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jcuts.base.settings import Settings
+from benchmarks.networks import modes
+from jcuts.base.settings import Settings, Variant
 from jcuts.kernel_ir.interpret import interpret
-from jcuts.pipeline import computation, weight_prep
+from jcuts.pipeline import computation, passes, weight_prep
 from jcuts.rewrite import tf32_weight_args
 from jcuts.rewrite.registry import rewritten
 from jcuts.rewrite.simplify import simplify
@@ -69,3 +70,17 @@ def test_calls_that_do_anything_else_are_left_to_xla():
     assert shapes(lambda w: rounded((2 * w).T), w) is None
     assert shapes(lambda w, v: (rounded(v.T), rounded(w.T)), w, w) is None
     assert shapes(lambda w: (rounded(w.T), rounded(w.T)), w) is None
+
+
+def test_kernels_besides_tuned_ones_are_known_before_tuning():
+    closed = jaxapi.closed_jaxpr_of(network, *ARGS)
+    settings = Settings(form=Variant(("turns",)))
+    with modes.pretended({}, lambda problem, _: [1.0] * len(problem.candidates) + [2.0]):
+        planning = passes.start_planning(closed, settings, platform="cuda", may_measure=True)
+        certain = [program.digest for program in planning.problems.certain]
+        outcome = planning.finish()
+        later = passes.start_planning(closed, settings, platform="cuda", may_measure=False)
+    estimated = [s for s in outcome.report.subsets if s.origin == "estimated"]
+    assert len(certain) == len(estimated) == 1
+    assert str(estimated[0].chosen).endswith(certain[0][:8])
+    assert later.problems is None

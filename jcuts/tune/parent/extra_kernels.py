@@ -14,7 +14,7 @@ from jcuts.base import knobs
 from jcuts.base.errors import CandidateRejected, CompileRejected
 from jcuts.kernel_ir.program import Program
 from jcuts.tune.parent.worker_pool import Answer, WorkerPool
-from jcuts.tune.parent.worker_session import COMPILE, current_worker_session, workers_of
+from jcuts.tune.parent.worker_session import COMPILE, WorkerSession, current_worker_session, workers_of
 
 _log = logging.getLogger("jcuts.tune")
 
@@ -35,6 +35,16 @@ def submit_extra_kernels(pool: WorkerPool, programs: Iterable[Program]) -> list[
         request = {"op": "kernel", "program": program.to_text(), "capability": capability}
         pool.submit(COMPILE, request, knobs.current().tune_timeout_s, done)
     return todo
+
+
+def compile_ahead(session: WorkerSession, programs: Iterable[Program]) -> None:
+    """Lets the processes of a session begin to compile programs, each once."""
+    todo = [program for program in programs if program.digest not in session.ahead]
+    session.ahead.update(program.digest for program in todo)
+    if todo:
+        pool = session.pool("cuda", workers_of())
+        submit_extra_kernels(pool, todo)
+        pool.poll()
 
 
 def compile_kernels(programs: Iterable[Program]) -> None:

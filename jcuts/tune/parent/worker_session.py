@@ -38,6 +38,8 @@ class WorkerSession:
         self.made: dict[tuple[str, int], WorkerPool] = {}
         self.base: Path | None = None
         self.folders = 0
+        self.ahead: set[str] = set()
+        """Digests of programs that were given to processes to compile before anything asked for them."""
 
     def _base(self) -> Path:
         if self.base is None:

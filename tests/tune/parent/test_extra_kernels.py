@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jcuts.base.errors import CompileRejected
 from jcuts.base.settings import Settings, Variant
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
+from jcuts.kernel_ir.program import Program
 from jcuts.pipeline import computation, inplace_update, kernel_selection
 from jcuts.rewrite.registry import rewritten
 from jcuts.rewrite.simplify import simplify
@@ -86,6 +88,26 @@ def test_what_does_not_compile_is_not_compiled_again(level, monkeypatch):
     assert extra_kernels.submit_extra_kernels(Refusing(), [program]) == []
     with pytest.raises(CompileRejected, match="spills"):
         kernel_cache.kernel_for(program)
+
+
+def test_a_session_compiles_ahead_each_program_once(level, monkeypatch):
+    computation.add_candidates(level.subsets, "cuda")
+    first, second = [s.ranked[0][0] for s in level.subsets if s.ranked][:2]
+    monkeypatch.setattr(kernel_cache, "missing", list)
+    asked = []
+
+    class Pool:
+        def submit(self, group, request, timeout, done):
+            asked.append(Program.from_json(request["program"]).digest)
+
+        def poll(self):
+            asked.append("handed out")
+
+    shop = types.SimpleNamespace(ahead=set(), pool=lambda platform, workers: Pool())
+    extra_kernels.compile_ahead(shop, [first])
+    extra_kernels.compile_ahead(shop, [first, second])
+    extra_kernels.compile_ahead(shop, [second])
+    assert asked == [first.digest, "handed out", second.digest, "handed out"]
 
 
 def test_a_session_knows_which_programs_choices_need(level, monkeypatch):

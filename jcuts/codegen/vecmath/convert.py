@@ -1,7 +1,7 @@
 """Vector code of ``convert_element_type``, with XLA's results on CPU.
 
 Floats to integers truncate, saturate, and take NaN to 0; integers wrap; float64 and integers reach the 16-bit floats by
-way of float32 (two roundings, as XLA does); bfloat16 is rounded on its bits, so that denormals and NaN are kept.
+way of float32 (two roundings, as XLA does); bfloat16 is rounded such that denormals and NaN are kept.
 """
 
 from __future__ import annotations
@@ -113,7 +113,14 @@ def _float_to_float(builder: lanes.Builder, value: lanes.Value, source: str, tar
 
 
 def _to_bfloat16(builder: lanes.Builder, value: lanes.Value) -> lanes.Value:
-    """The upper half of the bits, rounded to nearest even; any NaN becomes the quiet one of its sign."""
+    """The upper half of the bits, rounded to nearest even; any NaN becomes a quiet one.
+
+    By the machine's instruction where there is one (``cvt.rn.bf16.f32``), else on the bits, where NaN keep their sign.
+    Constants, and choices between them, are left to the optimiser, which knows the bits.
+    """
+    native = getattr(builder, "to_bfloat16", None)
+    if native is not None and not _is_known(value):
+        return native(value)
     bits = lanes.bitcast(builder, value, lanes.I32)
     kind = bits.type
 
@@ -126,3 +133,10 @@ def _to_bfloat16(builder: lanes.Builder, value: lanes.Value) -> lanes.Value:
     magnitude = builder.and_(bits, number(0x7FFFFFFF))
     is_nan = builder.icmp_unsigned(">", magnitude, number(0x7F800000))
     return builder.trunc(builder.select(is_nan, quiet, rounded), lanes.like(kind, lanes.I16))
+
+
+def _is_known(value: lanes.Value) -> bool:
+    """Whether a value is a constant, or one of two."""
+    if isinstance(value, ir.Constant):
+        return True
+    return getattr(value, "opname", "") == "select" and all(isinstance(v, ir.Constant) for v in value.operands[1:])

@@ -109,6 +109,18 @@ class GpuBuilder:
         """
         return self.plain.trunc(asm(self, "mov.b32 $0, $1;", L.I32, [self.plain.zext(value, L.I32)]), value.type)
 
+    @property
+    def to_bfloat16(self) -> Callable[[L.Value], L.Value] | None:
+        """Rounds a float32 to the bits of a bfloat16; None where the GPU cannot.
+
+        As the lower half of a pair (``cvt.rn.bf16x2.f32``, SASS ``F2FP``): a single one (``F2F``) is as slow as an
+        exponential.
+        """
+        if self.capability < AMPERE:
+            return None
+        text = "cvt.rn.bf16x2.f32 $0, 0f00000000, $1;"
+        return lambda value: self.plain.trunc(asm(self, text, L.I32, [value]), L.I16)
+
     def libm(self, symbol: str, args: Sequence[L.Value]) -> L.Value:
         """A function of the C library, from libdevice (called by `lanes.per_lane`)."""
         if symbol not in _LIBDEVICE:

@@ -293,10 +293,10 @@ class Machine:
             if self.read_remotely[np.flatnonzero(on) // self.threads].any():
                 raise Fault("ends while other blocks may still read its shared memory")
             self.pc[on] = len(self.kernel.code)
-        elif name in ("setmaxnreg", "griddepcontrol", "nanosleep"):
-            pass
         elif name == "bar" or (name == "barrier" and parts[2] == "wait"):
             self._meet(ins.op, np.flatnonzero(at))
+            if ins.op == "bar.red.and.pred":
+                self._every(ins, self.threads, on)
         elif name == "shfl":
             values = self.value(ins.operands[1], "b32")
             distance, place = int(ins.operands[2]), self.thread % 32
@@ -308,16 +308,15 @@ class Machine:
                 lane = self.thread - place + distance
             self.set(ins.operands[0], values[lane], on)
         elif ins.op == "vote.sync.all.pred":
-            every = self.value(ins.operands[1], "pred").reshape(-1, 32).all(1)
-            self.set(ins.operands[0], np.repeat(every, 32), on)
+            self._every(ins, 32, on)
         elif ins.op.startswith("st.async"):
             self.barriers.store(ins, on)
         elif name in ("ld", "st"):
             self._access(ins, parts, on)
         elif name == "prefetch":
             self.memory.read(self.address(ins.operands[0], "u64", np.flatnonzero(on)), 1, ins.text)  # has no alignment
-        elif name == "barrier":
-            pass  # arrives at the barrier that it then waits at
+        elif name in ("setmaxnreg", "griddepcontrol", "nanosleep", "barrier"):
+            pass  # of a barrier: arrives where it then waits
         elif name == "mapa":
             tensor_core.address_of_block(self, ins, on)
         elif ins.op.startswith("cp.async.bulk."):
@@ -342,6 +341,12 @@ class Machine:
         else:
             with np.errstate(all="ignore"):
                 self._compute(ins, name, parts, kind, on)
+
+    def _every(self, ins: Instruction, size: int, on: np.ndarray) -> None:
+        """Whether a predicate holds in all threads of a group of this size."""
+        predicate = next(o for o in ins.operands[1:] if o.startswith("%"))
+        every = self.value(predicate, "pred").reshape(-1, size).all(1)
+        self.set(ins.operands[0], np.repeat(every, size), on)
 
     def _meet(self, op: str, threads: np.ndarray) -> None:
         """All threads of some warps, blocks or clusters have reached a barrier."""

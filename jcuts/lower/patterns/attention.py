@@ -96,12 +96,6 @@ class Attention:
         """Element-wise operations between QK^T and the softmax (score modification), per score."""
         return sum(bool(n.args) and n.op not in BESIDE for n in self.scores.exit.nodes)
 
-    @property
-    def masks(self) -> bool:
-        """Whether the score modification may mask keys: it selects, or loads what varies with the key."""
-        nodes = self.scores.exit.nodes
-        return any(n.op == "select" or (n.op == "load" and varies_with(n, COLUMNS)) for n in nodes)
-
     def __str__(self) -> str:
         return (
             f"{self.batches} x {self.rows} queries, {self.keys} keys of {self.query.length}, values of "

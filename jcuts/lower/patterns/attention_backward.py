@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.program import Axis, Phase, Program
 from jcuts.lower.attention.backward import TEMPLATE
-from jcuts.lower.patterns.attention import BESIDE, Operand, depends_on, factors, operand_of, renamed
+from jcuts.lower.patterns.attention import Operand, depends_on, factors, operand_of, renamed
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS, TYPES
 
 
@@ -68,21 +68,16 @@ class AttentionBackward:
         return sum(bool(n.args) for phase in (self.weights, self.change) for n in phase.exit.nodes)
 
     @property
+    def pair_loads(self) -> int:
+        """Loads of both graphs at a row and a column."""
+        nodes = [n for phase in (self.weights, self.change) for n in phase.exit.nodes if n.op == "load"]
+        return sum(n.index is not None and {ROWS, COLUMNS} <= n.index.axes() for n in nodes)
+
+    @property
     def products(self) -> tuple[int, ...]:
         """Depths of all products: of Q K^T, dO V^T and the results."""
         depth, features = self.scores.length, self.gradient.length
         return (depth, features, depth) if len(self.results) == 1 else (depth, features, features, depth)
-
-    @property
-    def masks(self) -> bool:
-        """Whether weights may be masked (they are made of more than the scores and a row's statistics), and the
-        gradient of a weight of 0 is 0.
-        """
-        nodes = self.weights.exit.nodes
-        reads = sum(n.op == "load" for n in nodes)
-        return (reads > 1 or any(n.op == "select" for n in nodes)) and _vanishes(
-            self.change, self.weights.stores[0].buffer
-        )
 
     def __str__(self) -> str:
         of = "dQ" if len(self.results) == 1 else "dK and dV"
@@ -90,18 +85,6 @@ class AttentionBackward:
             f"{of} of {self.batches} x {self.rows} rows, {self.columns} columns, depths {self.scores.length} and "
             f"{self.gradient.length}, {self.scores.dtype}, {self.element_ops} operations on a score"
         )
-
-
-def _vanishes(phase: Phase, buffer: str) -> bool:
-    """Whether what a phase stores is 0 where a local buffer is: a product with it."""
-    zero: list[bool] = []
-    for node in phase.exit.nodes:
-        zeros = [zero[a] for a in node.args]
-        is_zero = node.op == "load" and node.buffer == buffer
-        is_zero |= node.op == "mul" and any(zeros)
-        is_zero |= node.op in ("neg", *BESIDE) and all(zeros)
-        zero.append(is_zero)
-    return all(zero[s.value] for s in phase.stores)
 
 
 def match_backward(program: Program) -> AttentionBackward | Refusal:

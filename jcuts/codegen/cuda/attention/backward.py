@@ -8,8 +8,8 @@ them there, and these become A operands of the results' products without moving 
 statistics lse and delta are loads of the element-wise graphs.  Blocks own their rows: there are no atomic additions,
 and results do not depend on the order of blocks.
 
-Where all weights of a warp's tile are 0 (a causal mask's upper triangle, padded keys), four of its five products are
-left out, as long as their operands are finite (`zero_tiles`).
+Where a mask of positions makes all weights of a warp's tile 0 (a causal mask's upper triangle), the warp leaves it out,
+as long as its operands are bounded (`masked_tiles`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dataclasses import replace
 
 from jcuts.codegen.cuda.attention.block_walk import checked_tile, counted_loop, head_frame, next_stage
 from jcuts.codegen.cuda.attention.kv_tiles import LineReader, TileCopier
+from jcuts.codegen.cuda.attention.masked_tiles import are_bounded, is_masked, loads_are_bounded, unless
 from jcuts.codegen.cuda.attention.online_softmax import tiles_of
 from jcuts.codegen.cuda.attention.score_mod import Tile, TilePlace, apply_to_tiles, mask_columns
-from jcuts.codegen.cuda.attention.zero_tiles import are_bounded, are_zero, both, unless
 from jcuts.codegen.cuda.gemm.epilogue import epilogue
 from jcuts.codegen.cuda.gemm.smem_tile import SmemTile
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
@@ -32,6 +32,7 @@ from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import Buffer, Phase, Program
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS, GemmOperand
+from jcuts.lower.patterns.masked_tiles import masked_backward
 from jcuts.schedule.gpu.attention.backward_tile import BackwardTile, CopiedTile, backward_tile
 from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STEP
 
@@ -60,6 +61,7 @@ class AttentionBackwardKernel:
     ) -> None:
         self.builder, self.program, self.shape, self.buffers = builder, program, tile, buffers
         self.attention, self.thread, self.shared = tile.attention, integers["thread"], shared
+        self.masked = masked_backward(self.attention) if tile.skips else None
         self.lane = builder.and_(self.thread, L.I32(WARP - 1))
         self.band = builder.mul(builder.lshr(self.thread, L.I32(5)), L.I32(tile.high))
         _, groups = tile.blocks
@@ -101,6 +103,7 @@ class AttentionBackwardKernel:
                 [[reader.rows(band, step) for step in range(tile.steps)] for band in range(shape.high // SIXTEEN)]
                 for reader, tile in zip(self.rows, rows, strict=True)
             ]
+        self.rows_bounded = self._rows_are_bounded()
         outs = self._walk(ahead)
         for phase, tile, out in zip(self.attention.results, self._factors(columns), outs, strict=True):
             self._finish(phase, tile, out)
@@ -130,27 +133,79 @@ class AttentionBackwardKernel:
             return [tiles_of(values[a:b], bands) for a, b in itertools.pairwise(ends)]
 
         def body(number: L.Value, values: list[L.Value]) -> list[L.Value]:
-            reading, writing = values[:2]
-            self._arrived(ahead - 1, reading)
+            reading, writing, loads = values[:3]
+            bounded = self._arrived(ahead - 1, reading, loads)
+            loads = self._loads_are_bounded(builder.add(number, L.I32(1)))  # not waited for until the next tile
             if shape.stages > 1:
                 self._next(builder.add(number, L.I32(ahead)), writing)
-            outs = self._tile(number, reading, values[2:], results)
+            outs = self._tile(number, reading, values[3:], results, bounded)
             if shape.stages == 1:
                 ptx_mma.barrier(builder)
                 self._next(builder.add(number, L.I32(1)), reading)
             after = [next_stage(builder, at, shape.stage, shape.stages) for at in (reading, writing)]
-            return [*after, *outs]
+            return [*after, loads, *outs]
 
-        start = [L.I32(0), L.I32(ahead % shape.stages * shape.stage), *[L.F32(0.0)] * sum(sizes)]
-        return results(counted_loop(builder, "columns", shape.tiles, start, body)[2:])
+        first = self._loads_are_bounded(L.I32(0))
+        start = [L.I32(0), L.I32(ahead % shape.stages * shape.stage), first, *[L.F32(0.0)] * sum(sizes)]
+        return results(counted_loop(builder, "columns", shape.tiles, start, body)[3:])
 
-    def _arrived(self, under_way: int, stage: L.Value) -> None:
-        """Waits (``cp.async.wait_group``, block barrier) until the tile of this stage is visible to all threads."""
-        ptx_mma.cp_async_wait(self.builder, under_way)
+    def _arrived(self, under_way: int, stage: L.Value, loads: L.Value) -> L.Value:
+        """Waits (``cp.async.wait_group``, block barrier) until the tile of this stage is visible to all threads; gives
+        whether its operands, and what its columns load, are bounded, if that matters.
+
+        Args: loads: whether what this thread loads for the tile is.
+        """
+        builder = self.builder
+        ptx_mma.cp_async_wait(builder, under_way)
         if self.shape.rounded:
             for copier in self.copiers:
                 copier.round(stage)
-        ptx_mma.barrier(self.builder)
+        if self.masked is None:
+            ptx_mma.barrier(builder)
+            return L.I1(0)
+        words = [word for copier in self.copiers for word in copier.words(stage)]
+        bounded = are_bounded(builder, self.attention.kind, words, self.masked.operands)
+        return ptx_mma.barrier_and(builder, builder.and_(bounded, loads))
+
+    def _loads_are_bounded(self, tile: L.Value) -> L.Value:
+        """Whether what a thread's columns of a tile load is bounded."""
+        builder, shape, masked = self.builder, self.shape, self.masked
+        holds: L.Value = L.I1(1)
+        if masked is None or not masked.column_loads:
+            return holds
+        for across in range(0, shape.columns, shape.threads):
+            mine = builder.add(self.thread, L.I32(across))
+            if across + shape.threads > shape.columns:
+                mine = builder.urem(mine, L.I32(shape.columns))
+            column = builder.add(builder.mul(tile, L.I32(shape.columns)), mine)
+            extents = {COLUMNS: self.attention.columns}
+            found = loads_are_bounded(
+                self.frame, masked.column_loads, self.buffers, {COLUMNS: column}, extents, masked.loads
+            )
+            holds = builder.and_(holds, found)
+        return holds
+
+    def _rows_are_bounded(self) -> L.Value:
+        """Whether the operands of a warp's rows are bounded, and what these load."""
+        builder, shape, masked, attention = self.builder, self.shape, self.masked, self.attention
+        if masked is None:
+            return L.I1(0)
+        if not shape.held:
+            ptx_mma.barrier(builder)
+        words = (
+            word
+            for side, tile in enumerate(shape.row_tiles)
+            for band in range(shape.high // SIXTEEN)
+            for step in range(tile.steps)
+            for word in (self.held[side][band][step] if shape.held else self.rows[side].rows(band, step))
+        )
+        holds = are_bounded(builder, attention.kind, words, masked.operands)
+        for down in range(0, shape.high, WARP):
+            row = builder.add(self.row, builder.add(self.lane, L.I32(down)))
+            extents = {ROWS: attention.rows}
+            loads = loads_are_bounded(self.frame, masked.row_loads, self.buffers, {ROWS: row}, extents, masked.loads)
+            holds = builder.and_(holds, loads)
+        return vote_all(builder, holds)
 
     def _next(self, tile: L.Value, stage: L.Value) -> None:
         """Starts the copies of a tile, if there is one."""
@@ -161,22 +216,27 @@ class AttentionBackwardKernel:
 
     # -- a tile of columns ----------------------------------------------------------------------------------------
     def _tile(
-        self, number: L.Value, stage: L.Value, sums: list[L.Value], results: Callable[[list[L.Value]], list[Tile]]
+        self,
+        number: L.Value,
+        stage: L.Value,
+        sums: list[L.Value],
+        results: Callable[[list[L.Value]], list[Tile]],
+        bounded: L.Value,
     ) -> list[L.Value]:
-        """The accumulators with a tile's part; as they were where all weights of a warp's tile are 0.
+        """The accumulators with a tile's part; as they were where all weights of a warp's tile are masked.
 
-        Args: sums: the accumulators. results: the same by result.
+        Args: sums: the accumulators. results: the same by result. bounded: as of `_arrived`.
         """
-        shape, attention = self.shape, self.attention
-        first = self.builder.mul(number, L.I32(shape.columns))
+        builder, shape, attention = self.builder, self.shape, self.attention
+        first = builder.mul(number, L.I32(shape.columns))
         ranges = (
             shape.blocks[1] * shape.rows - shape.high + EIGHT,
             shape.tiles * shape.columns - shape.columns + EIGHT,
         )
         place = TilePlace(self.row, first, self.lane, (attention.rows, attention.columns), ranges)
-        weights = self._elements(attention.weights, [self._product(0, stage)], {}, place)
 
         def added() -> list[L.Value]:
+            weights = self._elements(attention.weights, [self._product(0, stage)], {}, place)
             outs = results(sums)
             if len(outs) == 2:
                 self._accumulate(outs[0], weights, self.columns[1], stage)
@@ -185,40 +245,12 @@ class AttentionBackwardKernel:
             self._accumulate(outs[-1], change, self.columns[0], stage)
             return [v for out in outs for row in out for four in row for v in four]
 
-        if not shape.skips:
+        if self.masked is None:
             return added()
-        builder, values = self.builder, (v for band in weights for four in band for v in four)
-        zero = vote_all(builder, are_zero(builder, values))
-        nothing = both(builder, zero, lambda: self._adds_nothing(weights, stage, place))
+        places, sizes = {ROWS: self.row, COLUMNS: first}, {ROWS: shape.high, COLUMNS: shape.columns}
+        nothing = is_masked(builder, self.masked.positions, places, sizes)
+        nothing = builder.and_(nothing, builder.and_(bounded, self.rows_bounded))
         return unless(builder, nothing, sums, added)
-
-    def _adds_nothing(self, weights: Tile, stage: L.Value, place: TilePlace) -> L.Value:
-        """Whether weights of 0 have gradients of 0 and neither is multiplied by NaN or infinity.
-
-        dO V^T of bounded operands is finite; dS is computed as if it were 0, which loads what else dS is made of.
-        """
-        builder, shape, attention = self.builder, self.shape, self.attention
-        terms = STEP // attention.scores.item
-        words = (
-            word
-            for reader, tile in zip(self.columns, shape.column_tiles, strict=True)
-            for first in range(0, shape.columns, terms)
-            for feature in range(0, tile.padded, SIXTEEN)
-            for right in reader.terms(stage, first, feature)
-            for word in right
-        )
-        rows = (
-            word
-            for band in range(shape.high // SIXTEEN)
-            for step in range(shape.row_tiles[1].steps)
-            for word in (self.held[1][band][step] if self.held else self.rows[1].rows(band, step))
-        )
-        bounded = are_bounded(builder, attention.kind, itertools.chain(words, rows))
-        nothing = [[[L.F32(0.0)] * 4 for _ in band] for band in weights]
-        kept = {attention.weights.stores[0].buffer: 1}
-        change = self._elements(attention.change, [nothing, weights], kept, place)
-        zero = are_zero(builder, (v for band in change for four in band for v in four))
-        return vote_all(builder, builder.and_(bounded, zero))
 
     def _product(self, side: int, stage: L.Value) -> Tile:
         """Rows times columns: of the scores (side 0), or dO V^T."""

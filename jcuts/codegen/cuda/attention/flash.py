@@ -7,8 +7,8 @@ of the differences are multiplied by V.  Where a tile has a larger score than al
 they are those of exponentials relative to the largest score yet, as exact as if it were known before.  A row whose
 scores are all -inf gives 0 / 0.
 
-Where a mask leaves a warp no weight in a tile, its exponentials and its PV are left out: they would add 0, as long as
-the values are finite (`zero_tiles`).
+Where a mask of positions leaves a warp no weight in a tile, the warp leaves it out: it would add 0, as long as its
+operands are bounded (`masked_tiles`).
 
 Warps that split the keys of a tile merge their softmax states through shared memory at the end (`FlashTile.warps`).
 """
@@ -20,10 +20,11 @@ from dataclasses import replace
 
 from jcuts.codegen.cuda.attention.block_walk import checked_tile, counted_loop, head_frame, next_stage
 from jcuts.codegen.cuda.attention.kv_tiles import LineReader, TileCopier, queries
+from jcuts.codegen.cuda.attention.masked_tiles import are_bounded, is_masked, loads_are_bounded, unless
 from jcuts.codegen.cuda.attention.online_softmax import (
     FOUR,
     OnlineSoftmaxState,
-    is_negligible,
+    have_seen_more,
     merge_states,
     quad_reduce,
     scaled,
@@ -32,7 +33,6 @@ from jcuts.codegen.cuda.attention.online_softmax import (
     store_state,
 )
 from jcuts.codegen.cuda.attention.score_mod import Tile, apply_score_mod
-from jcuts.codegen.cuda.attention.zero_tiles import are_bounded, both, unless
 from jcuts.codegen.cuda.gemm.epilogue import epilogue
 from jcuts.codegen.cuda.gemm.smem_tile import SmemTile
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
@@ -42,6 +42,7 @@ from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import Buffer, Program
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS, GemmOperand
+from jcuts.lower.patterns.masked_tiles import masked_forward
 from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STEP, FlashTile, shape_of
 
 
@@ -67,6 +68,7 @@ class FlashAttentionKernel:
         self.builder, self.program, self.shape, self.buffers = builder, program, tile, buffers
         self.attention, self.thread = tile.attention, integers["thread"]
         self.shared = shared
+        self.masked = masked_forward(self.attention) if tile.skips else None
         self.lane = builder.and_(self.thread, L.I32(WARP - 1))
         warp = builder.lshr(self.thread, L.I32(5))
         self.part = builder.udiv(warp, L.I32(tile.warps[0]))
@@ -105,6 +107,7 @@ class FlashAttentionKernel:
             for operand, behind in ((key, 0), (value, behind))
         )
         self.queries = queries(self.frame, shape, self.row, self.lane)
+        self.rows_bounded = self._rows_are_bounded()
         state = self._walk(ahead)
         if shape.warps[1] == 1:
             self._finish(state)
@@ -122,10 +125,10 @@ class FlashAttentionKernel:
 
         def body(number: L.Value, values: list[L.Value]) -> list[L.Value]:
             reading, writing = values[:2]
-            self._arrived(ahead - 1, reading)
+            bounded = self._arrived(ahead - 1, reading)
             if shape.stages > 1:
                 self._next(builder.add(number, L.I32(ahead)), writing)
-            state = self._tile(number, reading, OnlineSoftmaxState.of(values[2:], shape))
+            state = self._tile(number, reading, OnlineSoftmaxState.of(values[2:], shape), bounded)
             if shape.stages == 1:
                 ptx_mma.barrier(builder)
                 self._next(builder.add(number, L.I32(1)), reading)
@@ -135,13 +138,20 @@ class FlashAttentionKernel:
         start = [L.I32(0), L.I32(ahead % shape.stages * shape.stage), *OnlineSoftmaxState.none(shape).values()]
         return OnlineSoftmaxState.of(counted_loop(builder, "keys", shape.tiles, start, body)[2:], shape)
 
-    def _arrived(self, under_way: int, stage: L.Value) -> None:
-        """Waits (``cp.async.wait_group``, block barrier) until the tile of this stage is visible to all threads."""
-        ptx_mma.cp_async_wait(self.builder, under_way)
+    def _arrived(self, under_way: int, stage: L.Value) -> L.Value:
+        """Waits (``cp.async.wait_group``, block barrier) until the tile of this stage is visible to all threads; gives
+        whether its keys and values are bounded, if that matters.
+        """
+        builder = self.builder
+        ptx_mma.cp_async_wait(builder, under_way)
         if self.shape.rounded:
             for copier in self.copiers:
                 copier.round(stage)
-        ptx_mma.barrier(self.builder)
+        if self.masked is None:
+            ptx_mma.barrier(builder)
+            return L.I1(0)
+        words = [word for copier in self.copiers for word in copier.words(stage)]
+        return ptx_mma.barrier_and(builder, are_bounded(builder, self.attention.kind, words, self.masked.operands))
 
     def _next(self, tile: L.Value, stage: L.Value) -> None:
         """Starts the copies of a tile, if there is one."""
@@ -168,35 +178,48 @@ class FlashAttentionKernel:
                         found[i][at] = ptx_mma.mma_sync(builder, self.attention.kind, band[step], right, found[i][at])
         return found
 
-    def _tile(self, number: L.Value, stage: L.Value, state: OnlineSoftmaxState) -> list[L.Value]:
-        """The state after a tile of keys; the same where a warp's keys are masked."""
-        scores = self._modified(number, self._scores(stage))
+    def _tile(self, number: L.Value, stage: L.Value, state: OnlineSoftmaxState, bounded: L.Value) -> list[L.Value]:
+        """The state after a tile of keys; the same where a warp's keys are masked. Args: bounded: as of `_arrived`."""
 
         def added() -> list[L.Value]:
+            scores = self._modified(number, self._scores(stage))
             made, weights = softmax(self.builder, state, scores)
             self._values(stage, weights, made.out)
             return made.values()
 
-        if not self.shape.skips:
+        if self.masked is None:
             return added()
-        nothing = both(
-            self.builder, is_negligible(self.builder, state, scores), lambda: self._values_are_bounded(stage)
-        )
+        first = {ROWS: self.row, COLUMNS: self._first_key(number)}
+        sizes = {ROWS: self.shape.warp[0], COLUMNS: self.shape.warp[1]}
+        nothing = is_masked(self.builder, self.masked.positions, first, sizes)
+        for more in (bounded, self.rows_bounded, have_seen_more(self.builder, state, self.masked.score)):
+            nothing = self.builder.and_(nothing, more)
         return unless(self.builder, nothing, state.values(), added)
 
-    def _values_are_bounded(self, stage: L.Value) -> L.Value:
-        """Whether no value of a warp's keys is NaN or infinite."""
-        features = range(0, self.shape.padded_head_dim, SIXTEEN)
-        keys = range(0, self.shape.warp[1], STEP // self.attention.value.item)
-        words = (w for k in keys for f in features for right in self.values.terms(stage, k, f) for w in right)
-        return vote_all(self.builder, are_bounded(self.builder, self.attention.kind, words))
+    def _rows_are_bounded(self) -> L.Value:
+        """Whether a warp's queries are bounded, and what its rows load."""
+        builder, masked, attention = self.builder, self.masked, self.attention
+        if masked is None:
+            return L.I1(0)
+        words = (word for band in self.queries for step in band for word in step)
+        holds = are_bounded(builder, attention.kind, words, masked.operands)
+        for down in range(0, self.shape.warp[0], WARP):
+            row = builder.add(self.row, builder.add(self.lane, L.I32(down)))
+            extents = {ROWS: attention.rows}
+            loads = loads_are_bounded(self.frame, masked.row_loads, self.buffers, {ROWS: row}, extents, masked.loads)
+            holds = builder.and_(holds, loads)
+        return vote_all(builder, holds)
+
+    def _first_key(self, number: L.Value) -> L.Value:
+        """The first key of a warp's part of a tile."""
+        builder, shape = self.builder, self.shape
+        first = builder.mul(number, L.I32(shape.keys))
+        return builder.add(first, builder.mul(self.part, L.I32(shape.warp[1])))
 
     def _modified(self, number: L.Value, scores: Tile) -> Tile:
         """Score modification of a tile's scores."""
-        builder, shape = self.builder, self.shape
-        first = builder.mul(number, L.I32(shape.keys))
-        first = builder.add(first, builder.mul(self.part, L.I32(shape.warp[1])))
-        return apply_score_mod(self.frame, shape, self.buffers, scores, (self.row, first), self.lane)
+        first = self._first_key(number)
+        return apply_score_mod(self.frame, self.shape, self.buffers, scores, (self.row, first), self.lane)
 
     def _values(self, stage: L.Value, weights: list[list[L.Value]], out: Tile) -> None:
         """PV: adds weights times values to the accumulators."""

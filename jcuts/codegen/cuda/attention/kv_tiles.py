@@ -7,9 +7,11 @@ read in that order.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from jcuts.codegen.cuda.attention.masked_tiles import unless
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
@@ -139,6 +141,19 @@ class TileCopier:
                 with builder.if_then(piece.condition):
                     self._rounded(place, piece.moved, words)
 
+    def words(self, stage: L.Value) -> list[L.Value]:
+        """The words that this thread has copied into a stage; 0 where it has copied nothing."""
+        builder, count = self.builder, self.operand.width * self.operand.item // WORD
+        found: list[L.Value] = []
+        for piece in self.pieces:
+            place = builder.add(piece.into, stage)
+            read = functools.partial(_words, builder, place, piece.moved, count)
+            if piece.condition is None:
+                found += read()
+            else:
+                found += unless(builder, builder.not_(piece.condition), [L.I32(0)] * count, read)
+        return found
+
     def _rounded(self, place: L.Value, moved: int, words: int) -> None:
         builder = self.builder
         if words == FOUR:
@@ -148,6 +163,12 @@ class TileCopier:
         else:
             found = [ptx_mma.ld_shared_b32(builder, place, moved)]
         ptx_mma.write_words(builder, place, moved, [ptx_mma.to_tf32(builder, w) for w in found])
+
+
+def _words(builder: GpuBuilder, place: L.Value, moved: int, count: int) -> list[L.Value]:
+    if count == 1:
+        return [ptx_mma.ld_shared_b32(builder, place, moved)]
+    return ptx_mma.read_words(builder, place, moved, count)
 
 
 def _base(frame: M.Frame, operand: Operand) -> L.Value:

@@ -26,8 +26,10 @@ from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STATE, FlashTile
 
 FOUR = 16
 """Bytes that a lane hands over at once."""
-UNDERFLOW = L.F32(-88)
-"""Its exponential is 0: less than 2^-126, where `sfu_math.fast_exp_nonpositive` flushes to zero."""
+NEGLIGIBLE = 150
+"""Scores this far below their row's maximum have no weight."""
+LOWEST = -(10**30)
+"""No row's maximum is lower once it has seen a key."""
 
 
 @dataclass
@@ -88,17 +90,12 @@ def softmax(
     return made, weights
 
 
-def is_negligible(builder: GpuBuilder, state: OnlineSoftmaxState, scores: Tile) -> L.Value:
-    """Whether all weights of a warp's tile are 0, so that the state stays as it is bit for bit (``vote.sync.all``).
-
-    No score is above its row's maximum so far by more than `UNDERFLOW`: masked keys, for one. A NaN is.
-    """
-    holds = None
-    for row, old in zip(_lane_rows(scores), state.largest, strict=True):
-        most = _pairwise(row, lambda a, b: larger(builder, a, b))
-        here = builder.fcmp_ordered("<=", most, builder.fadd(old, UNDERFLOW))
-        holds = here if holds is None else builder.and_(holds, here)
-    assert holds is not None
+def have_seen_more(builder: GpuBuilder, state: OnlineSoftmaxState, score: float) -> L.Value:
+    """Whether scores up to a bound have no weight in any row of a warp: its state stays (``vote.sync.all``)."""
+    holds: L.Value = L.I1(1)
+    least = L.F32(max(score, LOWEST) + NEGLIGIBLE)
+    for largest in state.largest:
+        holds = builder.and_(holds, builder.fcmp_ordered(">=", largest, least))
     return vote_all(builder, holds)
 
 

@@ -128,6 +128,13 @@ def barrier(builder: GpuBuilder) -> None:
     asm(builder, "bar.sync 0;", VOID, effects=True)
 
 
+def barrier_and(builder: GpuBuilder, predicate: L.Value) -> L.Value:
+    """``bar.red.and``: waits for all threads of the block, and tells whether a predicate (i1) holds in all of them."""
+    text = "{ .reg .pred p, q; setp.ne.b32 p, $1, 0; bar.red.and.pred q, 0, p; selp.b32 $0, 1, 0, q; }"
+    every = asm(builder, text, L.I32, [builder.zext(predicate, L.I32)], effects=True)
+    return builder.icmp_signed("!=", every, L.I32(0))
+
+
 def cluster_barrier(builder: GpuBuilder) -> None:
     """``barrier.cluster``: waits for all threads of the cluster; earlier shared-memory writes are visible after it."""
     asm(builder, "barrier.cluster.arrive.release.aligned;", VOID, effects=True)

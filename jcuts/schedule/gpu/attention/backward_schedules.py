@@ -17,6 +17,7 @@ from jcuts.base.errors import Refusal
 from jcuts.estimate.time_model import Resource, TimeTerm, overlap, per_sm, repeat, serial, soft_maximum, term
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.attention_backward import AttentionBackward, match_backward
+from jcuts.lower.patterns.masked_tiles import masked_backward
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.attention.backward_tile import FLAGS, FORM, BackwardTile
 from jcuts.schedule.gpu.attention.schedules import (
@@ -69,7 +70,7 @@ def backward_schedules(program: Program, machine: GpuMachine, most: int = MOST) 
             scored.append((least / count * AGAIN ** seen.get(kind, 0), shape))
         seen[kind] = seen.get(kind, 0) + 1
     scored.sort(key=lambda found: -found[0])
-    for score, shape in itertools.islice(with_skips(scored, attention.masks), most):
+    for score, shape in itertools.islice(with_skips(scored, masked_backward(attention) is not None), most):
         yield apply_tile(program, shape), score
 
 
@@ -100,12 +101,15 @@ def shapes(attention: AttentionBackward, machine: GpuMachine) -> Iterator[Backwa
 
 
 def registers(shape: BackwardTile) -> float:
-    """Registers of a thread: accumulators of the results and of both products of a tile, held fragments."""
+    """Registers of a thread: accumulators of the results and of both products of a tile, held fragments, addresses of
+    what every score loads.
+    """
     bands = shape.high // SIXTEEN
     outs = sum(tile.padded for tile in _factors(shape)) // EIGHT
     held = sum(tile.steps for tile in shape.row_tiles) if shape.held else 0
     kept = outs + held + 2 * shape.columns // EIGHT
-    return _REGISTERS.base + _REGISTERS.per_value * bands * 4 * kept
+    loads = shape.attention.pair_loads * _REGISTERS.per_pair_load
+    return _REGISTERS.base + loads + _REGISTERS.per_value * bands * 4 * kept
 
 
 def _factors(shape: BackwardTile) -> tuple:

@@ -23,6 +23,7 @@ from jcuts.base.errors import Refusal
 from jcuts.estimate.time_model import Resource, TimeTerm, longest, overlap, per_sm, repeat, serial, soft_maximum, term
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.patterns.attention import Attention, match
+from jcuts.lower.patterns.masked_tiles import masked_forward
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.attention.tile import EIGHT, FLAGS, SIXTEEN, STEP, FlashTile
 from jcuts.schedule.gpu.gemm.mma import (
@@ -78,7 +79,7 @@ def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterato
         scored.append((least / count * AGAIN ** seen.get(kind, 0), shape))
         seen[kind] = seen.get(kind, 0) + 1
     scored.sort(key=lambda found: -found[0])
-    for score, shape in itertools.islice(with_skips(scored, attention.masks), most):
+    for score, shape in itertools.islice(with_skips(scored, masked_forward(attention) is not None), most):
         yield apply_tile(program, shape), score
 
 

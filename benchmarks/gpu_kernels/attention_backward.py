@@ -10,6 +10,7 @@ the best kernels with XLA's code for the gradient as autodiff writes it, which k
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -21,65 +22,72 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 SIZES = {
     "GPT": (8, 512, 12, 64),
+    "GPT causal": (8, 512, 12, 64),
     "BERT-large": (8, 384, 16, 64),
     "odd": (3, 77, 5, 40),
     "long": (1, 2048, 12, 64),
     "deep": (2, 512, 8, 128),
 }
-"""Batch, length, heads, depth."""
+"""Batch, length, heads, depth; with a causal mask where the name says so."""
+CAUSAL = "causal"
 KINDS = ("float32", "bfloat16")
 
 
-def scores(q: Any, k: Any) -> Any:
-    """Scaled products of queries and keys."""
+def scores(q: Any, k: Any, causal: bool) -> Any:
+    """Scaled products of queries and keys, later keys masked where that is asked for."""
+    import jax
     import jax.numpy as jnp
 
-    return jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.promote_types(q.dtype, "float32")) * (
+    made = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.promote_types(q.dtype, "float32")) * (
         q.shape[-1] ** -0.5
     )
+    if not causal:
+        return made
+    rows, keys = (jax.lax.broadcasted_iota("int32", made.shape, d) for d in (2, 3))
+    return jnp.where(keys <= rows, made, -1e9)
 
 
-def forward(q: Any, k: Any, v: Any) -> Any:
+def forward(q: Any, k: Any, v: Any, causal: bool = False) -> Any:
     """Attention and the logsumexp of its scores."""
     import jax.numpy as jnp
 
-    made = scores(q, k)
+    made = scores(q, k, causal)
     most = made.max(-1, keepdims=True)
     powers = jnp.exp(made - most)
     total = powers.sum(-1, keepdims=True)
     return jnp.einsum("bhqk,bkhd->bqhd", (powers / total).astype(v.dtype), v), most + jnp.log(total)
 
 
-def queries(q: Any, k: Any, lse: Any, grad: Any, v: Any, delta: Any) -> Any:
+def queries(q: Any, k: Any, lse: Any, grad: Any, v: Any, delta: Any, causal: bool = False) -> Any:
     """dQ."""
     import jax.numpy as jnp
 
-    return jnp.einsum("bhqk,bkhd->bqhd", _change(q, k, lse, grad, v, delta)[1], k)
+    return jnp.einsum("bhqk,bkhd->bqhd", _change(q, k, lse, grad, v, delta, causal)[1], k)
 
 
-def keys(q: Any, k: Any, lse: Any, grad: Any, v: Any, delta: Any) -> Any:
+def keys(q: Any, k: Any, lse: Any, grad: Any, v: Any, delta: Any, causal: bool = False) -> Any:
     """dV and dK."""
     import jax.numpy as jnp
 
-    weights, change = _change(q, k, lse, grad, v, delta)
+    weights, change = _change(q, k, lse, grad, v, delta, causal)
     values = jnp.einsum("bhqk,bqhd->bkhd", weights.astype(q.dtype), grad)
     return values, jnp.einsum("bhqk,bqhd->bkhd", change, q)
 
 
-def _change(q: Any, k: Any, lse: Any, grad: Any, v: Any, delta: Any) -> tuple[Any, Any]:
+def _change(q: Any, k: Any, lse: Any, grad: Any, v: Any, delta: Any, causal: bool) -> tuple[Any, Any]:
     import jax.numpy as jnp
 
-    weights = jnp.exp(scores(q, k) - lse)
+    weights = jnp.exp(scores(q, k, causal) - lse)
     wide = jnp.promote_types(q.dtype, "float32")
     moved = jnp.einsum("bqhd,bkhd->bhqk", grad, v, preferred_element_type=wide)
     return weights, (weights * (moved - delta) * (q.shape[-1] ** -0.5)).astype(q.dtype)
 
 
-def gradient(q: Any, k: Any, v: Any, grad: Any) -> Any:
+def gradient(q: Any, k: Any, v: Any, grad: Any, causal: bool = False) -> Any:
     """Attention and its gradients, as autodiff writes them."""
     import jax
 
-    out, backward = jax.vjp(lambda *xs: forward(*xs)[0], q, k, v)
+    out, backward = jax.vjp(lambda *xs: forward(*xs, causal)[0], q, k, v)
     return out, *backward(grad)
 
 
@@ -98,7 +106,8 @@ def cases(kinds: Sequence[str]) -> list[tuple[Any, bool]]:
                 ("queries", queries, both),
                 ("keys", keys, both),
             ):
-                found.append((Case(f"{kind} {name} {part}", fn, shapes), part != "gradient"))
+                masked = functools.partial(fn, causal=CAUSAL in name)
+                found.append((Case(f"{kind} {name} {part}", masked, shapes), part != "gradient"))
     return found
 
 

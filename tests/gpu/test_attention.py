@@ -84,23 +84,68 @@ def _error(got, want):
 BACKWARD = {"gpt": (2, 512, 12, 64), "odd": (3, 77, 5, 40), "deep": (1, 130, 4, 128)}
 
 
-def _backward_operands(shape, dtype):
+def _causal(scores, m=None):
+    rows, keys = (jax.lax.broadcasted_iota(jnp.int32, scores.shape, d) for d in (2, 3))
+    return scores + jnp.where(keys <= rows, 0.0, -1e9).astype(scores.dtype)
+
+
+def _causal_in_float64(scores):
+    with jax.enable_x64(True):
+        return _causal(jnp.asarray(scores))
+
+
+def _causal_attention(q, k, v):
+    scores = _causal(jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.dtype.type(q.shape[-1] ** -0.5))
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1), v)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", BACKWARD)
+def test_every_candidate_with_a_causal_mask(name, dtype):
+    """With masked tiles left out and without; infinite values behind the mask make NaN, as in XLA's program."""
+    if dtype == "float16":
+        pytest.skip("-1e9 is no float16")
+    arrays = _backward_operands(BACKWARD[name], dtype)[:3]
+    exact = [round_tf32(a) if dtype == "float32" else a for a in arrays]
+    with jax.enable_x64(True):
+        want = np.asarray(_causal_attention(*[jnp.asarray(np.asarray(a, np.float64)) for a in exact]))
+    limit = max(LIMIT[dtype], _error(np.asarray(jax.jit(_causal_attention)(*arrays)), want))
+    bad = [a.copy() for a in arrays]
+    bad[2][:, -1, :, 3] = np.inf  # of the last key, which the last query alone sees
+    with np.errstate(all="ignore"):
+        plain = np.asarray(jax.jit(_causal_attention)(*bad))
+    traced = programs.trace(_causal_attention, *arrays)
+    members, program = traced.attention()
+    found = gpu_candidates.candidates(program, xla_devices.machine(), 6)
+    assert any(dict(candidate.params).get("skips") for candidate, _ in found)
+    for candidate, _ in found:
+        kernel = kernel_for(candidate)
+        run = jax.jit(lambda *xs, k=kernel: call_kernel(k, *xs))
+        assert _error(np.asarray(run(*traced.operands(members))[0]), want) <= limit, candidate.params
+        (got,) = run(*programs.trace(_causal_attention, *bad).operands(members))
+        np.testing.assert_array_equal(np.isnan(np.asarray(got)), np.isnan(plain))
+
+
+def _backward_operands(shape, dtype, mask=lambda scores: scores):
     """Queries, keys, values and the gradient, and the row statistics that belong to them."""
     rng = np.random.default_rng(len(shape) + shape[1])
     q, k, v, grad = (rng.standard_normal(shape, dtype=np.float32).astype(jnp.dtype(dtype)) for _ in range(4))
     wide = [round_tf32(np.asarray(a, np.float32)).astype(np.float64) for a in (q, k, v, grad)]
-    scores = np.einsum("bqhd,bkhd->bhqk", wide[0], wide[1]) * shape[-1] ** -0.5
+    scores = np.asarray(mask(np.einsum("bqhd,bkhd->bhqk", wide[0], wide[1]) * shape[-1] ** -0.5))
     lse = np.log(np.exp(scores).sum(-1, keepdims=True))
     moved = np.einsum("bqhd,bkhd->bhqk", wide[3], wide[2])
     delta = (np.exp(scores - lse) * moved).sum(-1, keepdims=True)
     return [q, k, v, grad, lse.astype(np.float32), delta.astype(np.float32)]
 
 
+@pytest.mark.parametrize("mask", ["", "causal"])
 @pytest.mark.parametrize("side", ["queries", "keys"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", BACKWARD)
-def test_every_candidate_of_the_backward_pass(name, dtype, side):
+def test_every_candidate_of_the_backward_pass(name, dtype, side, mask):
     arrays, fn = _backward_operands(BACKWARD[name], dtype), attention_backward(side)
+    if mask:
+        arrays, fn = _backward_operands(BACKWARD[name], dtype, _causal_in_float64), attention_backward(side, _causal)
     exact = [round_tf32(a) if a.dtype == np.float32 and n < 4 else a for n, a in enumerate(arrays)]
     with jax.enable_x64(True):
         want = [np.asarray(x) for x in jax.tree.leaves(fn(*[jnp.asarray(np.asarray(a, np.float64)) for a in exact]))]

@@ -91,19 +91,38 @@ def affordable(
     each: float,
     gains: Mapping[Variant | None, float],
     totals: Mapping[Variant | None, float] = MappingProxyType({}),
+    raced: Mapping[str, float] = MappingProxyType({}),
 ) -> list[str]:
     """Programs to race in the tuning time that is left, the one that is expected to be the fastest first.
 
+    Of a variant that has raced, other compiler options come last.  Where one of the same products and convolutions has
+    raced, a variant's time is expected to differ from it by what its kernels gain more.
+
     Args: late: those that the limit left out; seconds: that are left; each: what one takes [s]; gains, totals: as of
-        `beyond_race_limit`.
+        `beyond_race_limit`; raced: seconds of the programs that have raced.
     """
     with_options = {name.partition(":")[0] for name in late if ":" in name}
     left = [name for name, why in late.items() if why == TOO_LATE and name not in with_options]
+    ours = {name: time for name, time in raced.items() if not is_xla(name)}
+    known = {name: _expected(name, ours, gains) for name in left}
+    forms = {form_of(name) for name in ours}
     found: list[str] = []
     while left and (len(found) + 1) * each <= seconds:
-        found.append(_fastest(left, gains, totals) or left[0])
+        fresh = [name for name in left if form_of(name) not in forms] or left
+        timed = {name: time for name in fresh if (time := known[name]) is not None}
+        found.append(min(timed, key=timed.__getitem__) if timed else _fastest(fresh, gains, totals) or fresh[0])
         left.remove(found[-1])
     return found
+
+
+def _expected(name: str, raced: Mapping[str, float], gains: Mapping[Variant | None, float]) -> float | None:
+    """Seconds that a program is expected to take by those of the same products that have raced, None without any."""
+    form = form_of(name)
+    alike = [other for other in raced if numeric_rewrites(form_of(other)) == numeric_rewrites(form)]
+    if not alike:
+        return None
+    best = min(alike, key=raced.__getitem__)
+    return raced[best] - gains.get(form, 0.0) + gains.get(form_of(best), 0.0)
 
 
 def _fastest(

@@ -85,7 +85,8 @@ def _race_late_ones(
     """
     raced = sum(not variant_space.is_xla(name) for name in decision.seconds)
     each = spent / max(1, raced)
-    more = race_limits.affordable(late, time_budget.current().unspent(), each, planned.gains, planned.totals)
+    left = time_budget.current().unspent()
+    more = race_limits.affordable(late, left, each, planned.gains, planned.totals, decision.seconds)
     more = [name for name in more if name not in barred]
     if not more:
         return decision, late

@@ -536,6 +536,26 @@ def test_programs_that_the_limit_left_out_race_in_what_is_left_of_it():
     assert affordable(1e3) == ["jcuts/dots/anchored:graphs", "jcuts/dots:graphs", "jcuts:graphs"]  # not without options
 
 
+def test_what_has_raced_says_who_races_in_what_is_left():
+    """A GPT's step in bfloat16: the sums prefer the plain variant, whose program has lost."""
+    attention, whole = Variant(("recomputes",), "attention"), Variant(("recomputes",), "all")
+    gains, totals = {None: 4e-4, attention: 1.5e-3, whole: 1.8e-3}, {None: 7.9e-3, whole: 8.5e-3}
+    late = dict.fromkeys(
+        ["jcuts", "jcuts/recomputes:graphs", "jcuts/recomputes/attention:graphs"], race_limits.TOO_LATE
+    )
+    raced = {
+        "xla": 7.1e-3,
+        "xla:graphs": 7.1e-3,
+        "jcuts:graphs": 7.08e-3,
+        "jcuts/recomputes/attention:separate": 6.8e-3,
+    }
+    order = ["jcuts/recomputes:graphs", "jcuts/recomputes/attention:graphs", "jcuts"]  # raced with other options
+    assert race_limits.affordable(late, 9.0, 3.0, gains, totals, raced) == order
+    assert race_limits.affordable(late, 9.0, 3.0, gains, totals)[0] == "jcuts"  # by the sums alone
+    # Nothing of its kind has raced: the sums decide.
+    assert race_limits.affordable(late, 3.0, 3.0, gains, totals, {"xla": 7e-3}) == ["jcuts"]
+
+
 def test_attention_races_beside_all_other_kernels(monkeypatch):
     gains = {"plain": 1e-4, "turned": 2e-4, "attention": 3e-4}
     monkeypatch.setattr(variant_space.measured_sums, "kernel_sums", lambda report: (1e-4, gains[report]))

@@ -28,7 +28,7 @@ ROOM = 4
 COMPILERS = 16
 """Most reductions that compile at once."""
 MOST_REDUCTIONS = 256
-"""Compiled reductions from which on they are made anew."""
+"""Compiled reductions that are kept; with more, those of earlier calls are dropped."""
 
 
 class Norms(NamedTuple):
@@ -101,19 +101,20 @@ def _is_resident(group: Sequence[Any]) -> bool:
 def _compiled(groups: Sequence[Sequence[Any]]) -> list[Any]:
     """The reductions of groups of arrays on a device, each signature compiled once, several at a time."""
     structs = [tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in group) for group in groups]
-    missing = [each for each in dict.fromkeys(structs) if each not in _reductions]
+    known = {each: _reductions[each] for each in dict.fromkeys(structs) if each in _reductions}
+    missing = [each for each in dict.fromkeys(structs) if each not in known]
 
     def compiled(each: tuple[Any, ...]) -> Any:
         with jax.enable_x64(True):  # a setting of this thread
             return _on_device.lower(*each).compile()
 
-    if len(_reductions) > MOST_REDUCTIONS:
-        _reductions.clear()
-        missing = list(dict.fromkeys(structs))
     if missing:
         with ThreadPoolExecutor(min(len(missing), COMPILERS)) as pool:
-            _reductions.update(zip(missing, pool.map(compiled, missing), strict=True))
-    return [_reductions[each] for each in structs]
+            known.update(zip(missing, pool.map(compiled, missing), strict=True))
+        if len(_reductions) > MOST_REDUCTIONS:
+            _reductions.clear()
+        _reductions.update(known)
+    return [known[each] for each in structs]
 
 
 _reductions: dict[tuple[Any, ...], Any] = {}

@@ -103,11 +103,6 @@ class Attention:
         )
 
 
-def varies_with(load: Node, axis: str) -> bool:
-    """Whether a load's address depends on an axis, or on values."""
-    return load.index is not None and (axis in load.index.axes() or bool(load.index.values()))
-
-
 def match(program: Program) -> Attention | Refusal:
     """Matches a program of the attention template, or refuses it with the reason why no kernel supports it."""
     if program.template != "attention" or len(program.phases) < 5:

@@ -2,8 +2,8 @@
 
 `jax.profiler.ProfileData` reads the same files in C++; on Python 3.12 it aborts the process where warnings are errors
 (a warning while it creates its iterators' types cannot be raised).  A damaged file is an error here.
-Only the fields that are asked for are decoded, by the wire format
-of protocol buffers: tags of field number and wire type, varints, and length-delimited messages.
+Only the fields that are asked for are decoded, by the wire format of protocol buffers: tags of field number and wire
+type, varints, and length-delimited messages.
 """
 
 from __future__ import annotations
@@ -81,17 +81,17 @@ def _event(message: int | memoryview, names: Mapping[int, str], stats: Mapping[i
         elif number == Field.EVENT_DURATION:
             duration = _number(value)
         elif number == Field.EVENT_STATS:
-            key, text = 0, None
-            for field, content in _fields(value):
-                if field == Field.STAT_METADATA:
-                    key = _number(content)
-                elif field == Field.STAT_TEXT:
-                    text = _decoded(content)
-                elif field == Field.STAT_REFERENCE:
-                    text = stats.get(_number(content))
-            if text is not None and key in stats:
-                found[stats[key]] = text
+            found.update(_stat(dict(_fields(value)), stats))
     return Event(names.get(kind, ""), duration, found)
+
+
+def _stat(fields: Mapping[int, int | memoryview], names: Mapping[int, str]) -> dict[str, str]:
+    """A statistic that is a text, or refers to one, by its name; nothing for numbers."""
+    name = names.get(_number(fields.get(Field.STAT_METADATA, 0)))
+    text = names.get(_number(fields[Field.STAT_REFERENCE])) if Field.STAT_REFERENCE in fields else None
+    if Field.STAT_TEXT in fields:
+        text = _decoded(fields[Field.STAT_TEXT])
+    return {} if name is None or text is None else {name: text}
 
 
 def _names(fields: list[tuple[int, int | memoryview]], number: int) -> dict[int, str]:

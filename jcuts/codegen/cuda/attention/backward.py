@@ -20,14 +20,20 @@ from dataclasses import replace
 
 from jcuts.codegen.cuda.attention.block_walk import checked_tile, counted_loop, head_frame, next_stage
 from jcuts.codegen.cuda.attention.kv_tiles import LineReader, TileCopier
-from jcuts.codegen.cuda.attention.masked_tiles import are_bounded, is_masked, loads_are_bounded, unless
+from jcuts.codegen.cuda.attention.masked_tiles import (
+    are_bounded,
+    is_masked,
+    loads_are_bounded,
+    rows_are_bounded,
+    unless,
+)
 from jcuts.codegen.cuda.attention.online_softmax import tiles_of
 from jcuts.codegen.cuda.attention.score_mod import Tile, TilePlace, apply_to_tiles, mask_columns
 from jcuts.codegen.cuda.gemm.epilogue import epilogue
 from jcuts.codegen.cuda.gemm.smem_tile import SmemTile
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
-from jcuts.codegen.cuda.ptx.shuffle import WARP, vote_all
+from jcuts.codegen.cuda.ptx.shuffle import WARP
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import Buffer, Phase, Program
@@ -187,11 +193,11 @@ class AttentionBackwardKernel:
 
     def _rows_are_bounded(self) -> L.Value:
         """Whether the operands of a warp's rows are bounded, and what these load."""
-        builder, shape, masked, attention = self.builder, self.shape, self.masked, self.attention
+        shape, masked, attention = self.shape, self.masked, self.attention
         if masked is None:
             return L.I1(0)
         if not shape.held:
-            ptx_mma.barrier(builder)
+            ptx_mma.barrier(self.builder)
         words = (
             word
             for side, tile in enumerate(shape.row_tiles)
@@ -199,13 +205,8 @@ class AttentionBackwardKernel:
             for step in range(tile.steps)
             for word in (self.held[side][band][step] if shape.held else self.rows[side].rows(band, step))
         )
-        holds = are_bounded(builder, attention.kind, words, masked.operands)
-        for down in range(0, shape.high, WARP):
-            row = builder.add(self.row, builder.add(self.lane, L.I32(down)))
-            extents = {ROWS: attention.rows}
-            loads = loads_are_bounded(self.frame, masked.row_loads, self.buffers, {ROWS: row}, extents, masked.loads)
-            holds = builder.and_(holds, loads)
-        return vote_all(builder, holds)
+        rows = self.row, shape.high, attention.rows
+        return rows_are_bounded(self.frame, masked, attention.kind, words, self.buffers, rows, self.lane)
 
     def _next(self, tile: L.Value, stage: L.Value) -> None:
         """Starts the copies of a tile, if there is one."""

@@ -20,11 +20,11 @@ from dataclasses import replace
 
 from jcuts.codegen.cuda.attention.block_walk import checked_tile, counted_loop, head_frame, next_stage
 from jcuts.codegen.cuda.attention.kv_tiles import LineReader, TileCopier, queries
-from jcuts.codegen.cuda.attention.masked_tiles import are_bounded, is_masked, loads_are_bounded, unless
+from jcuts.codegen.cuda.attention.masked_tiles import are_bounded, is_masked, rows_are_bounded, unless
 from jcuts.codegen.cuda.attention.online_softmax import (
     FOUR,
     OnlineSoftmaxState,
-    have_seen_more,
+    is_negligible,
     merge_states,
     quad_reduce,
     scaled,
@@ -37,7 +37,7 @@ from jcuts.codegen.cuda.gemm.epilogue import epilogue
 from jcuts.codegen.cuda.gemm.smem_tile import SmemTile
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
-from jcuts.codegen.cuda.ptx.shuffle import WARP, vote_all
+from jcuts.codegen.cuda.ptx.shuffle import WARP
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import Buffer, Program
@@ -192,23 +192,18 @@ class FlashAttentionKernel:
         first = {ROWS: self.row, COLUMNS: self._first_key(number)}
         sizes = {ROWS: self.shape.warp[0], COLUMNS: self.shape.warp[1]}
         nothing = is_masked(self.builder, self.masked.positions, first, sizes)
-        for more in (bounded, self.rows_bounded, have_seen_more(self.builder, state, self.masked.score)):
+        for more in (bounded, self.rows_bounded, is_negligible(self.builder, state, self.masked.score)):
             nothing = self.builder.and_(nothing, more)
         return unless(self.builder, nothing, state.values(), added)
 
     def _rows_are_bounded(self) -> L.Value:
         """Whether a warp's queries are bounded, and what its rows load."""
-        builder, masked, attention = self.builder, self.masked, self.attention
-        if masked is None:
+        if self.masked is None:
             return L.I1(0)
         words = (word for band in self.queries for step in band for word in step)
-        holds = are_bounded(builder, attention.kind, words, masked.operands)
-        for down in range(0, self.shape.warp[0], WARP):
-            row = builder.add(self.row, builder.add(self.lane, L.I32(down)))
-            extents = {ROWS: attention.rows}
-            loads = loads_are_bounded(self.frame, masked.row_loads, self.buffers, {ROWS: row}, extents, masked.loads)
-            holds = builder.and_(holds, loads)
-        return vote_all(builder, holds)
+        rows = self.row, self.shape.warp[0], self.attention.rows
+        kind = self.attention.kind
+        return rows_are_bounded(self.frame, self.masked, kind, words, self.buffers, rows, self.lane)
 
     def _first_key(self, number: L.Value) -> L.Value:
         """The first key of a warp's part of a tile."""

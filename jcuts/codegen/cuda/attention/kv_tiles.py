@@ -156,12 +156,7 @@ class TileCopier:
 
     def _rounded(self, place: L.Value, moved: int, words: int) -> None:
         builder = self.builder
-        if words == FOUR:
-            found = [builder.bitcast(v, L.I32) for v in ptx_mma.ld_shared_v4_f32(builder, place, moved)]
-        elif words == 2:
-            found = ptx_mma.read_pair(builder, place, moved)
-        else:
-            found = [ptx_mma.ld_shared_b32(builder, place, moved)]
+        found = _words(builder, place, moved, words)
         ptx_mma.write_words(builder, place, moved, [ptx_mma.to_tf32(builder, w) for w in found])
 
 

@@ -15,11 +15,13 @@ import numpy as np
 from jcuts.codegen.cuda.graph.node_emitter import Emitter
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
+from jcuts.codegen.cuda.ptx.shuffle import WARP, vote_all
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import Buffer
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS
+from jcuts.lower.patterns.masked_tiles import MaskedTiles
 
 HIGH_HALF = 0x7FFF0000
 """Magnitude of a 16-bit number in the upper half of a word, of bfloat16 as a float32."""
@@ -88,6 +90,30 @@ def loads_are_bounded(
         number = builder.and_(builder.bitcast(value.value, L.I32), L.I32(MAGNITUDE))
         holds = builder.and_(holds, builder.icmp_unsigned("<=", number, L.I32(_bits("tf32", limit))))
     return holds
+
+
+def rows_are_bounded(
+    frame: M.Frame,
+    masked: MaskedTiles,
+    kind: str,
+    words: Iterable[L.Value],
+    buffers: Mapping[str, Buffer],
+    rows: tuple[L.Value, int, int],
+    lane: L.Value,
+) -> L.Value:
+    """Whether the operands of a warp's rows, and what these load, are bounded (``vote.sync.all``).
+
+    Args: kind, words: as of `are_bounded`, of the lane's fragments. rows: the warp's first, how many it has, and how
+        many there are.
+    """
+    builder = frame.builder
+    first, count, extent = rows
+    holds = are_bounded(builder, kind, words, masked.operands)
+    for down in range(0, count, WARP):
+        row = builder.add(first, builder.add(lane, L.I32(down)))
+        loads = loads_are_bounded(frame, masked.row_loads, buffers, {ROWS: row}, {ROWS: extent}, masked.loads)
+        holds = builder.and_(holds, loads)
+    return vote_all(builder, holds)
 
 
 def is_masked(

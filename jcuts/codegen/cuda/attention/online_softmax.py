@@ -90,7 +90,7 @@ def softmax(
     return made, weights
 
 
-def have_seen_more(builder: GpuBuilder, state: OnlineSoftmaxState, score: float) -> L.Value:
+def is_negligible(builder: GpuBuilder, state: OnlineSoftmaxState, score: float) -> L.Value:
     """Whether scores up to a bound have no weight in any row of a warp: its state stays (``vote.sync.all``)."""
     holds: L.Value = L.I1(1)
     least = L.F32(max(score, LOWEST) + NEGLIGIBLE)

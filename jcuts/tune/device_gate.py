@@ -2,7 +2,8 @@
 
 The user's thread offers a slice between two calls, when one is wanted and the account allows it, and waits until it is
 given back.  Who makes no calls for a while, and whose process does nothing else, is not asked.  A slice is for one
-process at a time: it comes with the lock of the machine.
+process at a time: it comes with the lock of the machine.  Calls are counted too: what works beside them is charged by
+what they lose (`tune.parent.call_pace`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from jcuts.tune.device_slices import OpenDevice, Stopped
 from jcuts.tune.parent import machine_lock
+from jcuts.tune.parent.call_pace import CallPace
 from jcuts.tune.share_account import ShareAccount
 
 LEAST = 1 / 20
@@ -95,6 +97,7 @@ class DeviceGate:
         self._calls = 0  # under way
         self._last = clock()
         self._pending: Callable[[], bool] = lambda: False
+        self._pace = CallPace(clock)
 
     # The user's thread ------------------------------------------------------------------------------------------------
 
@@ -110,26 +113,39 @@ class DeviceGate:
         with self._turn:
             self._calls -= 1
             self._last, self._pending = self.clock(), pending
+            self.account.charge(self._pace.called())
 
     def _hand_over(self, ready: Callable[[], Any]) -> None:
         if not self._held:
-            if self.account.credit() < LEAST + self._overrun:
+            if self.credit() < LEAST + self._overrun:
                 return
             ready()
-        start, asked = self.clock(), 0.0
+        asked = 0.0
         with self._turn:
-            if not self._held:
-                if not self.wanted or self._stopped:
-                    return
-                asked = self._granted = min(self.longest, self.account.credit() - self._overrun)
-                self._turn.notify_all()
-                self._turn.wait_for(lambda: self._granted is None or self._stopped, TAKEN_WITHIN)
-                self._granted = None
-            self._turn.wait_for(lambda: not self._held or self._stopped, MOST_WAIT)
-        spent = self.clock() - start
-        self.account.charge(spent)
-        if asked:
-            self._overrun = max(0.0, spent - asked, FORGET * self._overrun)
+            if not self._held and (not self.wanted or self._stopped):
+                return
+            start = self.clock()
+            self._pace.begin_slice()
+            try:
+                if not self._held:
+                    asked = self._granted = min(self.longest, self.credit() - self._overrun)
+                    self._turn.notify_all()
+                    self._turn.wait_for(lambda: self._granted is None or self._stopped, TAKEN_WITHIN)
+                    self._granted = None
+                self._turn.wait_for(lambda: not self._held or self._stopped, MOST_WAIT)
+            finally:
+                self._pace.end_slice()
+                spent = self.clock() - start
+                self.account.charge(spent)
+            if asked:
+                self._overrun = max(0.0, spent - asked, FORGET * self._overrun)
+
+    # Both -------------------------------------------------------------------------------------------------------------
+
+    def credit(self) -> float:
+        """Seconds that the user may wait now, less what calls have lost to work beside them and is not charged yet."""
+        with self._turn:
+            return self.account.credit() - self._pace.outstanding()
 
     # The measuring thread ---------------------------------------------------------------------------------------------
 
@@ -174,6 +190,29 @@ class DeviceGate:
             self._idle.skip()
             self._turn.notify_all()
 
+    def tuned_here(self) -> None:
+        """The calling thread is the one that measures from now on."""
+        used = _thread_seconds()
+        with self._turn:
+            self._pace.watch(used)
+
+    def may_use_beside(self) -> bool:
+        """Whether work that cannot be cut may begin beside the user's calls; it waits until their pace is known."""
+        with self._turn:
+            self.account.charge(self._pace.settle())
+            return self.credit() > 0.0 and not self._pace.is_worth_waiting_for()
+
+    def begin_beside(self) -> None:
+        """Something begins to work beside the user's calls, which counts by what they lose until `end_beside`."""
+        with self._turn:
+            self._pace.begin_work()
+
+    def end_beside(self) -> None:
+        """One of those that worked beside the user's calls has ended."""
+        with self._turn:
+            self._pace.end_work()
+            self.account.charge(self._pace.settle())
+
     def check(self) -> None:
         """Raises: Stopped: see `stop`."""
         if self._stopped:
@@ -191,8 +230,22 @@ class DeviceGate:
         return self._idle.is_calm()
 
 
+def _thread_seconds() -> Callable[[], float]:
+    """Processor seconds of the calling thread, for other threads; 0 where the system does not tell."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return float
+    thread = time.pthread_getcpuclockid(threading.get_ident())
+
+    def seconds() -> float:
+        with contextlib.suppress(OSError):  # it has ended
+            return time.clock_gettime(thread)
+        return 0.0
+
+    return seconds
+
+
 class GateSlices(OpenDevice):
-    """Slices of a gate, for the thread that tunes (`tune.device_slices`)."""
+    """Slices of a gate, for the thread that tunes, which makes them (`tune.device_slices`)."""
 
     sliced = True
 
@@ -200,6 +253,7 @@ class GateSlices(OpenDevice):
         self._gate = gate
         self._depth = 0
         self._blocked = 0.0
+        gate.tuned_here()
 
     def begin(self) -> None:
         """Waits for a slice, unless this thread is inside of one."""
@@ -245,11 +299,15 @@ class GateSlices(OpenDevice):
 
     def may_use_beside(self) -> bool:
         """Whether the account allows more work on the device beside the user's."""
-        return self._gate.account.credit() > 0.0
+        return self._gate.may_use_beside()
 
-    def charge(self, seconds: float) -> None:
-        """Counts work beside the user's as if the user had waited for all of it: it took no more from them."""
-        self._gate.account.charge(seconds)
+    def begin_beside(self) -> None:
+        """Something begins to work on the device beside the user's program: see `DeviceGate.begin_beside`."""
+        self._gate.begin_beside()
+
+    def end_beside(self) -> None:
+        """One of those that worked beside the user's program has ended, or waits."""
+        self._gate.end_beside()
 
     def _take(self) -> None:
         while self.try_take(1.0) is None:

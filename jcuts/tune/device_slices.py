@@ -53,8 +53,11 @@ class OpenDevice:
         """Whether work on the device that is not timed may begin beside the user's."""
         return True
 
-    def charge(self, seconds: float) -> None:
-        """Counts work beside the user's."""
+    def begin_beside(self) -> None:
+        """Something begins to work on the device beside the user's program; it may not be the only one."""
+
+    def end_beside(self) -> None:
+        """One of those that worked beside the user's program has ended, or waits."""
 
 
 _OPEN = OpenDevice()

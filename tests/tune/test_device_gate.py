@@ -11,6 +11,7 @@ import pytest
 from jcuts.tune import device_gate, device_slices
 from jcuts.tune.device_gate import DeviceGate, GateSlices
 from jcuts.tune.device_slices import Stopped
+from jcuts.tune.parent import call_pace
 from jcuts.tune.share_account import ShareAccount
 
 
@@ -213,3 +214,89 @@ def test_a_measurement_pauses_when_its_slice_is_over():
         clock.add(device_gate.MOST)
         device_slices.pause()
         assert gate.slices == 2
+
+
+def make_calls(gate, clock, seconds, number):
+    for _ in range(number):
+        gate.before_call(lambda: None)
+        clock.add(seconds)
+        gate.after_call(lambda: False)
+
+
+def calling_gate(share=0.1):
+    """A gate that knows that a call takes 0.1 s."""
+    gate, clock = gate_of(share)
+    slices = GateSlices(gate)
+    make_calls(gate, clock, 0.1, 31)
+    return gate, clock, slices
+
+
+def test_work_beside_calls_is_charged_by_what_they_lose():
+    gate, clock, slices = calling_gate()
+    slices.begin_beside()
+    make_calls(gate, clock, 0.1, 30)
+    assert gate.account.waited == pytest.approx(0.0)
+    slices.begin_beside()  # a second process
+    make_calls(gate, clock, 0.2, 30)
+    slices.end_beside()
+    slices.end_beside()
+    make_calls(gate, clock, 0.1, 30)
+    assert gate.account.waited == pytest.approx(3.0)
+
+
+def test_a_slice_beside_work_counts_once():
+    gate, clock, slices = calling_gate(share=1.0)
+    slices.begin_beside()
+    make_calls(gate, clock, 0.1, 30)
+
+    def measure():
+        seconds = gate.take(60.0)
+        clock.add(seconds)
+        gate.give()
+
+    thread = threading.Thread(target=measure, daemon=True)
+    thread.start()
+    until(lambda: gate.wanted)
+    while not gate.slices:
+        make_calls(gate, clock, 0.1, 1)
+    thread.join(60)
+    make_calls(gate, clock, 0.1, 30)
+    slices.end_beside()
+    assert gate.account.waited == pytest.approx(device_gate.MOST)
+
+
+def test_work_beside_a_loop_that_makes_no_calls_counts_in_full():
+    gate, clock, slices = calling_gate()
+    slices.begin_beside()
+    clock.add(50.0)  # an evaluation
+    assert not slices.may_use_beside()
+    slices.end_beside()
+    assert gate.account.waited == pytest.approx(50.0)
+    make_calls(gate, clock, 0.1, 30)
+    assert gate.account.waited == pytest.approx(50.0)
+
+
+def test_what_is_not_charged_yet_is_no_credit():
+    gate, clock, slices = calling_gate()
+    assert slices.may_use_beside()
+    slices.begin_beside()
+    clock.add(0.8)
+    assert gate.account.waited == 0.0
+    assert not slices.may_use_beside()
+
+
+def test_work_beside_calls_waits_until_their_pace_is_known():
+    gate, clock = gate_of()
+    slices = GateSlices(gate)
+    make_calls(gate, clock, 0.1, 2)
+    assert not slices.may_use_beside()
+    make_calls(gate, clock, 0.1, 30)
+    assert slices.may_use_beside()
+
+
+def test_work_waits_for_a_pace_only_while_calls_come():
+    gate, clock = gate_of()
+    slices = GateSlices(gate)
+    make_calls(gate, clock, 0.1, 2)
+    clock.add(call_pace.SILENCE)
+    assert slices.may_use_beside()

@@ -2,7 +2,8 @@
 
 A process asks by the event ``slice`` and gives back by ``slice end``, by its answer, or by its end.  What uses a GPU
 without being timed (references, checks, XLA's compiler with its own timings) cannot be cut into slices: it runs beside
-the user's program, begins only while the account allows it, and counts in full.
+the user's program, begins only while the account allows it, and counts by what the user's calls lose meanwhile
+(`tune.parent.call_pace`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ class Process(Protocol):
 
     task: Any
     deadline: float
-    begun: float
 
     def write(self, message: dict[str, Any]) -> None:
         """Writes one line to the process."""
@@ -40,19 +40,20 @@ class SliceTurns:
         self._slices = slices
         self._waiting: collections.deque[Process] = collections.deque()
         self._holder: Process | None = None
-        self._asked: dict[int, float] = {}  # when a process asked for the slice that it waits for, or has
-        self._apart: dict[int, float] = {}  # seconds of its request that it waited for slices, and had them
-        self._beside: set[int] = set()  # processes whose request counts
+        self._beside: dict[
+            int, bool
+        ] = {}  # processes whose request counts: not while they wait for a slice or have one
 
     def heard(self, worker: Process, answer: dict[str, Any]) -> bool:
         """Takes note of an event about slices; False for all others."""
         event = answer.get("event")
         if event == "slice":
             self._waiting.append(worker)
-            self._asked[id(worker)] = time.monotonic()
+            self._set_beside(worker, False)
             worker.deadline = float("inf")
         elif event == "slice end":
             self._release(worker)
+            self._set_beside(worker, True)
         else:
             return False
         return True
@@ -78,10 +79,8 @@ class SliceTurns:
         """A request is over, or its process."""
         self._waiting = collections.deque(w for w in self._waiting if w is not worker)
         self._release(worker)
-        apart = self._apart.pop(id(worker), 0.0)
-        if id(worker) in self._beside:
-            self._beside.discard(id(worker))
-            self._slices.charge(time.monotonic() - worker.begun - apart)
+        self._set_beside(worker, False)
+        self._beside.pop(id(worker), None)
 
     def may_begin(self, platform: str, request: dict[str, Any]) -> bool:
         """Whether a request may be handed out now."""
@@ -91,7 +90,8 @@ class SliceTurns:
     def sent(self, platform: str, worker: Process, request: dict[str, Any]) -> None:
         """A request was handed out."""
         if self._slices.sliced and platform != "cpu" and request.get("op") in ON_DEVICE:
-            self._beside.add(id(worker))
+            self._beside[id(worker)] = True
+            self._slices.begin_beside()
 
     def wait_for_credit(self, queued: bool) -> bool:
         """Waits a moment where all that is queued has to wait for the account; whether anything is queued."""
@@ -99,10 +99,12 @@ class SliceTurns:
             time.sleep(LISTEN)
         return queued and self._slices.sliced
 
+    def _set_beside(self, worker: Process, works: bool) -> None:
+        if self._beside.get(id(worker)) is (not works):
+            self._beside[id(worker)] = works
+            (self._slices.begin_beside if works else self._slices.end_beside)()
+
     def _release(self, worker: Process) -> None:
-        asked = self._asked.pop(id(worker), None)
-        if asked is not None:
-            self._apart[id(worker)] = self._apart.get(id(worker), 0.0) + time.monotonic() - asked
         if worker is self._holder:
             self._holder = None
             self._slices.give()

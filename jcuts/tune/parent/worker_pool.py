@@ -76,7 +76,6 @@ class Worker:
         self.buffer = b""
         self.task: Task | None = None
         self.deadline = float("inf")
-        self.begun = 0.0
         self.running = ""
         self.id = 0
         self.answered = False
@@ -85,8 +84,7 @@ class Worker:
         """Sends a request (small: arrays travel as files)."""
         self.task, self.running = task, ""
         self.id += 1
-        self.begun = time.monotonic()
-        self.deadline = self.begun + task.timeout + (0.0 if self.answered else START_SECONDS)
+        self.deadline = time.monotonic() + task.timeout + (0.0 if self.answered else START_SECONDS)
         self.write({"id": self.id, **task.request})
 
     def write(self, message: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Slices of the device for worker processes: whose turn it is, and what counts where nothing can be cut."""
+"""Slices of the device for worker processes: whose turn it is, and when work counts that cannot be cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 from jcuts.tune.device_slices import OpenDevice
 from jcuts.tune.measure import statistics
-from jcuts.tune.parent import slice_turns
 from jcuts.tune.parent.slice_turns import SliceTurns
 from jcuts.tune.worker.parent_slices import ParentSlices
 
@@ -21,7 +20,7 @@ class Lender(OpenDevice):
     sliced = True
 
     def __init__(self):
-        self.lends, self.given, self.charged, self.credit = False, 0, [], True
+        self.lends, self.given, self.beside, self.credit = False, 0, 0, True
 
     def try_take(self, seconds):
         return 0.1 if self.lends else None
@@ -32,13 +31,16 @@ class Lender(OpenDevice):
     def may_use_beside(self):
         return self.credit
 
-    def charge(self, seconds):
-        self.charged.append(seconds)
+    def begin_beside(self):
+        self.beside += 1
+
+    def end_beside(self):
+        self.beside -= 1
 
 
 class Process:
     def __init__(self):
-        self.task, self.deadline, self.begun, self.heard = types.SimpleNamespace(timeout=30.0), 0.0, 0.0, []
+        self.task, self.deadline, self.heard = types.SimpleNamespace(timeout=30.0), 0.0, []
 
     def write(self, message):
         self.heard.append(message)
@@ -87,28 +89,52 @@ def test_other_events_are_not_about_slices():
     assert not SliceTurns(Lender()).heard(Process(), {"id": 1, "event": "running", "label": "a"})
 
 
-def test_work_on_a_gpu_that_cannot_be_cut_counts_in_full(monkeypatch):
-    lender, now = Lender(), [100.0]
-    monkeypatch.setattr(slice_turns, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    turns, process = SliceTurns(lender), Process()
+def test_work_on_a_gpu_that_cannot_be_cut_begins_on_credit():
+    lender = Lender()
+    turns = SliceTurns(lender)
     lender.credit = False
     assert not turns.may_begin("cuda", {"op": "reference"})
     assert turns.may_begin("cuda", {"op": "compile"})  # needs no device
     assert turns.may_begin("cpu", {"op": "reference"})  # a process of low priority
     lender.credit = True
     assert turns.may_begin("cuda", {"op": "measure"})
-    process.begun = now[0]
+
+
+def test_work_on_a_gpu_is_beside_the_program_but_for_slices():
+    lender = Lender()
+    turns, process, other = SliceTurns(lender), Process(), Process()
+    turns.sent("cuda", process, {"op": "compile"})
+    turns.sent("cpu", process, {"op": "measure"})
+    assert lender.beside == 0
+    turns.ended(process)
     turns.sent("cuda", process, {"op": "measure"})
-    now[0] += 2.0
-    turns.heard(process, SLICE)
-    now[0] += 50.0  # waits for its slice
+    turns.sent("cuda", other, {"op": "reference"})
+    assert lender.beside == 2
+    turns.heard(process, SLICE)  # waits for its slice
+    assert lender.beside == 1
     lender.lends = True
     turns.grant()
-    now[0] += 1.0  # which the user's thread counts
+    assert lender.beside == 1  # the user's thread counts it
     turns.heard(process, END)
-    now[0] += 0.5
+    assert lender.beside == 2
+    turns.ended(other)
     turns.ended(process)
-    assert lender.charged == [2.5]
+    turns.ended(process)  # its process ends too
+    assert lender.beside == 0
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_process_that_ends_with_or_before_its_slice_is_not_beside(holds):
+    lender = Lender()
+    turns, process = SliceTurns(lender), Process()
+    turns.sent("cuda", process, {"op": "measure"})
+    turns.heard(process, SLICE)
+    lender.lends = holds
+    turns.grant()
+    turns.ended(process)
+    assert lender.beside == 0
+    turns.sent("cuda", process, {"op": "check"})
+    assert lender.beside == 1
 
 
 def test_an_open_device_counts_nothing():

@@ -108,7 +108,8 @@ def child(job: dict[str, Any]) -> dict[str, Any]:
         windows.append({"at": now - begun, "steps_per_second": count / (now - start), **state})
         decided = state.get("state") != "tuning"
         decided_at = now if decided and decided_at is None else decided_at
-        if now - begun > job["seconds"] or (decided_at is not None and now - decided_at > job["after"]):
+        over = decided_at is not None and now - decided_at > job["after"] and now - begun > job["least"]
+        if now - begun > job["seconds"] or over:
             break
     more = {}
     if job["tune"] != "jit":
@@ -177,6 +178,7 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.05, 0.2])
     parser.add_argument("--seconds", type=float, default=900.0, help="most seconds of one process (%(default)s)")
     parser.add_argument("--after", type=float, default=20.0, help="seconds after the switch (%(default)s)")
+    parser.add_argument("--least", type=float, default=0.0, help="least seconds of a tuned process (%(default)s)")
     parser.add_argument("--window", type=float, default=2.0, help="seconds per window (%(default)s)")
     parser.add_argument("--channels", type=int, default=64)
     parser.add_argument("--layers", type=int, default=3)
@@ -195,8 +197,9 @@ def main() -> None:
     seconds, after, window = (0.0, 0.0, 1 / 4) if asked.dry else (asked.seconds, asked.after, asked.window)
     shares = asked.shares[:1] if asked.dry else asked.shares
 
-    def job(tune: str) -> dict[str, Any]:
-        return {"tune": tune, "model": model, "seconds": seconds, "after": after, "window": window}
+    def job(tune: str, least: float = 0.0) -> dict[str, Any]:
+        times = {"seconds": seconds, "after": after, "window": window, "least": least}
+        return {"tune": tune, "model": model, **times}
 
     rows = {"jit": [], "auto": [], "online": [], "warm": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -205,7 +208,7 @@ def main() -> None:
             rows["auto"].append(run(job("auto"), f"{folder}/auto"))
         for share in shares:
             cache = f"{folder}/online-{share}"
-            rows["online"].append(run(job("online"), cache, share))
+            rows["online"].append(run(job("online", min(seconds, asked.least)), cache, share))
             rows["warm"].append(run(job("online"), cache, share))
         rows["jit"].append(run(job("jit"), folder))
     found = {"model": model, "rows": rows}

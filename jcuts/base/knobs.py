@@ -145,6 +145,11 @@ class Knobs:
         "wall time that tuning may take at a first call, beyond jax.jit's own; inf: no limit (default: 60)",
         default=None,
     )
+    memory_over: float = _knob(
+        _number(0.0, math.inf, with_low=True),
+        "share by which a program's peak memory may exceed that of plain jax.jit (default: 0.03)",
+        default=3 / 100,
+    )
     online_share: float = _knob(
         _number(0.0, 1.0),
         'share of a run\'s wall time that tune="online" may take (default: 0.05)',

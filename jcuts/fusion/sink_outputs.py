@@ -36,13 +36,17 @@ def sink_outputs(
 ) -> Cover:
     """The partition after regions took over element-wise operations of the regions whose results they read.
 
-    Args: has_form: whether a program can be a kernel here. Operations move only if both regions still have a form.
+    Args: has_form: whether a program can be a kernel here. Operations move only if no region loses its form.
     Returns: a cover of the same operations; bytes read and written by its regions are never more than before.
     """
     found = dict(cover)
-    for members, _ in sorted(cover, key=lambda item: -max(item[0])):
-        while members in found and (moved := _move_one(graph, members, found, has_form)) is not None:
-            members = moved
+    todo = set(found)
+    while todo:
+        before = set(found)
+        for members in sorted(todo, key=max, reverse=True):
+            while members in found and (moved := _move_one(graph, members, found, has_form)) is not None:
+                members = moved
+        todo = set(found) - before  # what a region has taken over may let others of its operations move
     return sorted(found.items(), key=lambda item: max(item[0]))
 
 
@@ -82,7 +86,9 @@ def _moved(
     if not rest or traffic(graph, members, reader) - traffic(graph, rest, joined) < LEAST_BYTES:
         return None
     first, second = lower_region_or_sums(graph, rest), lower_region_or_sums(graph, joined)
-    if isinstance(first, Refusal) or isinstance(second, Refusal) or not (has_form(first) and has_form(second)):
+    if isinstance(first, Refusal) or isinstance(second, Refusal):
+        return None
+    if any(has_form(old) and not has_form(new) for old, new in ((found[members], first), (found[reader], second))):
         return None
     if any(
         old.template in (COLUMN_SUMS, ROW_COLUMN_SUMS) and old.template != new.template

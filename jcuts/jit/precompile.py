@@ -17,8 +17,8 @@ from jcuts.tune import device_slices
 log = logging.getLogger("jcuts")
 
 
-def precompile_variants(lowered: Mapping[str, Callable[[], Any]]) -> None:
-    """Compiles several programs at once; each then runs without compiling.
+def precompile_variants(lowered: Mapping[str, Callable[[], Any]]) -> dict[str, int]:
+    """Compiles several programs at once; each then runs without compiling.  Returns: peak memory of each [bytes].
 
     Lowering stays on this thread.  Plain XLA comes first and alone: its algorithms are timed as they would be without
     jcuts, beside nothing that may disturb that.  Programs whose products and convolutions are those of another come
@@ -27,6 +27,7 @@ def precompile_variants(lowered: Mapping[str, Callable[[], Any]]) -> None:
     """
     most = 1 if device_slices.current().sliced else fingerprint.usable_cores()
     made = {}
+    peaks: dict[str, int] = {}
     start = time.perf_counter()
     for name, lower in lowered.items():
         with contextlib.suppress(Exception):
@@ -44,9 +45,24 @@ def precompile_variants(lowered: Mapping[str, Callable[[], Any]]) -> None:
                 if (error := future.exception()) is not None:
                     text = str(error).splitlines()[0] if str(error) else type(error).__name__
                     log.info("program %s does not compile: %s", name, text)
+                elif (bytes_ := peak_bytes(future.result())) is not None:
+                    peaks[name] = bytes_
         log.info("compiled in %.2f s: %s", time.perf_counter() - last, ", ".join(wave))
     spent = time.perf_counter() - begin
     log.info("%d programs lowered in %.2f s, compiled in %.2f s", len(made), begin - start, spent)
+    return peaks
+
+
+def peak_bytes(executable: Any) -> int | None:
+    """Peak memory of a compiled program by XLA's buffer assignment (`memory_analysis`), None where it is not known.
+
+    Arguments, results and temporary buffers; a donated argument and the result in its place count once.
+    """
+    analysis = executable.memory_analysis() if hasattr(executable, "memory_analysis") else None
+    if analysis is None:
+        return None
+    once = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return int(once + analysis.temp_size_in_bytes)
 
 
 def _arithmetic(name: str) -> tuple[str, ...]:

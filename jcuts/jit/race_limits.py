@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from jcuts.base import knobs
 from jcuts.base.settings import ATTENTION, CLEAR, Variant
 from jcuts.jit import end_to_end_benchmark, variant_space
+from jcuts.jit.decision import XLA
 from jcuts.jit.paired_timing import ms
 from jcuts.jit.variant_names import form_of, is_xla
 from jcuts.jit.variant_space import LOGITS, LONG, RECOMPUTED, numeric_rewrites
@@ -19,6 +21,32 @@ SEPARATE = next(iter(end_to_end_benchmark.SEPARATE_OPTIONS["cuda"]))
 
 TOO_LATE = "not tried: the time for tuning is limited"
 """Why a program did not race that would have without a limit."""
+
+
+MEMORY_SHARE = 1024
+"""Programs may need more memory than plain XLA by this fraction of the device's, whatever the knob says."""
+
+
+def over_memory(peaks: Mapping[str, int], limit: int | None) -> dict[str, str]:
+    """Programs that need too much more memory than plain XLA, and why they may not win.
+
+    Args: peaks: bytes of each; limit: bytes of the device, None where they are not known.
+    """
+    plain, over = peaks.get(XLA), knobs.current().memory_over
+    if plain is None:
+        return {}
+    most = max(plain * (1 + over), plain + (limit or 0) / MEMORY_SHARE)
+    return {
+        name: f"needs {gigabytes(peak)} of memory where plain jax.jit needs {gigabytes(plain)}: more than "
+        f"{100 * over:g}% over (JCUTS_MEMORY_OVER)"
+        for name, peak in peaks.items()
+        if peak > most and not is_xla(name)
+    }
+
+
+def gigabytes(count: float) -> str:
+    """Bytes for messages."""
+    return f"{count / 10**9:.2f} GB"
 
 
 def with_separate(names: Sequence[str], platform: str) -> list[str]:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from jcuts.jit import chain_ablation, end_to_end_benchmark, race_limits, variant_space
 from jcuts.jit.decision import XLA, Decision
 from jcuts.jit.paired_timing import SampleSize
@@ -108,8 +110,10 @@ def time_programs(traced: TracedCall, names: Sequence[str], barred: Mapping[str,
         if device_slices.current().sliced:  # a slice of the device is no time to compile in
             traced.compiler.program(name, call.placement, call.platform).call.lower(*call.args, **call.kwargs).compile()
 
-    return end_to_end_benchmark.benchmark_variants(
-        _programs(traced, names),
+    programs, peaks = _programs(traced, names)
+    heavy = race_limits.over_memory(peaks, _device_bytes(call.args, call.kwargs))
+    decision = end_to_end_benchmark.benchmark_variants(
+        {name: program for name, program in programs.items() if name not in heavy},
         traced.copies,
         donates=traced.arguments.donates,
         verify=traced.exact,
@@ -119,6 +123,15 @@ def time_programs(traced: TracedCall, names: Sequence[str], barred: Mapping[str,
         prepare=compile_,
         options_gain=math.inf if traced.on_gpu else end_to_end_benchmark.OPTIONS_GAIN,
     )
+    return dataclasses.replace(decision, rejected={**heavy, **decision.rejected})
+
+
+def _device_bytes(*arguments: Any) -> int | None:
+    """Memory of the device that holds arguments, None where JAX does not tell."""
+    arrays = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array) and leaf.is_fully_addressable]
+    devices = {device for array in arrays for device in array.devices()} or set(jax.local_devices()[:1])
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    return min((int(limit) for limit in limits if limit), default=None)
 
 
 def _ablate_chains(traced: TracedCall, decision: Decision, single: str) -> Decision:
@@ -132,7 +145,7 @@ def _ablate_chains(traced: TracedCall, decision: Decision, single: str) -> Decis
     decision = chain_ablation.ablate_chains(
         decision,
         single,
-        known | _programs(traced, [single]),
+        known | _programs(traced, [single])[0],
         traced.copies,
         donates=traced.arguments.donates,
         size=_sample_size(traced),
@@ -143,18 +156,19 @@ def _ablate_chains(traced: TracedCall, decision: Decision, single: str) -> Decis
     return decision
 
 
-def _programs(traced: TracedCall, names: Sequence[str]) -> dict[str, Any]:
-    """Whole programs, on a GPU compiled."""
+def _programs(traced: TracedCall, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Whole programs, on a GPU compiled, and of these the peak memory [bytes]."""
     call = traced.call
     more = autotune_cache.options() if traced.on_gpu else {}
     own = end_to_end_benchmark.LOOP_OPTIONS.get("cuda", {})  # other algorithms than those that were published
     mine = {n: {} if variant_space.is_xla(n) or n.partition(":")[2] in own else more for n in names}
     calls = {name: traced.compiler.program(name, call.placement, call.platform, mine[name]).call for name in names}
+    peaks = {}
     if traced.on_gpu:
-        precompile_variants(
+        peaks = precompile_variants(
             {name: functools.partial(program.lower, *call.args, **call.kwargs) for name, program in calls.items()}
         )
-    return {name: program.permitted for name, program in calls.items()}
+    return {name: program.permitted for name, program in calls.items()}, peaks
 
 
 def _near_ties(traced: TracedCall, outcomes: Sequence[Outcome]) -> Outcome | None:

@@ -89,6 +89,17 @@ def _slices(eqn: Any) -> list[Any]:
     return slices
 
 
+def _cropped(eqn: Any) -> list[Any]:
+    """Padding by nothing or less as the slice that it is: automatic differentiation writes that of padding so."""
+    source, (result,), config = eqn.invars[0], eqn.outvars, eqn.params["padding_config"]
+    if jaxapi.is_literal(source) or any(low > 0 or high > 0 or inner for low, high, inner in config):
+        return [eqn]
+    starts = tuple(-int(low) for low, _, _ in config)
+    limits = tuple(start + extent for start, extent in zip(starts, result.aval.shape, strict=True))
+    params = {"start_indices": starts, "limit_indices": limits, "strides": None}
+    return [jaxapi.new_eqn([source], [result], jax.lax.slice_p, params, like=eqn)]
+
+
 def _expanded(function: Callable[..., Any], eqn: Any) -> list[Any]:
     """The equations of a function, in place of an equation that computes the same."""
     shapes = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
@@ -114,6 +125,7 @@ def _unstack(array: Any, axis: int) -> list[Any]:
 
 
 PARTS: dict[str, Callable[[Any], list[Any]]] = {
+    "pad": _cropped,
     "split": _slices,
     "stack": functools.partial(_expanded, _stack),
     "unstack": functools.partial(_expanded, _unstack),
@@ -162,8 +174,10 @@ def _without_no_ops(closed: jaxapi.Closed) -> jaxapi.Closed:
 
 
 def _unchanged_operand(eqn: Any) -> Any:
-    """The value that an operation with an identity element gives; None for other operations."""
+    """The value that a slice of all, or an operation with an identity element gives; None for other operations."""
     name = jaxapi.primitive_name(eqn)
+    if name == "slice" and not jaxapi.is_literal(eqn.invars[0]) and eqn.invars[0].aval == eqn.outvars[0].aval:
+        return eqn.invars[0]
     element = IDENTITY_ELEMENTS.get(name)
     if element is None or not jax.numpy.issubdtype(eqn.outvars[0].aval.dtype, jax.numpy.floating):
         return None

@@ -14,11 +14,12 @@ from jax import lax
 
 import jcuts
 from jcuts import api
+from jcuts.base import knobs
 from jcuts.base.errors import UsageError
 from jcuts.base.settings import ATTENTION, Variant
 from jcuts.jit import end_to_end_benchmark, race_limits, variant_planning, variant_space
 from jcuts.jit.accuracy import float64_check
-from jcuts.jit.precompile import precompile_variants
+from jcuts.jit.precompile import peak_bytes, precompile_variants
 from jcuts.pipeline import computation
 from jcuts.report import measured_sums
 from jcuts.report.function_report import FunctionReport, RefusalReport, SubsetReport
@@ -292,12 +293,40 @@ def test_plain_xla_is_compiled_before_all_others_and_alone():
             busy.remove(self.name)
             if self.name == "jcuts:graphs":
                 raise RuntimeError("no such option")
+            return self
+
+        def memory_analysis(self):
+            sizes = {"argument": 7, "output": 5, "alias": 3, "temp": len(self.name)}
+            return types.SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in sizes.items()})
 
     names = ["xla", "xla:graphs", "jcuts", "jcuts:graphs", "jcuts/dots:graphs", "jcuts/dots"]
-    precompile_variants({name: (lambda n=name: Lowered(n)) for name in names})
+    peaks = precompile_variants({name: (lambda n=name: Lowered(n)) for name in names})
     assert order[0] == ("xla", ("xla",)) and {name for name, _ in order} == set(names)
     first = [name for name, _ in order[1:3]]
     assert "jcuts/dots:graphs" in first and "xla:graphs" not in first
+    assert peaks == {name: 9 + len(name) for name in names if name != "jcuts:graphs"}
+
+
+def test_programs_that_need_more_memory_than_plain_xla_do_not_race():
+    gb = 10**9
+    peaks = {"xla": 10 * gb, "xla:graphs": 11 * gb, "jcuts": 103 * gb // 10, "jcuts/dots": 15 * gb}
+    found = race_limits.over_memory(peaks, 100 * gb)
+    assert set(found) == {"jcuts/dots"}
+    assert "15.00 GB" in found["jcuts/dots"] and "10.00 GB" in found["jcuts/dots"]
+    with knobs.scope(memory_over=0.0):
+        assert set(race_limits.over_memory(peaks, None)) == {"jcuts", "jcuts/dots"}
+        assert set(race_limits.over_memory(peaks, race_limits.MEMORY_SHARE * gb)) == {"jcuts/dots"}
+    with knobs.scope(memory_over=1.0):
+        assert not race_limits.over_memory(peaks, None)
+    assert not race_limits.over_memory({"jcuts": 5}, None)  # plain XLA's memory is not known
+
+
+def test_peak_memory_is_what_buffers_need():
+    donated = jax.jit(lambda x, y: (x + y, jax.numpy.sum(y)), donate_argnums=0)
+    x = jax.ShapeDtypeStruct((512, 128), "float32")
+    peak = peak_bytes(donated.lower(x, x).compile())
+    assert peak is not None and 2 * 512 * 128 * 4 <= peak < 3 * 512 * 128 * 4
+    assert peak_bytes(object()) is None
 
 
 def subset(chosen, seconds, xla, count=1):

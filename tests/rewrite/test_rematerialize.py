@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jcuts.rewrite.backward.rematerialize import LEAST_BYTES, _Crossing, is_large, rematerialize
+from jcuts.rewrite.backward.rematerialize import LEAST_BYTES, Crossing, is_large, rematerialize
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
@@ -113,7 +113,7 @@ def relu_norms(weights, x):
 
 def crossing_masks(closed):
     """Masks in memory that element-wise operations read behind a product."""
-    crossing = _Crossing(closed)
+    crossing = Crossing(closed)
     made = [v for eqn in crossing.eqns for v in eqn.outvars if str(v.aval.dtype) == "bool" and is_large(v)]
     order = {id(eqn): place for place, eqn in enumerate(crossing.eqns)}
     products = [order[id(e)] for e in crossing.eqns if jaxapi.primitive_name(e) == "dot_general"]

@@ -13,6 +13,7 @@ from jcuts.rewrite.backward.multi_tensor_update import multi_tensor_updates
 from jcuts.rewrite.backward.one_hot import gathers_before_elementwise, one_hot_scatters
 from jcuts.rewrite.backward.patch_gradients import patch_gradients
 from jcuts.rewrite.backward.rematerialize import rematerialize
+from jcuts.rewrite.backward.rematerialize_conversions import rematerialize_conversions
 from jcuts.rewrite.backward.separate_deviations import separate_deviations
 from jcuts.rewrite.backward.separate_sums import separate_sums
 from jcuts.rewrite.backward.sparse_updates import sparse_updates
@@ -54,6 +55,9 @@ REWRITES = (
     BackwardRewrite("deviation sums", lambda closed: deviation_sums(closed)[0]),
     BackwardRewrite("residuals", lambda closed: rematerialize(closed)[0], gpu_only=True),
     BackwardRewrite("deviations", separate_deviations, gpu_only=True),
+    BackwardRewrite(
+        "conversions", lambda closed: rematerialize_conversions(closed)[0], gpu_only=True, with_kernels=True
+    ),
     BackwardRewrite("sums", lambda closed: separate_sums(closed)[0], gpu_only=True),
     BackwardRewrite("norms", lambda closed: multi_tensor_norms(closed)[0], gpu_only=True, with_kernels=True),
     BackwardRewrite("updates", lambda closed: multi_tensor_updates(closed)[0], gpu_only=True, with_kernels=True),

@@ -31,6 +31,7 @@ MASKS = {"and", "eq", "ge", "gt", "le", "lt", "ne", "not", "or"}
 ELEMENTWISE = VECTOR_OPS | MASKS | {"add_any", "clamp", "cos", "erf", "log1p", "select_n", "sign", "sin"}
 TYPES = ("float32", "bfloat16", "float16")
 MASK = "bool"
+CONVERSION = "convert_element_type"
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
 LEAST_BYTES = 1 << 16
 """Smaller values stay: they cost nothing where they are."""
@@ -38,7 +39,7 @@ MOST_OPERATIONS = 24
 """Element-wise operations that are repeated for one value, at most."""
 
 
-class _Crossing:
+class Crossing:
     """Values of a flat program that cross from one kernel to another, and what they are made of."""
 
     def __init__(self, closed: jaxapi.Closed) -> None:
@@ -85,6 +86,7 @@ class _Crossing:
     def sources(self) -> dict[Any, Any]:
         """The one large value that an element-wise value is made of, for all that are made of one."""
         found: dict[Any, Any] = {}
+        narrow: set[Any] = set()  # stored in place of what is converted from them
         for eqn in self.eqns:
             if not self.is_cheap(eqn) or jaxapi.primitive_name(eqn) in LAYOUTS:
                 continue
@@ -93,9 +95,12 @@ class _Crossing:
             (value,) = eqn.outvars
             if len(source) != 1 or self.is_kept(value):
                 continue
+            if is_widening(eqn) and self.far(value):
+                source = large
+                narrow |= large
             (one,) = source
-            if self.is_stored(one) or not self.far(value):  # else it is stored itself, and others are made of it
-                found[value] = one
+            if one in narrow or self.is_stored(one) or not self.far(value):
+                found[value] = one  # else it is stored itself, and others are made of it
         return found
 
     def is_stored(self, value: Any) -> bool:
@@ -130,9 +135,19 @@ def is_large(value: Any) -> bool:
     return jaxapi.nbytes(value) >= LEAST_BYTES
 
 
+def is_widening(eqn: Any) -> bool:
+    """Whether an equation converts many values to a floating type of more bytes."""
+    if jaxapi.primitive_name(eqn) != CONVERSION or jaxapi.is_literal(eqn.invars[0]):
+        return False
+    (source,), (value,) = eqn.invars, eqn.outvars
+    if not {str(source.aval.dtype), str(value.aval.dtype)} <= set(TYPES) or not is_large(source):
+        return False
+    return source.aval.dtype.itemsize < value.aval.dtype.itemsize
+
+
 def rematerialize(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """Replaces residuals by copies of what makes them; returns the program and the number of values replaced."""
-    crossing = _Crossing(closed)
+    crossing = Crossing(closed)
     cones: dict[Any, list[int]] = {}
     read_at: dict[Any, set[int]] = defaultdict(set)  # source -> levels of kernels that read it
     masks = []
@@ -150,7 +165,7 @@ def rematerialize(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     return (_with_copies(closed, cones, crossing), len(cones)) if cones else (closed, 0)
 
 
-def _with_copies(closed: jaxapi.Closed, cones: dict[Any, list[int]], crossing: _Crossing) -> jaxapi.Closed:
+def _with_copies(closed: jaxapi.Closed, cones: dict[Any, list[int]], crossing: Crossing) -> jaxapi.Closed:
     """The program in which far readers have copies, readers of one level the same."""
     eqns: list[Any] = []
     copies: dict[tuple[int, Any], Any] = {}

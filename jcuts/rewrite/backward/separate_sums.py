@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jcuts.rewrite.backward.rematerialize import ELEMENTWISE, MOST_OPERATIONS
+from jcuts.rewrite.backward.rematerialize import ELEMENTWISE, MOST_OPERATIONS, Crossing
 from jcuts.rewrite.hoist_vectors import LAYOUTS
 from jcuts.trace import jaxapi
 
@@ -24,6 +24,8 @@ SUM = "reduce_sum"
 PRODUCTS = ("dot_general", "conv_general_dilated")
 LEAST_POINTS = 8192
 """Of a column: fewer stay in the registers of a block, whose kernel needs no copies (`lower.reduction.column_norm`)."""
+CROP = "slice"
+"""Reads a part of what another kernel makes, as a gradient without its padding."""
 MOST_OPERANDS = 2
 """Arrays that a copy reads, at most: as many as are written and read without it."""
 
@@ -34,7 +36,7 @@ def separate_sums(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     eqns: list[Any] = []
     count = 0
     for eqn in closed.jaxpr.eqns:
-        cone = values.cone(eqn) if _is_column_sum(eqn) else ()
+        cone = values.cone(eqn) if is_column_sum(eqn) else ()
         count += bool(cone)
         copies: dict[Any, Any] = {}
         for number in cone:
@@ -50,7 +52,7 @@ def _replaced(atoms: Any, copies: dict[Any, Any]) -> list[Any]:
     return [a if jaxapi.is_literal(a) else copies.get(a, a) for a in atoms]
 
 
-def _is_column_sum(eqn: Any) -> bool:
+def is_column_sum(eqn: Any) -> bool:
     """Whether an equation sums long columns: over all dimensions but the last."""
     if jaxapi.primitive_name(eqn) != SUM or jaxapi.is_literal(eqn.invars[0]):
         return False
@@ -62,13 +64,8 @@ class _Values:
     """What the values of a flat program are made of, and who reads them."""
 
     def __init__(self, closed: jaxapi.Closed) -> None:
-        self.eqns = closed.jaxpr.eqns
-        self.made = {v: number for number, eqn in enumerate(self.eqns) for v in eqn.outvars}
-        self.users: dict[Any, list[int]] = {}
-        for number, eqn in enumerate(self.eqns):
-            for atom in {a for a in eqn.invars if not jaxapi.is_literal(a)}:
-                self.users.setdefault(atom, []).append(number)
-        self.results = {v for v in closed.jaxpr.outvars if not jaxapi.is_literal(v)}
+        self._crossing = crossing = Crossing(closed)
+        self.eqns, self.made, self.users, self.results = crossing.eqns, crossing.made, crossing.users, crossing.results
 
     def cone(self, sums: Any) -> tuple[int, ...]:
         """The equations to copy for a sum, in order; none where copies save nothing."""
@@ -79,11 +76,12 @@ class _Values:
         while stack:
             value = stack.pop()
             number = self.made.get(value)
-            if number is None or not self._is_member(number, shape):
+            if number is None or not self._is_member(number, shape) or self._is_stored(value, shape):
                 operands.add(value)  # as large as what is summed: only layouts of vectors are followed besides
             elif number not in found:
                 found.add(number)
-                stack += [a for a in self.eqns[number].invars if self._is_followed(a, shape)]
+                cropped = jaxapi.primitive_name(self.eqns[number]) == CROP
+                stack += [a for a in self.eqns[number].invars if cropped or self._is_followed(a, shape)]
         large = [v for n in found for v in self.eqns[n].outvars if _is_large(v, shape)]
         if not any(self._others(v, found, sums) for v in large) or len(found) > MOST_OPERATIONS:
             return ()
@@ -96,11 +94,27 @@ class _Values:
         eqn = self.eqns[number]
         if jaxapi.primitive_name(eqn) in LAYOUTS:
             return not any(_is_large(a, shape) for a in eqn.invars)
-        return jaxapi.primitive_name(eqn) in ELEMENTWISE and eqn.outvars[0].aval.shape == shape
+        return jaxapi.primitive_name(eqn) in {*ELEMENTWISE, CROP} and eqn.outvars[0].aval.shape == shape
+
+    def _is_stored(self, value: Any, shape: tuple[int, ...]) -> bool:
+        """Whether a value is in memory for kernels behind another product or the like."""
+        return _is_large(value, shape) and bool(self._crossing.far(value))
 
     def _is_followed(self, atom: Any, shape: tuple[int, ...]) -> bool:
         number = None if jaxapi.is_literal(atom) else self.made.get(atom)
         return _is_large(atom, shape) or (number is not None and self._is_member(number, shape))
+
+    def _root(self, value: Any) -> int:
+        """The latest equation behind a value that is neither element-wise nor a layout."""
+        number = self.made[value]
+        while self._is_member(number, value.aval.shape):
+            before = [
+                self.made[a] for a in self.eqns[number].invars if _is_large(a, value.aval.shape) and a in self.made
+            ]
+            if not before:
+                break
+            number = max(before)
+        return number
 
     def _others(self, value: Any, members: set[int], sums: Any) -> bool:
         """Whether something else than the sum needs a value."""
@@ -116,7 +130,7 @@ class _Values:
 
     def _is_behind_product(self, operands: set[Any]) -> bool:
         """Whether the last of some values to be made is a product's or a dense convolution's."""
-        last = max((self.made[v] for v in operands if v in self.made), default=None)
+        last = max((self._root(v) for v in operands if v in self.made), default=None)
         if last is None or jaxapi.primitive_name(self.eqns[last]) not in PRODUCTS:
             return False
         params = self.eqns[last].params

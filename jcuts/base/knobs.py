@@ -147,7 +147,8 @@ class Knobs:
     )
     memory_over: float = _knob(
         _number(0.0, math.inf, with_low=True),
-        "share by which a program's peak memory may exceed that of plain jax.jit (default: 0.03)",
+        "share by which a program's peak memory may exceed that of plain jax.jit where it needs more than a quarter of "
+        "the GPU's (default: 0.03)",
         default=3 / 100,
     )
     online_share: float = _knob(

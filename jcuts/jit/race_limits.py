@@ -23,19 +23,19 @@ TOO_LATE = "not tried: the time for tuning is limited"
 """Why a program did not race that would have without a limit."""
 
 
-MEMORY_SHARE = 1024
-"""Programs may need more memory than plain XLA by this fraction of the device's, whatever the knob says."""
+MEMORY_SHARE = 1 / 4
+"""Share of the device's memory up to which a program may need more than plain XLA."""
 
 
 def over_memory(peaks: Mapping[str, int], limit: int | None) -> dict[str, str]:
     """Programs that need too much more memory than plain XLA, and why they may not win.
 
-    Args: peaks: bytes of each; limit: bytes of the device, None where they are not known.
+    Args: peaks: bytes of each; limit: bytes of the device, None where they are not known, and not scarce either.
     """
     plain, over = peaks.get(XLA), knobs.current().memory_over
-    if plain is None:
+    if plain is None or limit is None:
         return {}
-    most = max(plain * (1 + over), plain + (limit or 0) / MEMORY_SHARE)
+    most = max(plain * (1 + over), limit * MEMORY_SHARE)
     return {
         name: f"needs {gigabytes(peak)} of memory where plain jax.jit needs {gigabytes(plain)}: more than "
         f"{100 * over:g}% over (JCUTS_MEMORY_OVER)"

@@ -210,3 +210,26 @@ def test_stacks_are_concatenations_and_their_gradients_slices(axis):
     assert not {"stack", "unstack"} & set(names(made))
     for got, want in zip(jaxapi.eval_closed(made, *xs), jax.grad(fn, (0, 2))(*xs), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_gradients_of_padding_are_slices_and_slices_of_all_are_nothing():
+    x = jnp.asarray(RNG.standard_normal((5, 7, 3)), jnp.float32)
+
+    def gradient(x):
+        return jax.grad(lambda y: jnp.sum(jnp.sin(lax.pad(y, 0.0, ((1, 2, 0), (0, 1, 0), (0, 0, 0))))))(x) * 2
+
+    closed = flat(gradient, x)
+    assert names(closed).count("pad") == 1 and names(closed).count("slice") == 1  # of the value and of its gradient
+    np.testing.assert_allclose(jaxapi.eval_closed(closed, x)[0], gradient(x), rtol=1e-6)
+    closed = flat(lambda x: lax.slice(x, (0, 0, 0), x.shape) + lax.sin(x), x)
+    assert names(closed) == ["sin", "add"]
+
+
+def test_padding_between_elements_and_with_both_signs_stays():
+    x = jnp.asarray(RNG.standard_normal((5, 7)), jnp.float32)
+    for config in (((-1, 1, 0), (0, 0, 0)), ((0, 0, 1), (0, 0, 0))):
+        closed = flat(lambda x, config=config: lax.pad(x, 0.0, config), x)
+        assert names(closed) == ["pad"]
+    closed = flat(lambda x: lax.pad(x, 0.0, ((-1, -2, 0), (0, -3, 0))), x)
+    assert names(closed) == ["slice"]
+    np.testing.assert_array_equal(jaxapi.eval_closed(closed, x)[0], x[1:-2, :-3])

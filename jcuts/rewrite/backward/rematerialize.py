@@ -40,10 +40,14 @@ MOST_OPERATIONS = 24
 
 
 class Crossing:
-    """Values of a flat program that cross from one kernel to another, and what they are made of."""
+    """Values of a flat program that cross from one kernel to another, and what they are made of.
 
-    def __init__(self, closed: jaxapi.Closed) -> None:
+    Args: inside: names of further operations that kernels do not end at.
+    """
+
+    def __init__(self, closed: jaxapi.Closed, inside: tuple[str, ...] = ()) -> None:
         jaxpr = closed.jaxpr
+        self.inside = (*REDUCTIONS, *inside)
         self.eqns = jaxpr.eqns
         self.made = {v: number for number, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self.users: dict[Any, list[int]] = defaultdict(list)
@@ -66,7 +70,7 @@ class Crossing:
 
     def is_border(self, eqn: Any) -> bool:
         """Whether kernels end at an equation: neither element-wise nor a reduction, which rows are read once for."""
-        return not self.is_cheap(eqn) and jaxapi.primitive_name(eqn) not in REDUCTIONS
+        return not self.is_cheap(eqn) and jaxapi.primitive_name(eqn) not in self.inside
 
     def is_kept(self, value: Any) -> bool:
         """Whether a value is in memory in any case: an argument, a result, or what a product or the like reads."""

@@ -14,36 +14,51 @@ lies between: what they make may belong to the kernel behind the sums (`fusion.s
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from jcuts.rewrite.backward.rematerialize import Crossing, is_widening
 from jcuts.rewrite.backward.separate_sums import is_column_sum
 from jcuts.trace import jaxapi
 
-Kernel = tuple[int, int]
-"""Borders of both kinds before an equation; `SUMMED` for the second where a value is only summed."""
-SUMMED = -1
+
+@dataclass(frozen=True)
+class _Place:
+    """Which kernel an equation may be part of.
+
+    Attributes:
+        level: borders before it (`rematerialize.Crossing`).
+        sums: sums over long columns before it.
+        summed: whether its value is only summed over long columns.
+    """
+
+    level: int
+    sums: int
+    summed: bool
+
+    def is_with(self, maker: _Place) -> bool:
+        """Whether the kernel that makes a value has this reader of it: its mean, and the deviation from that."""
+        return self.level == maker.level and self.sums <= maker.sums + self.summed
 
 
 def rematerialize_conversions(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """Gives every kernel its own widening conversions; returns the program and the number of copies."""
-    crossing = Crossing(closed)
-    widened = {
-        eqn.outvars[0]: eqn for eqn in closed.jaxpr.eqns if is_widening(eqn) and eqn.outvars[0] not in crossing.results
-    }
+    crossing = Crossing(closed, inside=("stop_gradient",))
+    widened = {eqn.outvars[0]: eqn for eqn in crossing.eqns if is_widening(eqn)}
+    widened = {value: eqn for value, eqn in widened.items() if value not in crossing.results}
     if not widened:
         return closed, 0
-    kernels = _kernels(crossing)
-    copies: dict[tuple[Any, Kernel], Any] = {}
+    places = _places(crossing)
+    copies: dict[tuple[Any, ...], Any] = {}
     eqns: list[Any] = []
-    for number, eqn in enumerate(closed.jaxpr.eqns):
+    for number, eqn in enumerate(crossing.eqns):
         fresh: dict[Any, Any] = {}
         for value in dict.fromkeys(a for a in eqn.invars if not jaxapi.is_literal(a) and a in widened):
-            here = kernels[number][0], SUMMED
-            is_summed = any(kernels[u] == here or is_column_sum(closed.jaxpr.eqns[u]) for u in crossing.users[value])
-            if not crossing.is_cheap(eqn) or _is_same(kernels[number], kernels[crossing.made[value]], is_summed):
+            place = places[number]
+            is_summed = not place.summed and _is_summed(crossing, places, value, place.level)
+            if not crossing.is_cheap(eqn) or (place.is_with(places[crossing.made[value]]) and not is_summed):
                 continue
-            key = value, (kernels[number][0], SUMMED - number) if is_summed else kernels[number]  # one of each reader
+            key = (value, number) if is_summed else (value, place)
             if key not in copies:
                 copies[key] = jaxapi.new_var(value.aval)
                 eqns.append(widened[value].replace(outvars=[copies[key]]))
@@ -53,20 +68,20 @@ def rematerialize_conversions(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int
     return (jaxapi.dce(jaxapi.with_eqns(closed, eqns)), len(copies)) if copies else (closed, 0)
 
 
-def _is_same(reader: Kernel, maker: Kernel, is_summed: bool) -> bool:
-    """Whether one kernel may have both equations. Args: is_summed: whether sums of the value are part of it."""
-    return reader == (maker[0], SUMMED) or (reader == maker and not is_summed)
+def _is_summed(crossing: Crossing, places: list[_Place], value: Any, level: int) -> bool:
+    """Whether sums over long columns are made of a value on a level."""
+    readers = [n for n in crossing.users[value] if crossing.level[n] == level]
+    return any(places[n].summed or is_column_sum(crossing.eqns[n]) for n in readers)
 
 
-def _kernels(crossing: Crossing) -> list[Kernel]:
-    """The kernel of every equation."""
+def _places(crossing: Crossing) -> list[_Place]:
+    """The place of every equation."""
     summed = _only_summed(crossing)
-    after: list[int] = []
+    sums: list[int] = []
     for eqn in crossing.eqns:
-        before = [after[crossing.made[a]] for a in eqn.invars if not jaxapi.is_literal(a) and a in crossing.made]
-        after.append(max(before, default=0) + is_column_sum(eqn))
-    pairs = enumerate(zip(crossing.level, after, strict=True))
-    return [(level, SUMMED if number in summed else sums) for number, (level, sums) in pairs]
+        before = [sums[crossing.made[a]] for a in eqn.invars if not jaxapi.is_literal(a) and a in crossing.made]
+        sums.append(max(before, default=0) + is_column_sum(eqn))
+    return [_Place(level, sums[n], n in summed) for n, level in enumerate(crossing.level)]
 
 
 def _only_summed(crossing: Crossing) -> set[int]:

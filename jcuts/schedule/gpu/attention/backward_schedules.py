@@ -70,7 +70,8 @@ def backward_schedules(program: Program, machine: GpuMachine, most: int = MOST) 
             scored.append((least / count * AGAIN ** seen.get(kind, 0), shape))
         seen[kind] = seen.get(kind, 0) + 1
     scored.sort(key=lambda found: -found[0])
-    for score, shape in itertools.islice(with_skips(scored, masked_backward(attention) is not None), most):
+    tried = with_skips(scored, masked_backward(attention) is not None, lambda shape: shape.tiles)
+    for score, shape in itertools.islice(tried, most):
         yield apply_tile(program, shape), score
 
 

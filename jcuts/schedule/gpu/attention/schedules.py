@@ -56,6 +56,8 @@ FEW = 264
 """So few blocks may take more shared memory each, where an SM has it."""
 FEW_SHARED = 208 << 10
 """Bytes of shared memory of such a block."""
+MANY = 16
+"""Column tiles of which leaving out the masked ones is likely to gain: with eight it does not (H200, 512 positions)."""
 QUARTERS = 4
 """Parts of a multiprocessor, each with registers and warps of its own."""
 
@@ -79,19 +81,27 @@ def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterato
         scored.append((least / count * AGAIN ** seen.get(kind, 0), shape))
         seen[kind] = seen.get(kind, 0) + 1
     scored.sort(key=lambda found: -found[0])
-    for score, shape in itertools.islice(with_skips(scored, masked_forward(attention) is not None), most):
+    tried = with_skips(scored, masked_forward(attention) is not None, lambda shape: -(-attention.keys // shape.keys))
+    for score, shape in itertools.islice(tried, most):
         yield apply_tile(program, shape), score
 
 
-def with_skips(scored: list[tuple[float, Any]], masks: bool) -> Iterator[tuple[float, Any]]:
-    """Tiles with their scores; where scores may be masked each of them twice, first with `skips`.
+def with_skips(
+    scored: list[tuple[float, Any]], masks: bool, walked: Callable[[Any], int]
+) -> Iterator[tuple[float, Any]]:
+    """Tiles with their scores; where scores may be masked each of them twice, with `skips` and without.
 
-    The model does not know how many tiles are masked: both are measured.
+    The model does not know how many tiles are masked: both are measured, the likelier one first.
+
+    Args: walked: column tiles that a row tile is multiplied with.
     """
     for score, shape in scored:
-        if masks:
+        skips = masks and walked(shape) >= MANY
+        if skips:
             yield score, replace(shape, skips=True)
         yield score, shape
+        if masks and not skips:
+            yield score * AGAIN, replace(shape, skips=True)
 
 
 def apply_tile(program: Program, shape: FlashTile) -> Program:

@@ -6,8 +6,9 @@ is then one axis.  Lowering and schedules of the CPU and the GPU alike start fro
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from jcuts.kernel_ir.index import Index
@@ -21,17 +22,8 @@ def collapse_axes(phase: Phase, keep: frozenset[str] = frozenset()) -> Phase:
     Row-major tensors of one shape collapse to a single axis; a broadcast operand keeps the axes apart. Output axes
     merge with output axes, reductions with reductions; axes in ``keep`` stay.
     """
-    while True:
-        for group in (phase.axes, phase.reds):
-            pair = next(
-                (p for p in itertools.pairwise(group) if not {p[0].name, p[1].name} & keep and _mergeable(phase, *p)),
-                None,
-            )
-            if pair is not None:
-                phase = _merge(phase, *pair)
-                break
-        else:
-            return phase
+    chains = [chain for group in (phase.axes, phase.reds) for chain in _chains(phase, group, keep) if len(chain) > 1]
+    return _merge(phase, chains) if chains else phase
 
 
 def _indices(phase: Phase) -> Iterable[Index]:
@@ -47,6 +39,17 @@ def _indices(phase: Phase) -> Iterable[Index]:
             yield guard.index
 
 
+def _chains(phase: Phase, group: Sequence[Axis | Red], keep: frozenset[str]) -> list[list[Axis | Red]]:
+    """Neighbouring axes that are one: a merged axis has the strides of its last one, so that pairs decide."""
+    found: list[list[Axis | Red]] = []
+    for axis in group:
+        if found and not {found[-1][-1].name, axis.name} & keep and _mergeable(phase, found[-1][-1], axis):
+            found[-1].append(axis)
+        else:
+            found.append([axis])
+    return found
+
+
 def _mergeable(phase: Phase, outer: Axis | Red, inner: Axis | Red) -> bool:
     for index in _indices(phase):
         a, b = index.stride(outer.name), index.stride(inner.name)
@@ -55,23 +58,28 @@ def _mergeable(phase: Phase, outer: Axis | Red, inner: Axis | Red) -> bool:
     return True
 
 
-def _merge(phase: Phase, outer: Axis | Red, inner: Axis | Red) -> Phase:
-    extent = outer.extent * inner.extent
-    ranges = {**phase.ranges(), outer.name: extent}
+def _merge(phase: Phase, chains: Sequence[Sequence[Axis | Red]]) -> Phase:
+    """The phase with each of these chains as one axis, of the name of its first."""
+    extents = {chain[0].name: math.prod(a.extent for a in chain) for chain in chains}
+    inner = {a.name for chain in chains for a in chain[1:]}
+    ranges = {**phase.ranges(), **extents}
+    nothing = {a.name: Index() for chain in chains for a in chain}
 
     def change(index: Index) -> Index:
-        """a*e*s + b*s with a*e + b = m is m*s: drop b, and let a count single steps."""
-        step = index.stride(inner.name) or 0
-        rest = index.substitute({inner.name: Index(), outer.name: Index()}, ranges)
-        return rest + Index.axis(outer.name) * step
+        """a*e*s + b*s with a*e + b = m is m*s: drop all but one, and let that count single steps."""
+        made = index.substitute(nothing, ranges)
+        for chain in chains:
+            made = made + Index.axis(chain[0].name) * (index.stride(chain[-1].name) or 0)
+        return made
 
-    axes = tuple(replace(a, extent=extent) if a.name == outer.name else a for a in phase.axes if a.name != inner.name)
-    reds = tuple(replace(r, extent=extent) if r.name == outer.name else r for r in phase.reds if r.name != inner.name)
+    axes = tuple(replace(a, extent=extents.get(a.name, a.extent)) for a in phase.axes if a.name not in inner)
+    reds = tuple(replace(r, extent=extents.get(r.name, r.extent)) for r in phase.reds if r.name not in inner)
     return map_indices(replace(phase, axes=axes, reds=reds), change)
 
 
-def map_indices(phase: Phase, change) -> Phase:
-    """The phase with ``change`` applied to every address and guard."""
+def map_indices(phase: Phase, change: Callable[[Index], Index]) -> Phase:
+    """The phase with ``change`` applied to every address and guard, once to equal ones."""
+    change = functools.cache(change)
     body, body_map = _rewrite_graph(phase.body, change)
     exit_, exit_map = _rewrite_graph(phase.exit, change)
     accs = tuple(Acc(a.combine, a.dtype, tuple(body_map[v] for v in a.values), a.index_dtype) for a in phase.accs)
@@ -87,7 +95,7 @@ def map_indices(phase: Phase, change) -> Phase:
     return replace(phase, body=body, exit=exit_, accs=accs, stores=stores)
 
 
-def _rewrite_graph(graph: Graph, change) -> tuple[Graph, Mapping[int, int]]:
+def _rewrite_graph(graph: Graph, change: Callable[[Index], Index]) -> tuple[Graph, Mapping[int, int]]:
     new, numbers = Graph(), {}
     for number, node in enumerate(graph.nodes):
         index = None if node.index is None else change(node.index).renumber(numbers)

@@ -196,6 +196,12 @@ class Computation:
                 kept.append(subset)
         self.subsets = kept
 
+    def leave_all_to_xla(self, reason: str) -> None:
+        """Leaves all equations to XLA, without looking for subsets."""
+        self.subsets = []
+        kept = [node for node in self.graph.nodes if node.number not in self.bodies]
+        self.left_out = {node.number: node.refusal or Refusal(node.prim, reason) for node in kept}
+
     def leave_equations(self, members: Members) -> None:
         """Leaves equations to XLA, and takes the subsets that contain any of them apart."""
         self.subsets = [s for s in self.subsets if not s.members & members]
@@ -295,6 +301,10 @@ _rankings: dict[str, Callable[[], Ranked]] = {}
 """By what determines them: the forms of a function have most subsets in common, and networks repeat theirs."""
 
 
+_forms: dict[tuple[str, str], bool] = {}
+"""Whether programs have a kernel form: by digest and GPU."""
+
+
 def _ranking_of(platform: str) -> Callable[[Program], tuple[str, Callable[[], Ranked]]]:
     """A function that gives a program's ``space`` and ``ranking`` (see `Subset`) on the platform."""
     limit, percent = knobs.current().max_candidates, knobs.current().top_percent
@@ -334,7 +344,16 @@ def _none_where_it_fails(name: str, make: Callable[[], Ranked]) -> Ranked:
 
 def has_gpu_kernel(program: Program) -> bool:
     """Whether a program can be a kernel on this process' GPUs."""
-    return bool(_ranking_of("cuda")(program)[1]())
+    here = xla_devices.machine()
+    key = program.digest, repr(here)
+    if key not in _forms:
+        if len(_forms) >= MOST_RANKINGS:
+            _forms.clear()
+        made = _none_where_it_fails(
+            program.name, lambda: [(program, 1)] if gpu_candidates.has_candidates(program, here) else []
+        )
+        _forms[key] = bool(made)
+    return _forms[key]
 
 
 def add_candidates(subsets: Iterable[Region], platform: str = "cpu") -> None:

@@ -122,7 +122,7 @@ def choose_partition(top: Computation, settings: Settings, platform: str = "cpu"
     """The stored partition of a function, else the greedy one; nothing is measured."""
     if settings.form is not None and settings.form.regions == "none":
         for level in top.walk():
-            level.leave_to_xla(lambda _: NOT_ASKED)
+            level.leave_all_to_xla(NOT_ASKED)
         return Partition(top, settings, platform, origin="none")
     chosen = Partition(top, settings, platform, partition_key(top, settings, platform))
     use_stored = chosen.is_searched or (chosen.is_lasting and platform != "cpu")

@@ -13,7 +13,7 @@ of squared deviations from it (its statistics, `lower.reduction.welford`).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, replace
 
 from jcuts.kernel_ir.index import Index, flatten
@@ -28,6 +28,8 @@ SUMS = "sums"
 """Schedule parameter of every program of the template: partial results per row tile and column."""
 LEAST_LINE = 64
 """Bytes along K of the shortest k-tile (`schedule.gpu.gemm.mma`)."""
+MOST_KEYS = 1 << 12
+"""Contractions that are remembered."""
 TYPE = "float32"
 """What is summed, and in what."""
 
@@ -109,6 +111,25 @@ def as_row_major_gemm(program: Program, stored: Collection[str]) -> Program | No
         return None
     ends = [_number(s.address, {ROWS: 0, COLUMNS: 1}) for s in made.phases[0].stores if s.buffer in stored]
     return made if all(end == 1 for end in ends) else None  # else columns of the GEMM are another axis
+
+
+def is_row_major_gemm(program: Program, stored: Collection[str]) -> bool:
+    """Whether `as_row_major_gemm` finds one: its epilogue decides nothing, but for where results are stored."""
+    phase = program.phases[0]
+    key = (
+        tuple(node.key() for node in phase.body.nodes),
+        (phase.axes, phase.reds, phase.accs, program.params),
+        tuple((store.address, store.guards, store.buffer in stored) for store in phase.stores),
+    )
+    if key not in _row_major:
+        if len(_row_major) >= MOST_KEYS:
+            _row_major.clear()
+        _row_major[key] = as_row_major_gemm(program, stored) is not None
+    return _row_major[key]
+
+
+_row_major: dict[Hashable, bool] = {}
+"""Answers by everything but the epilogue: regions grow by one operation of it after the other."""
 
 
 def _has_short_runs(side: GemmOperand, gemm: Program) -> bool:

@@ -14,7 +14,7 @@ from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.buffer_renaming import renamed, with_kept
 from jcuts.kernel_ir.program import Buffer, Grid, Program
 from jcuts.lower.builder import NotLowered, built_or_refused, descendants, make_buffers, op_rule
-from jcuts.lower.patterns.column_sums import TEMPLATE, as_row_major_gemm, match_column_sums, sums_all_rows
+from jcuts.lower.patterns.column_sums import TEMPLATE, is_row_major_gemm, match_column_sums, sums_all_rows
 from jcuts.lower.reduction.row_reduction import build_rows
 from jcuts.lower.region import MAX_RECOMPUTED_OPS, MEMO, lower_reduction, lower_region
 from jcuts.lower.tensor_graph import OpNode, TensorGraph
@@ -122,7 +122,7 @@ def _lowered_points(graph: TensorGraph, parts: _Parts, wanted: list[int], name: 
         made = lower_reduction(graph, parts.points, parts.root, wanted, name, cheap)
         if made is None or isinstance(made, Refusal):
             return made or Refusal(parts.root.prim, "no contraction")
-        if as_row_major_gemm(made, {b.name for b in made.outputs}) is None:
+        if not is_row_major_gemm(made, {b.name for b in made.outputs}):
             return Refusal(parts.root.prim, "no GEMM of the default precision whose columns are contiguous")
         return made
 

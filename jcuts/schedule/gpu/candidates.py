@@ -11,7 +11,7 @@ from __future__ import annotations
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.excess_precision import drop_bf16_round_trips
 from jcuts.schedule import fit
-from jcuts.schedule.gpu.enumeration import enumerate_schedules
+from jcuts.schedule.gpu.enumeration import enumerate_schedules, has_schedules
 from jcuts.schedule.gpu.machine import Candidate, GpuMachine
 from jcuts.schedule.gpu.ranking import distinct_best_first
 
@@ -39,3 +39,8 @@ def candidates(program: Program, machine: GpuMachine, limit: int, percent: float
     ranked = distinct_best_first(scored, min(limit, max(LEAST, pruned)))
     near = sum(score >= NEAR * ranked[0][1] for _, score in ranked)
     return ranked[: max(LEAST, min(near, pruned))]
+
+
+def has_candidates(program: Program, machine: GpuMachine) -> bool:
+    """Whether `candidates` has any for a program; ranks none."""
+    return has_schedules(drop_bf16_round_trips(program), machine)

@@ -14,6 +14,7 @@ from jcuts.lower.patterns.gemm import ROWS
 from jcuts.schedule import fit
 from jcuts.schedule.gpu import contraction
 from jcuts.schedule.gpu import tensor_core_times as times
+from jcuts.schedule.gpu.conv import few_channels
 from jcuts.schedule.gpu.families import FAMILIES, family_of
 from jcuts.schedule.gpu.gemm import mma as gemm_mma
 from jcuts.schedule.gpu.machine import TAPS, Candidate, GpuMachine, rescale_to
@@ -40,6 +41,7 @@ class EnumerationRule:
         match: whether a program is one of the rule's, given that no earlier rule decided.
         combine: schedules with scores; None: those of all families, as they are.
         is_final: whether no later rule is asked where this one has no schedules either.
+        first: schedules of which there is one wherever there are any, made one after the other; None: of the families.
     """
 
     name: str
@@ -47,12 +49,18 @@ class EnumerationRule:
     match: Callable[[GpuProblem], bool]
     combine: Callable[[GpuProblem], Iterable[Candidate]] | None = None
     is_final: bool = True
+    first: Callable[[GpuProblem], Iterable[Candidate]] | None = None
 
     def schedules(self, problem: GpuProblem) -> list[Candidate]:
         """All schedules of a program of the rule."""
-        if self.combine is not None:
-            return list(self.combine(problem))
-        return [candidate for name in self.families for candidate in FAMILIES[name].schedules_of(problem)]
+        return list(self._of_families(problem) if self.combine is None else self.combine(problem))
+
+    def has_any(self, problem: GpuProblem) -> bool:
+        """Whether a program of the rule has a schedule, at the cost of one."""
+        return any(True for _ in (self.first or self.combine or self._of_families)(problem))
+
+    def _of_families(self, problem: GpuProblem) -> Iterator[Candidate]:
+        return (candidate for name in self.families for candidate in FAMILIES[name].schedules_of(problem))
 
 
 def enumerate_schedules(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
@@ -65,6 +73,17 @@ def enumerate_schedules(program: Program, machine: GpuMachine) -> Iterator[Candi
         yield from found
         if found or rule.is_final:
             return
+
+
+def has_schedules(program: Program, machine: GpuMachine) -> bool:
+    """Whether `enumerate_schedules` has any for a program."""
+    problem = GpuProblem(program, machine)
+    for rule in RULES:
+        if rule.match(problem):
+            found = rule.has_any(problem)
+            if found or rule.is_final:
+                return found
+    return False
 
 
 # -- rules that weigh families against each other ---------------------------------------------------------------------
@@ -134,6 +153,10 @@ def _column_sums(problem: GpuProblem) -> list[Candidate]:
     return found
 
 
+def _contractions(problem: GpuProblem) -> Iterable[Candidate]:
+    return () if problem.gemm is None else contraction.contraction_schedules(problem.gemm, problem.machine)
+
+
 def _few_channels(problem: GpuProblem) -> list[Candidate]:
     found = list(FAMILIES["few_channels_conv"].schedules_of(problem))
     if found and problem.length <= TAPS:
@@ -153,6 +176,7 @@ RULES: tuple[EnumerationRule, ...] = (
         ("implicit_gemm", "wgmma", "mma"),
         lambda p: p.has_column_sums and p.machine.multiplies,
         _column_sums,
+        first=_contractions,
     ),
     EnumerationRule("rows with column sums", ("row_column_sums",), lambda p: p.is_row_column_sums),
     EnumerationRule("norm of rows", ("row_reduction", "online_softmax"), lambda p: p.is_row_norm),
@@ -173,6 +197,7 @@ RULES: tuple[EnumerationRule, ...] = (
         lambda p: p.machine.multiplies and p.gemm is not None,
         _tensor_core_gemm,
         is_final=False,
+        first=_contractions,
     ),
     EnumerationRule(
         "convolution of few channels",
@@ -180,6 +205,7 @@ RULES: tuple[EnumerationRule, ...] = (
         lambda p: p.machine.multiplies and p.is_convolution,
         _few_channels,
         is_final=False,
+        first=lambda p: few_channels.first_product(p.program, p.machine),
     ),
     EnumerationRule("reduction of rows", ("row_reduction",), lambda p: p.is_row_reduction),
     EnumerationRule("reduction of columns", ("column_reduction", "thread_tile"), lambda p: p.is_column_reduction),

@@ -8,6 +8,7 @@ with the constants of `gemm.mma`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -67,6 +68,13 @@ def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterato
     ranked = sorted(best.values(), key=lambda found: found[0])[:most]
     for place, (count, shape) in enumerate(ranked):
         yield apply_tile(made, shape), min(1.0, floor / count) * AGAIN**place
+
+
+def first_product(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
+    """A schedule of `products`, if there are any: no times are estimated for it."""
+    made = as_few_channel_conv(program)
+    for shape in itertools.islice(shapes(made, machine), 1) if made is not None else ():
+        yield apply_tile(made, shape), 1.0
 
 
 def apply_tile(program: Program, shape: FewChannelTile) -> Program:

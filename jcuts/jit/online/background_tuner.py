@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import functools
 import logging
+import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +26,23 @@ from jcuts.tune.share_account import ShareAccount
 log = logging.getLogger("jcuts")
 AT_EXIT = 20
 """Most seconds that the end of the process waits for the thread: XLA's compiler cannot be interrupted."""
+
+
+SWITCH_INTERVAL = 1 / 1000
+"""The interpreter's switch interval while anything is tuned [s]: a call waits so long for the lock, several times."""
+
+
+@contextlib.contextmanager
+def short_turns() -> Iterator[None]:
+    """Shortens the interpreter's switch interval (`sys.setswitchinterval`), unless it is shorter, and restores it."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, SWITCH_INTERVAL))
+    mine = sys.getswitchinterval()
+    try:
+        yield
+    finally:
+        if sys.getswitchinterval() == mine:  # else somebody else has set it meanwhile
+            sys.setswitchinterval(before)
 
 
 def _online_share() -> float:
@@ -145,7 +164,7 @@ class BackgroundTuner:
                 self.gate.longest = job.longest
                 self.gate.stop(self._over)
             try:
-                with device_slices.using(slices), machine_lock.by_slices():
+                with device_slices.using(slices), machine_lock.by_slices(), short_turns():
                     job.work()
             except device_slices.Stopped:
                 log.info("online tuning was stopped")

@@ -318,3 +318,20 @@ def test_a_process_that_ends_while_it_tunes_leaves_the_caches_intact(tmp_path, w
         with contextlib.closing(sqlite3.connect(tmp_path / "tuning.db")) as database:
             assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     assert list(tmp_path.glob("tuning.db.aside-*")) == []
+
+
+@pytest.mark.parametrize("asked", [None, 1e-2])
+def test_the_interpreter_switches_more_often_while_anything_is_tuned(asked):
+    found, before = sys.getswitchinterval(), 1 / 128
+    sys.setswitchinterval(before)
+    try:
+        with background_tuner.short_turns():
+            assert sys.getswitchinterval() == pytest.approx(background_tuner.SWITCH_INTERVAL, abs=3e-6)
+            if asked is not None:
+                sys.setswitchinterval(asked)
+        assert sys.getswitchinterval() == pytest.approx(before if asked is None else asked, abs=3e-6)
+        sys.setswitchinterval(1e-4)
+        with background_tuner.short_turns():
+            assert sys.getswitchinterval() == pytest.approx(1e-4, abs=3e-6)
+    finally:
+        sys.setswitchinterval(found)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -251,21 +252,23 @@ def test_nan_is_no_flip_that_comes_in_tiles(flipping):
         verify_sampling.compare(0, value, wrong, Accuracy(0.5, 0.5, 5.0), seen, may_flip=True)
 
 
-@pytest.mark.parametrize("kind", [np.float32, np.float64])
+@pytest.mark.parametrize("kind", [np.float32, np.float64, ml_dtypes.bfloat16, np.float16])
 @pytest.mark.parametrize("limit", [1e-7, 1e-3, 0.25])
 def test_what_its_own_type_finds_near_is_near_in_float64(kind, limit):
     random = np.random.default_rng(5)
-    x = (random.standard_normal(4096) * 10.0 ** random.integers(-44, 37, 4096)).astype(kind)
+    exponents = random.integers(-8, 4, 4096) if kind is np.float16 else random.integers(-44, 37, 4096)
+    x = (random.standard_normal(4096) * 10.0**exponents).astype(kind)
     scale = float(np.finfo(np.float32).tiny)
     for factor in (0.5, 1 - 1e-6, 1.0, 1 + 1e-6, 2.0):
         c = (x.astype(np.float64) * (1 + factor * limit)).astype(kind)
-        apart = np.maximum(np.abs(c.astype(np.float64) - x) - scale, 0.0) / np.maximum(
-            np.abs(x.astype(np.float64)), scale
-        )
+        wide = x.astype(np.float64)
+        apart = np.maximum(np.abs(c.astype(np.float64) - wide) - scale, 0.0) / np.maximum(np.abs(wide), scale)
         for a, b, far in zip(c, x, apart, strict=True):
             assert far <= limit or not verify_sampling._all_near(a[None], b[None], scale=scale, limit=limit)
     assert verify_sampling._all_near(x, x, scale=scale, limit=limit)
     for special in (np.nan, np.inf):  # float64 has the last word
-        assert not verify_sampling._all_near(np.full(3, special, kind), np.ones(3, kind), scale=scale, limit=limit)
-    half = np.ones(3, np.float16)
-    assert not verify_sampling._all_near(half, half, scale=scale, limit=limit)
+        pair = np.full(3, special, kind), np.ones(3, kind)
+        assert not verify_sampling._all_near(*pair, scale=scale, limit=limit)
+        assert not verify_sampling._all_near(*reversed(pair), scale=scale, limit=limit)
+    whole = np.ones(3, np.int32)
+    assert not verify_sampling._all_near(whole, whole, scale=scale, limit=limit)

@@ -73,7 +73,9 @@ def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterato
 def first_product(program: Program, machine: GpuMachine) -> Iterator[Candidate]:
     """A schedule of `products`, if there are any: no times are estimated for it."""
     made = as_few_channel_conv(program)
-    for shape in itertools.islice(shapes(made, machine), 1) if made is not None else ():
+    if made is None:
+        return
+    for shape in itertools.islice(shapes(made, machine), 1):
         yield apply_tile(made, shape), 1.0
 
 

@@ -45,8 +45,8 @@ def precompile_variants(lowered: Mapping[str, Callable[[], Any]]) -> dict[str, i
                 if (error := future.exception()) is not None:
                     text = str(error).splitlines()[0] if str(error) else type(error).__name__
                     log.info("program %s does not compile: %s", name, text)
-                elif (bytes_ := peak_bytes(future.result())) is not None:
-                    peaks[name] = bytes_
+                elif (peak := peak_bytes(future.result())) is not None:
+                    peaks[name] = peak
         log.info("compiled in %.2f s: %s", time.perf_counter() - last, ", ".join(wave))
     spent = time.perf_counter() - begin
     log.info("%d programs lowered in %.2f s, compiled in %.2f s", len(made), begin - start, spent)

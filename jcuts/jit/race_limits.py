@@ -37,14 +37,14 @@ def over_memory(peaks: Mapping[str, int], limit: int | None) -> dict[str, str]:
         return {}
     most = max(plain * (1 + over), limit * MEMORY_SHARE)
     return {
-        name: f"needs {gigabytes(peak)} of memory where plain jax.jit needs {gigabytes(plain)}: more than "
+        name: f"needs {_gigabytes(peak)} of memory where plain jax.jit needs {_gigabytes(plain)}: more than "
         f"{100 * over:g}% over (JCUTS_MEMORY_OVER)"
         for name, peak in peaks.items()
         if peak > most and not is_xla(name)
     }
 
 
-def gigabytes(count: float) -> str:
+def _gigabytes(count: float) -> str:
     """Bytes for messages."""
     return f"{count / 10**9:.2f} GB"
 

@@ -10,8 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-
 from jcuts.jit import chain_ablation, end_to_end_benchmark, race_limits, variant_space
 from jcuts.jit.decision import XLA, Decision
 from jcuts.jit.paired_timing import SampleSize
@@ -22,6 +20,7 @@ from jcuts.pipeline import microbatch_convs
 from jcuts.pipeline.outcome import Outcome
 from jcuts.tune import device_slices, time_budget
 from jcuts.tune.baseline import autotune_cache
+from jcuts.xla import devices as xla_devices
 
 log = logging.getLogger("jcuts")
 
@@ -111,7 +110,7 @@ def time_programs(traced: TracedCall, names: Sequence[str], barred: Mapping[str,
             traced.compiler.program(name, call.placement, call.platform).call.lower(*call.args, **call.kwargs).compile()
 
     programs, peaks = _programs(traced, names)
-    heavy = race_limits.over_memory(peaks, _device_bytes(call.args, call.kwargs))
+    heavy = race_limits.over_memory(peaks, xla_devices.memory_bytes(traced.platform))
     decision = end_to_end_benchmark.benchmark_variants(
         {name: program for name, program in programs.items() if name not in heavy},
         traced.copies,
@@ -124,14 +123,6 @@ def time_programs(traced: TracedCall, names: Sequence[str], barred: Mapping[str,
         options_gain=math.inf if traced.on_gpu else end_to_end_benchmark.OPTIONS_GAIN,
     )
     return dataclasses.replace(decision, rejected={**heavy, **decision.rejected})
-
-
-def _device_bytes(*arguments: Any) -> int | None:
-    """Memory of the device that holds arguments, None where JAX does not tell."""
-    arrays = [leaf for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array) and leaf.is_fully_addressable]
-    devices = {device for array in arrays for device in array.devices()} or set(jax.local_devices()[:1])
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
-    return min((int(limit) for limit in limits if limit), default=None)
 
 
 def _ablate_chains(traced: TracedCall, decision: Decision, single: str) -> Decision:

@@ -8,10 +8,7 @@ memory: these, their exponentials and their gradient are then most of what a ste
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-
-import jax
 
 from jcuts.base.settings import Settings
 from jcuts.rewrite.cross_entropy.head import CHUNK_BYTES, Sizes, chunk_heads
@@ -20,6 +17,7 @@ from jcuts.rewrite.registry import REMAT, everywhere
 from jcuts.rewrite.simplify import CONTROL_FLOW, simplify
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
+from jcuts.xla import devices as xla_devices
 
 MEMORY_SHARE = 8
 """Logits of more than one part in so many of a device's memory are chunked without a race."""
@@ -88,17 +86,5 @@ def _least_bytes(settings: Settings, platform: str) -> int | None:
     """Logits from which on they are in chunks whatever that takes; None where they never are."""
     if settings.chunk_logits is not None:
         return CHUNK_BYTES if settings.chunk_logits else None
-    memory = _device_memory(platform)
+    memory = xla_devices.memory_bytes(platform)
     return None if memory is None else memory // MEMORY_SHARE
-
-
-def _device_memory(platform: str) -> int | None:
-    """Bytes that a program may take on a device; None where it does not say."""
-    if platform == "cpu":
-        names = ("SC_PAGE_SIZE", "SC_PHYS_PAGES")
-        return os.sysconf(names[0]) * os.sysconf(names[1]) if set(names) <= set(os.sysconf_names) else None
-    try:
-        devices = jax.local_devices(backend=platform)
-    except RuntimeError:  # no such device here: a program is planned for another machine
-        return None
-    return (devices[0].memory_stats() or {}).get("bytes_limit")

@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from jcuts.base import keys, knobs, warn_once
 from jcuts.base.errors import JcutsError, Refusal
@@ -36,6 +36,7 @@ from jcuts.xla.rebuild import subset_closed
 log = logging.getLogger("jcuts")
 
 Ranked = list[tuple[Program, float]]
+_Made = TypeVar("_Made")
 
 MIN_WORK = 2_000  # element operations below which a subset is not worth a kernel call of its own
 TOO_LITTLE = "too little work for a kernel call of its own"
@@ -320,14 +321,17 @@ def _ranking_of(platform: str) -> Callable[[Program], tuple[str, Callable[[], Ra
             if len(_rankings) >= MOST_RANKINGS:
                 _rankings.clear()
             make = functools.partial(schedules, program, here, limit, percent)
-            _rankings[space] = functools.cache(functools.partial(_none_where_it_fails, program.name, make))
+            _rankings[space] = functools.cache(functools.partial(_unless_it_fails, program.name, make, []))
         return space, _rankings[space]
 
     return ranking_of
 
 
-def _none_where_it_fails(name: str, make: Callable[[], Ranked]) -> Ranked:
-    """No schedules, and a warning, where making them fails by an error of jcuts: XLA then keeps the subset."""
+def _unless_it_fails(name: str, make: Callable[[], _Made], otherwise: _Made) -> _Made:
+    """What is made of a program's schedules; ``otherwise``, and a warning, where that fails by an error of jcuts.
+
+    XLA then keeps the subset.
+    """
     try:
         return make()
     except JcutsError:
@@ -339,7 +343,7 @@ def _none_where_it_fails(name: str, make: Callable[[], Ranked]) -> Ranked:
         warn_once.warn_once(
             log, text, "%s is left to XLA: an error of jcuts, %s (JCUTS_RAISE_ERRORS=1 shows where)", name, text
         )
-        return []
+        return otherwise
 
 
 def has_gpu_kernel(program: Program) -> bool:
@@ -349,10 +353,8 @@ def has_gpu_kernel(program: Program) -> bool:
     if key not in _forms:
         if len(_forms) >= MOST_RANKINGS:
             _forms.clear()
-        made = _none_where_it_fails(
-            program.name, lambda: [(program, 1)] if gpu_candidates.has_candidates(program, here) else []
-        )
-        _forms[key] = bool(made)
+        make = functools.partial(gpu_candidates.has_candidates, program, here)
+        _forms[key] = _unless_it_fails(program.name, make, False)
     return _forms[key]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -133,3 +134,15 @@ def unusable() -> str:
         or compiler.available()
         or cuda_launcher.too_old(cuda_launcher.driver_version(), ptxas.toolkit())
     )
+
+
+def memory_bytes(platform: str) -> int | None:
+    """Bytes that a program may take on a device of a platform; None where it does not say."""
+    if platform == "cpu":
+        names = ("SC_PAGE_SIZE", "SC_PHYS_PAGES")
+        return os.sysconf(names[0]) * os.sysconf(names[1]) if set(names) <= set(os.sysconf_names) else None
+    try:
+        found = jax.local_devices(backend=platform)
+    except RuntimeError:  # no such device here: a program is planned for another machine
+        return None
+    return (found[0].memory_stats() or {}).get("bytes_limit")

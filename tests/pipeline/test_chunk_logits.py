@@ -12,12 +12,12 @@ from jcuts.base.errors import UsageError
 from jcuts.base.settings import Settings, Variant
 from jcuts.jit.race_limits import most_rewritten
 from jcuts.jit.variant_space import allowed, candidate_variants
-from jcuts.pipeline import chunk_logits as pass_of
 from jcuts.pipeline.chunk_logits import chunk_logits, is_settled, largest_product
 from jcuts.rewrite.cross_entropy.head import CHUNK_BYTES, LEAST_BYTES
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
+from jcuts.xla import devices as xla_devices
 
 WIDTH = 4
 VOCABULARY = 16384
@@ -57,7 +57,7 @@ def is_chunked(megabytes, platform, **options):
 @pytest.fixture
 def memory(monkeypatch):
     def set_to(size):
-        monkeypatch.setattr(pass_of, "_device_memory", lambda platform: size)
+        monkeypatch.setattr(xla_devices, "memory_bytes", lambda platform: size)
 
     set_to(1 << 40)
     return set_to

@@ -53,10 +53,10 @@ def rematerialize_conversions(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int
     eqns: list[Any] = []
     for number, eqn in enumerate(crossing.eqns):
         fresh: dict[Any, Any] = {}
-        for value in dict.fromkeys(a for a in eqn.invars if not jaxapi.is_literal(a) and a in widened):
-            place = places[number]
+        place, read = places[number], eqn.invars if crossing.is_cheap(eqn) else ()
+        for value in dict.fromkeys(a for a in read if not jaxapi.is_literal(a) and a in widened):
             is_summed = not place.summed and _is_summed(crossing, places, value, place.level)
-            if not crossing.is_cheap(eqn) or (place.is_with(places[crossing.made[value]]) and not is_summed):
+            if place.is_with(places[crossing.made[value]]) and not is_summed:
                 continue
             key = (value, number) if is_summed else (value, place)
             if key not in copies:

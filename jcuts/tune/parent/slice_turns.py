@@ -40,9 +40,8 @@ class SliceTurns:
         self._slices = slices
         self._waiting: collections.deque[Process] = collections.deque()
         self._holder: Process | None = None
-        self._beside: dict[
-            int, bool
-        ] = {}  # processes whose request counts: not while they wait for a slice or have one
+        # Processes whose request counts, and whether it does now: not while they wait for a slice or have one.
+        self._beside: dict[int, bool] = {}
 
     def heard(self, worker: Process, answer: dict[str, Any]) -> bool:
         """Takes note of an event about slices; False for all others."""

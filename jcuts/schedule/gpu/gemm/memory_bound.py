@@ -26,7 +26,7 @@ from jcuts.schedule.gpu.gemm.epilogue_smem import LOADED, SENT, STORED, staged_e
 from jcuts.schedule.gpu.gemm.mma import bound_rates
 from jcuts.schedule.gpu.gemm.problem import column_sum_registers
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
-from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, HIGH, WgmmaTile
+from jcuts.schedule.gpu.gemm.wgmma_tile import BARRIER, HIGH, WgmmaTile, can_swap_lanes
 
 SHAPES = (
     (64, 64, 1),
@@ -47,6 +47,10 @@ SHAPES = (
 ADDED = {False: ((0, 1), (LOADED, 0)), True: ((SENT, 1), (STORED, 0))}
 ALONE = {False: ((0, 0),), True: ((SENT, 0),)}
 """(held, early) of exits that add matrices, and of others, by whether lanes would store less than 64 bytes a line."""
+PREFETCHED = 2
+"""Matrices of an epilogue up to which they are prefetched, or staged; several blocks hide the latency of more."""
+MOST_BESIDE = 4
+"""Matrices of an epilogue."""
 _FIT = fit.coefficients("gpu/gemm", "memory_bound")
 _REGISTERS = fit.coefficients("gpu/gemm", "memory_bound_registers")
 BOUND = _FIT.memory_share_minimum
@@ -82,7 +86,7 @@ def memory_bound_tiles(counter: WgmmaProblem) -> Iterator[tuple[float, WgmmaTile
     """(cycles, schedule) of all that fit a product that is bound by memory."""
     units = counter.batch * counter.rows * counter.columns * counter.terms / (counter.machine.sms * counter.unit)
     memory = counter.moved / bound_rates(counter.machine).memory_bytes_per_cycle
-    if counter.short or memory < BOUND * units or counter.beside > 2:
+    if counter.short or memory < BOUND * units or counter.beside > MOST_BESIDE:
         return
     if not counter.beside and any(side.run != counter.terms for side in counter.sides):  # taps: the L2 cache decides
         return
@@ -94,12 +98,13 @@ def memory_bound_tiles(counter: WgmmaProblem) -> Iterator[tuple[float, WgmmaTile
             or not counter.copies_are_16_bytes(rows, columns)
         ):
             continue
+        paired = int(counter.narrow and bool(counter.sums) and can_swap_lanes(columns, counter.columns))
         for tiling in _depths(counter, (rows, columns, along)):
-            for how, early in (ADDED if counter.beside else ALONE)[counter.narrow]:
+            for how, early in _exits(counter):
                 found = staged_epilogue(counter.program, rows, columns, how, 0)
                 if how and (counter.sums or not (found.stored if how == SENT else found.loaded)):
                     continue
-                made = WgmmaTile(*tiling, rounded=counter.through, early=early, held=how)
+                made = WgmmaTile(*tiling, rounded=counter.through, early=early, held=how, paired=paired)
                 share, _ = k_tiles_per_split(counter.terms, made.terms, 1)
                 large = rows * columns >= MOST_TOTALS * made.threads
                 if large and counter.beside and share > WHOLE:
@@ -108,6 +113,13 @@ def memory_bound_tiles(counter: WgmmaProblem) -> Iterator[tuple[float, WgmmaTile
                     made = replace(made, spread=1, steps=2)
                 if blocks_per_sm(counter, made):
                     yield time(counter, made).value, made
+
+
+def _exits(counter: WgmmaProblem) -> tuple[tuple[int, int], ...]:
+    """(held, early) that are tried: exits with column sums keep their results in registers, and do not stage them."""
+    if counter.beside > PREFETCHED:
+        return ((0, 0),)
+    return (ADDED if counter.beside else ALONE)[counter.narrow and not counter.sums]
 
 
 def best(counter: WgmmaProblem, most: int) -> list[tuple[float, WgmmaTile]]:

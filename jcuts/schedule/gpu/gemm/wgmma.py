@@ -209,6 +209,7 @@ def _k_pipelines(counter: WgmmaProblem, split: int, cluster: int) -> Iterator[tu
     share, _ = k_tiles_per_split(counter.terms, LINE // counter.item, split * cluster)
     if counter.short and share <= MOST_UNDER_WAY:
         depths = [(1, share, 0), *(depth for depth in depths if depth[1] < share)]
+    pipelines: dict[tuple[int, int, int], None] = {}
     for lines, stages, flight in depths:
         terms = lines * LINE // counter.item
         if any(side.run % terms and side.run != counter.terms for side in counter.sides) and (
@@ -222,4 +223,5 @@ def _k_pipelines(counter: WgmmaProblem, split: int, cluster: int) -> Iterator[tu
             continue
         if found > 1 and share < (2 if counter.short and split == 1 else 4):
             continue
-        yield terms, stages, flight
+        pipelines[terms, stages if flight else min(stages, share), flight] = None
+    yield from pipelines

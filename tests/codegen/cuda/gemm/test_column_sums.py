@@ -52,6 +52,8 @@ HALF = [
     WgmmaTile(64, 64, 64, (1, 1), 3),
     WgmmaTile(128, 96, 64, (1, 1), 3, paired=1),
     WgmmaTile(256, 64, 64, (4, 1), 4),
+    WgmmaTile(256, 64, 64, (2, 1), 2, paired=1),
+    WgmmaTile(64, 96, 64, (1, 1), 1, paired=1),
 ]
 """Of bfloat16."""
 HALO = [
@@ -166,7 +168,8 @@ def test_weights_that_are_rounded_already(size, tiling):
 @pytest.mark.parametrize("tiling", HALF, ids=str)
 def test_results_of_16_bits_are_summed_in_float32(tiling):
     """Of what is stored: rounded values."""
-    x, w = normal(150, 72, dtype=jnp.bfloat16), normal(72, 96, dtype=jnp.bfloat16)
+    terms = min(72, 64 * tiling.stages)
+    x, w = normal(150, terms, dtype=jnp.bfloat16), normal(terms, 96, dtype=jnp.bfloat16)
 
     def fn(x, w):
         y = (x @ w).astype(jnp.bfloat16)
@@ -311,6 +314,47 @@ def test_what_is_proposed_assembles_without_local_memory(target):
                 continue
             assert [launch.resources.stack for launch in launches] == [0, 0]
         assert len(found) >= 2 and spilled <= 1
+
+
+def bfloat16_statistics(x, w, b):
+    """A convolution's rounded results with the moments of a batch norm."""
+    wide = (conv(x, w) + b).astype(jnp.float32)
+    mean = jnp.mean(wide, rows_of(wide))
+    return wide.astype(jnp.bfloat16), mean, jnp.mean(jnp.square(wide), rows_of(wide)) - jnp.square(mean)
+
+
+@compiled
+@pytest.mark.parametrize(("channels", "features", "stages"), [(64, 256, 1), (128, 512, 2)])
+def test_memory_bound_products_of_16_bits_have_several_blocks_per_sm(channels, features, stages):
+    """Of ResNet-50's 1x1 convolutions: no more stages than k-tiles, so that blocks overlap copies and epilogues."""
+    x, w = (np.zeros(s, jnp.bfloat16) for s in ((64, 56, 56, channels), (1, 1, channels, features)))
+    arguments = x, w, np.zeros(features, jnp.bfloat16)
+    found = gpu_candidates.candidates(programs.trace_sums(bfloat16_statistics, *arguments), MACHINE, 3)
+    grouped = [dict(program.params) for program, _ in found if "groups" in dict(program.params)]
+    assert grouped and {params["stages"] for params in grouped} == {stages}
+    for program, _ in found:
+        launches = Image.unpack(compiler.compile_program(program, SM90).object_code).launches
+        assert launches[0].resources.stack == 0
+        if "groups" in dict(program.params):
+            threads = dict(program.params)["threads"]
+            assert 65536 // (threads * launches[0].resources.registers) >= 2
+
+
+def test_memory_bound_products_add_up_to_four_matrices_in_their_epilogue():
+    """The gradient behind a residual connection: two gradients, the rectifier's mask and what the batch norm read."""
+    x, w = (np.zeros(s, jnp.bfloat16) for s in ((64, 56, 56, 64), (1, 1, 64, 256)))
+    full, mask = np.zeros((64, 56, 56, 256), jnp.bfloat16), np.zeros((64, 56, 56, 256), bool)
+
+    def gradients(x, w, other, mask, read, also):
+        d = jnp.where(mask, conv(x, w) + other, 0).astype(jnp.bfloat16)
+        wide = d.astype(jnp.float32)
+        return d, *(jnp.sum(each, rows_of(d)) for each in (wide, wide * read, wide * also))
+
+    for count in (3, 4):
+        arguments = x, w, full, mask, full, full if count == 4 else np.zeros(256, jnp.bfloat16)
+        found = gpu_candidates.candidates(programs.trace_sums(gradients, *arguments), MACHINE, 3)
+        stages = [dict(program.params)["stages"] for program, _ in found if "groups" in dict(program.params)]
+        assert stages and set(stages) == {1}
 
 
 def test_the_second_launch_is_part_of_the_predicted_time():

@@ -60,6 +60,7 @@ from jcuts.rewrite.backward.registry import backward_rewrites
 from jcuts.rewrite.registry import Rewritten, rewritten
 from jcuts.rewrite.simplify import simplify
 from jcuts.rewrite.splat_constants import splat_constants
+from jcuts.schedule.cpu.bound import host_arch
 from jcuts.trace import jaxapi
 from jcuts.trace.canonical import canonical_digest
 from jcuts.trace.inline import inline
@@ -96,8 +97,8 @@ def _rewrite(state: State) -> State:
     closed = _once(f"{state.digest} {rules} numbers", form, lambda: splat_constants(rewrites.closed))
     divides = microbatch_convs.is_asked(state.settings)
     has_kernels = form is None or form.regions != "none"
-    gains = False
-    for further in backward_rewrites(state.platform, divides=divides, has_kernels=has_kernels):
+    gains, sizes = False, {"cache_bytes": host_arch().l2}
+    for further in backward_rewrites(state.platform, divides=divides, has_kernels=has_kernels, **sizes):
         key = f"{state.digest} {rules} {further.name} {divides}"
         before, closed = closed, _once(key, form, functools.partial(further.apply, closed))
         gains |= further.gains_alone and closed is not before

@@ -1,9 +1,9 @@
-"""Registry of the rewrites of training steps that always apply, in their order."""
+"""Registry of the rewrites that always apply, most of them for training steps, in their order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jcuts.rewrite.backward.deviation_sums import deviation_sums
 from jcuts.rewrite.backward.explicit_padding import fold_padding
@@ -18,6 +18,7 @@ from jcuts.rewrite.backward.separate_deviations import separate_deviations
 from jcuts.rewrite.backward.separate_sums import separate_sums
 from jcuts.rewrite.backward.sparse_updates import sparse_updates
 from jcuts.rewrite.backward.transposed_filter_gradients import transposed_filter_gradients
+from jcuts.rewrite.loop_fission import loop_fission
 from jcuts.rewrite.position_masks import position_masks
 from jcuts.trace import jaxapi
 
@@ -33,14 +34,16 @@ class BackwardRewrite:
             cannot be.
         with_kernels: whether it serves variants with kernels alone.
         gains_alone: whether XLA's own code is much faster behind it, so that the program races without kernels too.
+        by_cache: whether ``apply`` also takes the bytes of a core's L2 cache (0 on a GPU).
     """
 
     name: str
-    apply: Callable[[jaxapi.Closed], jaxapi.Closed]
+    apply: Callable[..., jaxapi.Closed]
     gpu_only: bool = False
     makes_asymmetric: bool = False
     with_kernels: bool = False
     gains_alone: bool = False
+    by_cache: bool = False
 
 
 REWRITES = (
@@ -49,6 +52,9 @@ REWRITES = (
     BackwardRewrite("sparse updates", lambda closed: sparse_updates(closed)[0], gains_alone=True),
     BackwardRewrite("row gathers", lambda closed: gathers_before_elementwise(closed)[0]),
     BackwardRewrite("weight gradients", lambda closed: hoist_weight_gradients(closed)[0]),
+    BackwardRewrite(
+        "projections", lambda closed, cache: loop_fission(closed, cache)[0], gains_alone=True, by_cache=True
+    ),
     BackwardRewrite("padding", lambda closed: fold_padding(closed)[0], makes_asymmetric=True),
     BackwardRewrite("transposed filters", lambda closed: transposed_filter_gradients(closed)[0], gains_alone=True),
     BackwardRewrite("patches", lambda closed: patch_gradients(closed)[0], gains_alone=True),
@@ -64,12 +70,19 @@ REWRITES = (
 )
 
 
-def backward_rewrites(platform: str, *, divides: bool, has_kernels: bool = True) -> Iterator[BackwardRewrite]:
+def backward_rewrites(
+    platform: str, *, divides: bool, has_kernels: bool = True, cache_bytes: int = 0
+) -> Iterator[BackwardRewrite]:
     """Those for a platform.
 
-    Args: divides: whether convolutions are divided under a workspace limit; has_kernels: whether the variant has any.
+    Args:
+        divides: whether convolutions are divided under a workspace limit. has_kernels: whether the variant has any.
+        cache_bytes: of a core's L2 cache, on a CPU.
     """
     for rewrite in REWRITES:
+        if rewrite.by_cache:
+            cache = cache_bytes if platform == "cpu" else 0
+            rewrite = replace(rewrite, apply=lambda closed, made=rewrite.apply, cache=cache: made(closed, cache))
         if rewrite.gpu_only and platform == "cpu":
             continue
         if not (rewrite.makes_asymmetric and divides) and (has_kernels or not rewrite.with_kernels):

@@ -598,6 +598,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jcuts_cpu_chain_execute, jcuts::ExecuteChain,
                                   .RemainingRets());
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Loops over chains.
+
+#include "launch_cpu_loop.h"
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Plain C, called from Python through ctypes.
 
 extern "C" {
@@ -609,6 +614,8 @@ void* jcuts_state_type_id() { return &jcuts::LaunchState::id; }
 void* jcuts_state_type_info() { return &jcuts::launch_state_info; }
 void* jcuts_chain_type_id() { return &jcuts::ChainState::id; }
 void* jcuts_chain_type_info() { return &jcuts::chain_state_info; }
+void* jcuts_loop_type_id() { return &jcuts::LoopState::id; }
+void* jcuts_loop_type_info() { return &jcuts::loop_state_info; }
 
 // The code behind `kernel` must stay mapped for the life of the process: executables keep the pointer.
 int jcuts_register(const char* digest, void* kernel) {

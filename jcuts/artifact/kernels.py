@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jcuts.artifact.container import Container
+from jcuts.artifact.loop_calls import Misfit, room_of_body
 from jcuts.artifact.manifest import Manifest
 from jcuts.base.errors import ArtifactError, JcutsError
 from jcuts.codegen.artifact import Aval, CompiledKernel
@@ -32,7 +33,7 @@ _DTYPES |= {"f8E4M3FN": "float8_e4m3fn", "f8E5M2": "float8_e5m2"}
 
 _ARRAY = re.compile(r'\b(\w+) = dense<"?([^">]*)"?> : tensor<(\d+)xi64>')
 
-CPU_TARGETS = (cpu_launcher.TARGET, cpu_launcher.CHAIN)
+CPU_TARGETS = (cpu_launcher.TARGET, cpu_launcher.CHAIN, cpu_launcher.LOOP)
 CUDA_TARGETS = ("jcuts_cuda_launch", "jcuts_cuda_chain")
 
 
@@ -95,7 +96,8 @@ def check_calls(found: Sequence[Call], kernels: Mapping[str, CompiledKernel], ta
                 raise ArtifactError(f"a program calls the kernel {name!r}, which the artefact lacks", kernel=name)
         if call.target == cpu_launcher.TARGET and (why := _misfit(call, kernels[call.kernels[0]])):
             raise ArtifactError(f"a call of kernel {call.kernels[0]} does not fit it: {why}", kernel=call.kernels[0])
-        if call.target == cpu_launcher.CHAIN and (why := _chain_misfit(call, [kernels[name] for name in call.kernels])):
+        chained = call.target in (cpu_launcher.CHAIN, cpu_launcher.LOOP)
+        if chained and (why := _chain_misfit(call, [kernels[name] for name in call.kernels])):
             raise ArtifactError(f"a call of {len(call.kernels)} kernels does not fit them: {why}")
 
 
@@ -117,7 +119,13 @@ def _chain_misfit(call: Call, kernels: Sequence[CompiledKernel]) -> str:
     """What of a chain's wiring (`cpu_ffi_call.call_chain`) leaves its buffers or its arena."""
     wiring, sizes = list(call.arrays.get("wiring", ())), call.arrays.get("sizes", ())
     arena = call.numbers.get("arena_bytes", -1)
-    room = {0: [_bytes(a) for a in call.operands], 1: [_bytes(a) for a in call.results], 2: [arena]}
+    operands, results = ([_bytes(a) for a in avals] for avals in (call.operands, call.results))
+    if call.target == cpu_launcher.LOOP:
+        try:
+            operands, results = room_of_body(call.arrays.get("plan", ()), call.numbers, operands, results)
+        except Misfit as why:
+            return str(why)
+    room = {0: operands, 1: results, 2: [arena]}
     if len(sizes) != 3 * len(kernels):
         return "it has sizes of another number of kernels"
     for number, kernel in enumerate(kernels):

@@ -21,7 +21,8 @@ ACCURACIES = ("exact", "vendor")
 SEARCHED = "searched"
 CLEAR = "clear"
 ATTENTION = "attention"
-REGIONS = ("all", "anchored", "absorbing", ATTENTION, "none", "every", SEARCHED, CLEAR)
+LOOP_BODIES = "loops"
+REGIONS = ("all", "anchored", "absorbing", ATTENTION, "none", "every", SEARCHED, CLEAR, LOOP_BODIES)
 PLAIN = "plain"
 SINGLE = "single"
 
@@ -37,8 +38,9 @@ class Variant:
             without dense products, whose tails the kernels that read them take over (`fusion.move_epilogue`);
             ``attention``, attentions and their backward passes alone; ``none``; ``every`` (CPUs), those too whose
             kernels lost to XLA by little, or have little work; ``searched`` (GPUs; CPUs always search), what the
-            partition search makes of ``all`` by measured times; or ``clear`` (GPUs), those of ``all`` whose kernels
-            gain clearly by measured times.
+            partition search makes of ``all`` by measured times; ``clear`` (GPUs), those of ``all`` whose kernels
+            gain clearly by measured times; or ``loops`` (CPUs), ``all`` with kernels for whatever a scan's body does,
+            so that the scan is one call (`xla.chains.loop`).
         chained: whether kernels that can follow each other are one call (`xla.chains`); changes nothing else.
     """
 

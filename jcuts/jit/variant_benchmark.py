@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jcuts.base.settings import LOOP_BODIES, Variant
 from jcuts.jit import chain_ablation, end_to_end_benchmark, race_limits, variant_space
 from jcuts.jit.decision import XLA, Decision
 from jcuts.jit.paired_timing import SampleSize
@@ -21,6 +22,7 @@ from jcuts.pipeline.outcome import Outcome
 from jcuts.tune import device_slices, time_budget
 from jcuts.tune.baseline import autotune_cache
 from jcuts.xla import devices as xla_devices
+from jcuts.xla.chains import loop as chains_loop
 
 log = logging.getLogger("jcuts")
 
@@ -28,6 +30,7 @@ SIZE_GPU = SampleSize(seconds=2e-3, executions=4)
 """One sample of whole programs on a GPU: calls in a row, as a training loop makes them."""
 SIZE_CPU = SampleSize(seconds=3e-4)
 """... and on a CPU."""
+LOOP_CALLS = Variant((), LOOP_BODIES)
 
 
 def benchmark(traced: TracedCall, planned: PlanningResult, again: Decision | None) -> Decision:
@@ -48,9 +51,8 @@ def benchmark(traced: TracedCall, planned: PlanningResult, again: Decision | Non
         left = [name for name in left if name not in late]
         late |= race_limits.beyond_race_limit(left, planned.gains, planned.totals)
     names = [name for name in names if name not in out and name not in late]
-    every = None if traced.on_gpu else _near_ties(traced, planned.outcomes)
-    if every is not None:
-        names.append(variant_space.name_of(variant_space.EVERY))
+    further = {} if traced.on_gpu else _on_cpu(traced, planned.outcomes)
+    names += map(variant_space.name_of, further)
     barred = variant_space.over_workspace_limit(names, planned.rows if planned.racing else {}, traced.settings)
     contending = again.still_contending(names) if again else names
     decision = time_programs(traced, [n for n in contending if n == XLA or n not in barred], barred)
@@ -64,7 +66,7 @@ def benchmark(traced: TracedCall, planned: PlanningResult, again: Decision | Non
     single = chain_ablation.unchained_variant(decision, planned.joined)
     if single and not (traced.on_gpu and time_budget.current().is_limited):
         decision = _ablate_chains(traced, decision, single)
-    partial = every is not None and bool(every.report.unmeasured)
+    partial = any(outcome.report.unmeasured for outcome in further.values())
     decision = dataclasses.replace(decision, rejected={**out, **late, **decision.rejected}, partial=partial)
     if again is not None:
         decision = dataclasses.replace(decision, tries=again.tries + 1)
@@ -160,6 +162,21 @@ def _programs(traced: TracedCall, names: Sequence[str]) -> tuple[dict[str, Any],
             {name: functools.partial(program.lower, *call.args, **call.kwargs) for name, program in calls.items()}
         )
     return {name: program.permitted for name, program in calls.items()}, peaks
+
+
+def _on_cpu(traced: TracedCall, outcomes: Sequence[Outcome]) -> dict[Variant, Outcome]:
+    """The programs that race besides on a CPU: with kernels that lost by little, with scans that are one call."""
+    every, loops = _near_ties(traced, outcomes), _loop_calls(traced, outcomes)
+    found = {variant_space.EVERY: every, LOOP_CALLS: loops}
+    return {form: outcome for form, outcome in found.items() if outcome is not None}
+
+
+def _loop_calls(traced: TracedCall, outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The program whose scans are one call each; None where none can be, or the plain one's are already."""
+    if len(outcomes) != 1 or not chains_loop.has_scans(traced.closed) or chains_loop.has_calls(outcomes[0].closed):
+        return None
+    loops = traced.plan(LOOP_CALLS, may_measure=True)
+    return loops if chains_loop.has_calls(loops.closed) else None
 
 
 def _near_ties(traced: TracedCall, outcomes: Sequence[Outcome]) -> Outcome | None:

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from jcuts.base.errors import UsageError
-from jcuts.base.settings import ATTENTION, CLEAR, SEARCHED, Settings, Variant
+from jcuts.base.settings import ATTENTION, CLEAR, LOOP_BODIES, SEARCHED, Settings, Variant
 from jcuts.jit import end_to_end_benchmark
 from jcuts.jit.accuracy.float64_check import NO_AUTOTUNE as NO_AUTOTUNE
 from jcuts.jit.accuracy.float64_check import Float64Judge as Float64Judge
@@ -35,10 +35,10 @@ from jcuts.jit.variant_names import shown_form as shown_form
 from jcuts.microbatch.report import DivisionReport
 from jcuts.pipeline import microbatch_convs
 from jcuts.pipeline.computation import TOO_LITTLE
-from jcuts.pipeline.gain_limits import gains_clearly, is_near_tie
 from jcuts.pipeline.outcome import Outcome
 from jcuts.report import measured_sums
 from jcuts.report.function_report import FunctionReport
+from jcuts.report.gain_limits import gains_clearly, is_near_tie
 from jcuts.rewrite import registry as rewrite_registry
 from jcuts.rewrite.matmul_patterns import DOT
 from jcuts.rewrite.simplify import simplify
@@ -92,8 +92,8 @@ def is_known(name: str, platform: str, uses_jcuts: bool) -> bool:
         return False
     if form is None:
         return uses_jcuts and name.startswith(end_to_end_benchmark.JCUTS)
-    if form.regions == EVERY.regions:
-        return platform == "cpu" and form == EVERY
+    if form.regions in (EVERY.regions, LOOP_BODIES):
+        return platform == "cpu" and not form.rewrites and form.chained
     return platform in GPUS and not set(form.rewrites) - set(rewrite_registry.RULES)
 
 

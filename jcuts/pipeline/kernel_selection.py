@@ -18,7 +18,7 @@ from typing import Any
 
 from jcuts.base import keys, knobs
 from jcuts.base.errors import IRError
-from jcuts.base.settings import ATTENTION, CLEAR, SEARCHED, Settings, Variant
+from jcuts.base.settings import ATTENTION, CLEAR, LOOP_BODIES, SEARCHED, Settings, Variant
 from jcuts.fusion.dag import NodeSet as Members
 from jcuts.fusion.join_regions import region_groups
 from jcuts.fusion.move_epilogue import fuse_prologues, is_library_contraction, move_epilogues, split_prologues
@@ -35,8 +35,9 @@ from jcuts.pipeline.computation import (
     add_candidates,
     has_gpu_kernel,
 )
-from jcuts.pipeline.gain_limits import gains_clearly, is_near_tie
+from jcuts.pipeline.loop_bodies import add_small_regions, keep_where_faster, regions_of, take_loop_bodies
 from jcuts.pipeline.measured_partition import LEAST_MOVED, Summary, library_seconds, measured_seconds, postponed
+from jcuts.report.gain_limits import gains_clearly, is_near_tie
 from jcuts.trace.canonical import canonical_digest
 from jcuts.tune import session
 from jcuts.tune.row_signature import FOREIGN
@@ -47,8 +48,6 @@ log = logging.getLogger("jcuts.pipeline.kernel_selection")
 
 BLOCK_CANDIDATES = 8
 """Kernels tried for a block of several reductions."""
-MOST_SMALL = 4
-"""Distinct subsets with little work that this form tries."""
 MOST_ELEMENTWISE = 12
 """Distinct element-wise subsets that are tried on a GPU."""
 FUSED_PRODUCTS = ("attention", "attention_backward")
@@ -85,7 +84,7 @@ class Partition:
     @property
     def regions(self) -> list[Region]:
         """All regions."""
-        return _subsets(self.levels)
+        return regions_of(self.levels)
 
     @property
     def is_lasting(self) -> bool:
@@ -101,7 +100,9 @@ class Partition:
         if self.settings.mode == "no_fusion" or not self.is_lasting:
             return False
         alone = self.settings.mode == "fusion" and self.settings.form is None
-        return self.platform == "cpu" or alone or _regions_of(self.settings) == SEARCHED
+        if self.platform == "cpu":
+            return _regions_of(self.settings) != LOOP_BODIES
+        return alone or _regions_of(self.settings) == SEARCHED
 
     @property
     def takes_near_ties(self) -> bool:
@@ -131,9 +132,11 @@ def choose_partition(top: Computation, settings: Settings, platform: str = "cpu"
         chosen = replace(chosen, origin="stored", shares=_shares(stored), found=Summary.stored(stored.get("search")))
         if chosen.takes_near_ties:
             for level in chosen.levels:
-                _add_small_regions(level)
+                add_small_regions(level)
     elif platform != "cpu":
         return _choose_on_gpu(chosen)
+    elif _regions_of(settings) == LOOP_BODIES and not take_loop_bodies(top):
+        return replace(chosen, origin="none")
     add_candidates(chosen.regions, platform)
     return chosen
 
@@ -170,15 +173,15 @@ def _choose_on_gpu(chosen: Partition) -> Partition:
     if regions == ATTENTION:
         for level in levels:
             level.leave_to_xla(lambda s: "" if s.program.template in FUSED_PRODUCTS else NOT_ASKED)
-    add_candidates(_subsets(levels), chosen.platform)
+    add_candidates(regions_of(levels), chosen.platform)
     if regions in (SEARCHED, CLEAR):  # what they begin with
         regions = "all"
     if settings.mode != "no_fusion" and regions != ATTENTION:
         for level in levels:
             _move_operations(level, move_epilogues if regions == "absorbing" else fuse_prologues)
-        add_candidates(_subsets(levels), chosen.platform)
+        add_candidates(regions_of(levels), chosen.platform)
     # Before any are left: the forms that leave some share the problems, and so the times, of those that do not.
-    shares = session.candidate_budget([s for s in _subsets(levels) if s.ranked], on_gpu=True)
+    shares = session.candidate_budget([s for s in regions_of(levels) if s.ranked], on_gpu=True)
     blocks: list[tuple[Computation, Region, list[Region]]] = []
     if regions in ("all", "anchored") and settings.mode != "no_fusion" and settings.tune != "off":
         blocks = _blocks(levels)
@@ -192,7 +195,7 @@ def collect_problems(partition: Partition) -> RegionProblems:
     settings = partition.settings
     if partition.origin == "none":
         return session.collect_problems((), settings)
-    if partition.takes_near_ties:
+    if partition.takes_near_ties or _regions_of(settings) == LOOP_BODIES:
         return session.collect_problems(partition.regions, replace(settings, mode="fusion"), shares=partition.shares)
     device = _device(partition.platform)
     if partition.origin == "stored" or partition.platform == "cpu":
@@ -221,6 +224,8 @@ def resolve(partition: Partition, problems: RegionProblems, tuned: TunedChoices)
         for subset in partition.regions:
             if subset.origin != "measured" or not is_near_tie(measured_seconds(subset), library_seconds(subset)):
                 subset.chosen = None
+    if _regions_of(partition.settings) == LOOP_BODIES and partition.is_lasting:
+        keep_where_faster(partition.top)
     for level, subset, parts in partition.blocks:
         if _is_better(subset, parts):
             level.merge_into(subset)
@@ -261,7 +266,7 @@ def _device(platform: str) -> str:
 
 def _store_partition(levels: Sequence[Computation], shares: dict[str, int], key: str, found: Summary) -> None:
     """Stores the cover of a GPU's form: with it a later process need not rank what has a kernel form at all."""
-    used = {s.identity for s in _subsets(levels)}
+    used = {s.identity for s in regions_of(levels)}
     session.store().put_partition(
         key,
         {
@@ -276,7 +281,7 @@ def _store_partition(levels: Sequence[Computation], shares: dict[str, int], key:
 
 def _store_sets(levels: Sequence[Computation], shares: dict[str, int], key: str, found: Summary) -> None:
     """Stores the cover of a CPU's function: lowering makes the programs of its regions again."""
-    used = {s.identity for s in _subsets(levels)}
+    used = {s.identity for s in regions_of(levels)}
     session.store().put_partition(
         key,
         {
@@ -286,21 +291,6 @@ def _store_sets(levels: Sequence[Computation], shares: dict[str, int], key: str,
             **({"search": found.to_json()} if found.explored else {}),
         },
     )
-
-
-def _add_small_regions(level: Computation) -> None:
-    """Makes subsets of what has little work, too, where few kernels do for that."""
-    covered = {m for s in level.subsets for m in s.members}
-    small = [
-        level.subset(members, program)
-        for members, program in level.grouping.subsets
-        if level.is_small(program) and not members & covered
-    ]
-    if not small or len({s.identity for s in small}) > MOST_SMALL:
-        return
-    if partition_store.is_partition(level, [s.members for s in (*level.subsets, *small)]):
-        for subset in small:
-            level.merge_into(subset)
 
 
 def _blocks(levels: Sequence[Computation]) -> list[tuple[Computation, Region, list[Region]]]:
@@ -369,10 +359,6 @@ def partition_key(top: Computation, settings: Settings, platform: str = "cpu") -
         rounded = [[t.tf32 for t in level.graph.tensors] for level in top.walk()]
         more = (_device(platform), repr(xla_devices.machine()), str(Variant.tuned(settings.form)), repr(rounded))
     return keys.partition(canonical_digest(top.closed), settings.mode, settings.tolerance, more)
-
-
-def _subsets(levels: Sequence[Computation]) -> list[Region]:
-    return [subset for level in levels for subset in level.subsets]
 
 
 def _restore(levels: Sequence[Computation], stored: dict[str, Any], platform: str = "cpu") -> bool:

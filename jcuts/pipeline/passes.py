@@ -15,7 +15,8 @@
     compile     winners -> object code                                rebuild.py, xla/kernel_cache.py
     rebuild     jaxpr with calls of the winners                       rebuild.py, xla/rebuild.py
     restore     1x1 convolutions whose products no kernel took        restore_convs.py, rewrite/pointwise_conv.py
-    chain       one call for kernels that follow each other (GPU)     rebuild.py, xla/chains/fuse.py
+    chain       one call for kernels that follow each other, for      rebuild.py, xla/chains/fuse.py,
+                loops over such (CPU)                                 xla/chains/loop.py
 
 Bodies of scan, while and cond go through the same list; all their regions are tuned in one session.  A new pass is one
 entry of `PASSES`; what it took, its dumps and its verifier come from `run`.

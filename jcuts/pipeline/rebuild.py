@@ -22,6 +22,7 @@ from jcuts.trace import jaxapi
 from jcuts.tune.parent import extra_kernels
 from jcuts.xla import devices as xla_devices
 from jcuts.xla.chains import fuse as chains_fuse
+from jcuts.xla.chains.loop import scans_as_calls
 from jcuts.xla.kernel_cache import kernel_for, source_text
 from jcuts.xla.rebuild import in_order, kernel_eqns
 
@@ -136,7 +137,9 @@ def _rebuilt(level: Computation, calls: Mapping[int, Sequence[KernelCall]]) -> j
 
 # -- chain ----------------------------------------------------------------------------------------------------------
 def with_chains(closed: jaxapi.Closed, settings: Settings, platform: str) -> jaxapi.Closed:
-    """With one call for kernels that can follow each other, in the function and in its loop bodies."""
+    """With one call for kernels that can follow each other, in the function and in its loop bodies; on a CPU also for
+    scans whose body is such a call.
+    """
     eqns = []
     for eqn in closed.jaxpr.eqns:
         if jaxapi.primitive_name(eqn) in CONTROL_FLOW:
@@ -153,6 +156,8 @@ def with_chains(closed: jaxapi.Closed, settings: Settings, platform: str) -> jax
 def fuse_where_wanted(closed: jaxapi.Closed, settings: Settings, platform: str) -> jaxapi.Closed:
     """One jaxpr with chains, where the variant has them; on a GPU, where it launches ahead."""
     wanted = knobs.current().chains and (settings.form is None or settings.form.chained)
+    if wanted and platform == "cpu":
+        closed = scans_as_calls(closed)
     if not wanted or not chains_fuse.calls(closed):
         return closed
     if platform != "cpu" and xla_devices.machine().capability < chains_fuse.EARLY:

@@ -114,24 +114,58 @@ def call_chain(
         sizes: per kernel its tiles, bytes of a scratch slot, slots.
         operands, results: arrays, and what has the shapes and dtypes of the results.
     """
+    attributes = chain_attributes(digests, wiring, sizes, arena_bytes)
+    return _call_of_kernels(cpu_launcher.CHAIN, attributes, operands, results)
+
+
+def chain_attributes(
+    digests: Sequence[str], wiring: Sequence[int], sizes: Sequence[int], arena_bytes: int
+) -> dict[str, Any]:
+    """Attributes of a chain's call. Args: see `call_chain`."""
+    return {
+        "digests": "".join(f"{digest} " for digest in digests),
+        "wiring": np.array(wiring, np.int64),
+        "sizes": np.array(sizes, np.int64),
+        "arena_bytes": np.int64(arena_bytes),
+    }
+
+
+def call_loop(
+    chain: Mapping[str, Any],
+    plan: Sequence[int],
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    *,
+    length: int,
+    reverse: bool,
+) -> tuple[jax.Array, ...]:
+    """Calls a loop over a chain of this CPU's kernels as one XLA custom call (`xla.chains.loop`).
+
+    Args:
+        chain: attributes of the body's chain (`call_chain`), with memory of the arena for what the loop carries.
+        plan: numbers of feeds, drains, carried values and copies, then these (`custom_calls/launch_cpu_loop.h`).
+        operands, results: arrays, and what has the shapes and dtypes of the results.
+        length, reverse: turns, and whether the last one comes first.
+    """
+    more = {"length": np.int64(length), "reverse": np.int64(reverse), "plan": np.array(plan, np.int64)}
+    return _call_of_kernels(cpu_launcher.LOOP, {**chain, **more}, operands, results)
+
+
+def _call_of_kernels(
+    target: str, attributes: Mapping[str, Any], operands: Sequence[Any], results: Sequence[Any]
+) -> tuple[jax.Array, ...]:
+    """A custom call of several kernels on row-major operands."""
     cpu_launcher.ensure_registered()
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
     shapes += scratch.result_of(scratch.least_bytes(0, len(shapes)))
     call = jax.ffi.ffi_call(
-        cpu_launcher.CHAIN,
+        target,
         shapes,
         has_side_effect=False,
         input_layouts=[tuple(range(len(jax.numpy.shape(x)))) for x in operands],
         output_layouts=[tuple(range(len(x.shape))) for x in shapes],
     )
-    outputs = call(
-        *operands,
-        digests="".join(f"{digest} " for digest in digests),
-        wiring=np.array(wiring, np.int64),
-        sizes=np.array(sizes, np.int64),
-        arena_bytes=np.int64(arena_bytes),
-    )
-    return tuple(outputs[: len(results)])
+    return tuple(call(*operands, **attributes)[: len(results)])
 
 
 def _check(kernel: CompiledKernel, operands: tuple[Any, ...]) -> None:

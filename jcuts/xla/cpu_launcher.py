@@ -23,6 +23,8 @@ TARGET = "jcuts_cpu_launch"
 STATE_TYPE = "jcuts_cpu_launch_state"
 CHAIN = "jcuts_cpu_chain"
 CHAIN_STATE_TYPE = "jcuts_cpu_chain_state"
+LOOP = "jcuts_cpu_loop"
+LOOP_STATE_TYPE = "jcuts_cpu_loop_state"
 PLATFORM = "cpu"
 
 _lock = threading.RLock()
@@ -166,6 +168,14 @@ def ensure_registered() -> None:
             "launcher of chains",
             (lib.jcuts_chain_type_id(), lib.jcuts_chain_type_info()),
             {"instantiate": lib.jcuts_cpu_chain_instantiate, "execute": lib.jcuts_cpu_chain_execute},
+        )
+        register_launcher(
+            LOOP,
+            LOOP_STATE_TYPE,
+            PLATFORM,
+            "launcher of loops",
+            (lib.jcuts_loop_type_id(), lib.jcuts_loop_type_info()),
+            {"instantiate": lib.jcuts_cpu_loop_instantiate, "execute": lib.jcuts_cpu_loop_execute},
         )
         _callback = native_library.RESOLVER(_resolve)
         lib.jcuts_set_resolver(_callback)

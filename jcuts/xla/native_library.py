@@ -112,6 +112,8 @@ def _declare(lib: ctypes.CDLL) -> None:
         "jcuts_state_type_info": (pointer, []),
         "jcuts_chain_type_id": (pointer, []),
         "jcuts_chain_type_info": (pointer, []),
+        "jcuts_loop_type_id": (pointer, []),
+        "jcuts_loop_type_info": (pointer, []),
         "jcuts_register": (ctypes.c_int, [ctypes.c_char_p, pointer]),
         "jcuts_unregister": (ctypes.c_int, [ctypes.c_char_p]),
         "jcuts_is_registered": (ctypes.c_int, [ctypes.c_char_p]),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jcuts.rewrite.backward.hoist_weight_gradients import hoist_weight_gradients
+from jcuts.rewrite.loops.hoist_weight_gradients import hoist_weight_gradients
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline

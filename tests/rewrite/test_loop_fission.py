@@ -9,7 +9,7 @@ import pytest
 
 import jcuts
 from jcuts.rewrite.backward.registry import backward_rewrites
-from jcuts.rewrite.loop_fission import loop_fission
+from jcuts.rewrite.loops.fission import loop_fission
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from jcuts.rewrite.backward.deviation_sums import deviation_sums
 from jcuts.rewrite.backward.explicit_padding import fold_padding
-from jcuts.rewrite.backward.hoist_weight_gradients import hoist_weight_gradients
 from jcuts.rewrite.backward.multi_tensor_norm import multi_tensor_norms
 from jcuts.rewrite.backward.multi_tensor_update import multi_tensor_updates
 from jcuts.rewrite.backward.one_hot import gathers_before_elementwise, one_hot_scatters
@@ -18,7 +17,8 @@ from jcuts.rewrite.backward.separate_deviations import separate_deviations
 from jcuts.rewrite.backward.separate_sums import separate_sums
 from jcuts.rewrite.backward.sparse_updates import sparse_updates
 from jcuts.rewrite.backward.transposed_filter_gradients import transposed_filter_gradients
-from jcuts.rewrite.loop_fission import loop_fission
+from jcuts.rewrite.loops.fission import loop_fission
+from jcuts.rewrite.loops.hoist_weight_gradients import hoist_weight_gradients
 from jcuts.rewrite.position_masks import position_masks
 from jcuts.trace import jaxapi
 

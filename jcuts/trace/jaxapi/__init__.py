@@ -30,6 +30,7 @@ from jcuts.trace.jaxapi.coordination import CoordinationStore, coordination_stor
 from jcuts.trace.jaxapi.exports import with_constants
 from jcuts.trace.jaxapi.jaxprs import (
     bind_eqn,
+    call_attributes,
     call_target,
     check,
     close,
@@ -127,6 +128,7 @@ __all__ = [
     "batch_of",
     "bind_eqn",
     "cached_by_jaxpr",
+    "call_attributes",
     "call_eqn",
     "call_target",
     "canonical_digest",

@@ -211,6 +211,11 @@ def call_target(eqn: Eqn) -> str:
     return str(eqn.params.get("target_name", "")) if primitive_name(eqn) == "ffi_call" else ""
 
 
+def call_attributes(eqn: Eqn) -> dict[str, Any]:
+    """Attributes of a custom call, arrays as NumPy has them."""
+    return {name: getattr(value, "val", value) for name, value in dict(eqn.params["attributes"]).items()}
+
+
 def nbytes(value: Any) -> int:
     """Bytes of a variable's or literal's value; 0 for what is not an array."""
     shape, dtype = getattr(value.aval, "shape", ()), getattr(value.aval, "dtype", None)

@@ -72,11 +72,15 @@ def joined(closed: jaxapi.Closed) -> float:
 
 def note(closed: jaxapi.Closed) -> str | None:
     """The line of `explain` about the chains of a program and its bodies; None where there are none."""
-    lengths = sorted((length for length, _ in _lengths(closed)), reverse=True)
-    if not lengths:
-        return None
-    several = f"{len(lengths)} calls" if len(lengths) > 1 else "one call"
-    return f"{sum(lengths)} kernels that can follow each other run in {several} (of {', '.join(map(str, lengths))})"
+    found = []
+    if lengths := sorted((length for length, _ in _lengths(closed)), reverse=True):
+        several = f"{len(lengths)} calls" if len(lengths) > 1 else "one call"
+        each = ", ".join(map(str, lengths))
+        found.append(f"{sum(lengths)} kernels that can follow each other run in {several} (of {each})")
+    if loops := [length for length, _ in _lengths(closed, (cpu_launcher.LOOP,))]:
+        several = "a loop is one call" if len(loops) == 1 else f"{len(loops)} loops are one call each"
+        found.append(f"{several} (of {', '.join(map(str, loops))} kernels)")
+    return "; ".join(found) or None
 
 
 def _lengths(closed: jaxapi.Closed, targets: Collection[str] = CHAINS, runs: float = 1) -> Iterator[tuple[int, float]]:

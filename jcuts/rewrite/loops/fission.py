@@ -6,7 +6,7 @@
 A step multiplies few rows by weights that it reads in full; all steps' rows together are one product, as cuDNN's
 recurrences have it (their "input GEMM"; Appleyard et al., Optimizing Performance of Recurrent Neural Networks on GPUs,
 2016, section 3.1).  Of a backward pass the gradients of inputs leave the loop by the same rule, those of weights by
-`backward.hoist_weight_gradients`.
+`hoist_weight_gradients`.
 
 Ahead of the loop goes what depends on scanned values alone, as far as it takes part in such a product or is added to
 one; behind it go such products that no carry depends on, with all that reads them.  What they exchange with the loop is

@@ -1,0 +1,337 @@
+// A loop whose body is a chain of CPU kernels, as one call: `lax.scan` without XLA's while loop around it.
+//
+// The kernels of the chain take their buffers through two tables that change from step to step.  A *feed* is what the
+// body reads: an operand that is the same in every step, a carried value, or a step's part of an operand that is
+// scanned.  A *drain* is what the body writes: a step's part of a result that stacks them, or one of two buffers of the
+// arena in turns, so that a kernel never writes what the step still reads.  Carried values are pointers: to what the
+// step before has written.  Values that no kernel makes (the old state as a result) are copied.
+
+#ifndef JCUTS_CUSTOM_CALLS_LAUNCH_CPU_LOOP_H_
+#define JCUTS_CUSTOM_CALLS_LAUNCH_CPU_LOOP_H_
+
+#include <cstring>
+#include <utility>
+
+namespace jcuts {
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The threads of a loop.  Handing tiles to the pool costs microseconds, so that its threads are asked once for a loop
+// and spin between launches.  As for single launches the caller waits for tiles that have been taken only, never for a
+// thread that may not have started.
+//
+// `claim_` is the number of the launch and the next tile.  A thread takes tiles by compare-and-swap on both, so that it
+// cannot take one of another launch than it has read; between two launches there is none to take (`kClosed`), which is
+// when the caller writes what the next one needs.  Late threads find the team stopped; it is theirs, too.
+
+class Team {
+ public:
+  struct Launch {
+    Kernel kernel;
+    int64_t tiles, chunk, slots;
+    char* scratch;
+    int64_t scratch_stride;
+    std::vector<void*> buffers;
+  };
+
+  explicit Team(std::vector<Launch> launches) : launches_(std::move(launches)), mode_(GetFpMode()) {}
+
+  // Asks the pool for so many threads beside the caller's.
+  static void Invite(const std::shared_ptr<Team>& team, int64_t helpers, ffi::ThreadPool& pool) {
+    for (int64_t k = 1; k <= helpers; ++k) {
+      pool.Schedule([team, k] {
+        FpModeScope scope(team->mode_);
+        team->Help(k);
+      });
+    }
+  }
+
+  Launch& launch(size_t number) { return launches_[number]; }
+
+  // Runs a launch, whose buffers have been written, and waits for its last tile.
+  void Run(size_t number) {
+    Launch& launch = launches_[number];
+    if (launch.slots == 1 || launch.tiles == 1) {
+      launch.kernel(launch.buffers.data(), 0, launch.tiles, launch.scratch);
+      return;
+    }
+    done_.store(0, std::memory_order_relaxed);
+    current_.store(number, std::memory_order_relaxed);
+    uint64_t epoch = (claim_.load(std::memory_order_relaxed) >> kBits) + 1;
+    claim_.store(epoch << kBits, std::memory_order_release);
+    while (Take(0)) {
+    }
+    Backoff backoff;
+    while (done_.load(std::memory_order_acquire) < launch.tiles) backoff.Pause();
+    claim_.store(epoch << kBits | kClosed, std::memory_order_release);
+  }
+
+  void Stop() { stop_.store(true, std::memory_order_release); }
+
+  static constexpr int64_t kMostTiles = (int64_t{1} << 31) - 1;
+
+ private:
+  static constexpr int kBits = 32;
+  static constexpr uint64_t kClosed = (uint64_t{1} << kBits) - 1;
+
+  void Help(int64_t slot) {
+    Backoff backoff;
+    while (!stop_.load(std::memory_order_acquire)) {
+      if (Take(slot)) {
+        backoff = Backoff();
+      } else {
+        backoff.Pause();
+      }
+    }
+  }
+
+  // Takes and runs some tiles of the current launch; false where there are none for this thread.
+  bool Take(int64_t slot) {
+    uint64_t seen = claim_.load(std::memory_order_acquire);
+    if ((seen & kClosed) == kClosed) return false;
+    Launch& launch = launches_[current_.load(std::memory_order_relaxed)];
+    int64_t begin = static_cast<int64_t>(seen & kClosed);
+    if (begin >= launch.tiles || slot >= launch.slots) return false;
+    int64_t end = std::min(begin + launch.chunk, launch.tiles);
+    uint64_t next = (seen & ~kClosed) | static_cast<uint64_t>(end);
+    if (!claim_.compare_exchange_strong(seen, next, std::memory_order_acq_rel)) return true;  // another one was faster
+    char* scratch = launch.scratch == nullptr ? nullptr : launch.scratch + slot * launch.scratch_stride;
+    launch.kernel(launch.buffers.data(), begin, end, scratch);
+    done_.fetch_add(end - begin, std::memory_order_release);
+    return true;
+  }
+
+  std::vector<Launch> launches_;
+  FpMode mode_;
+  alignas(kAlign) std::atomic<uint64_t> claim_{kClosed};
+  std::atomic<size_t> current_{0};
+  alignas(kAlign) std::atomic<int64_t> done_{0};
+  std::atomic<bool> stop_{false};
+};
+
+// Stops a team, however the loop ends.
+struct TeamScope {
+  std::shared_ptr<Team> team;
+  ~TeamScope() { team->Stop(); }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The loop.
+
+enum FeedKind : int64_t { kInvariant = 0, kCarried = 1, kScanned = 2 };
+enum SourceKind : int64_t { kDrain = 0, kFeed = 1 };
+
+struct Feed {
+  int64_t kind, number, stride;  // number of an operand, or of a carried value
+};
+struct Drain {
+  int64_t result, stride, offsets[2];  // result -1: none stacks it, the arena has it
+};
+struct Carry {
+  int64_t operand, result, bytes, source, number;  // its next value is a drain or a feed
+};
+struct Copy {
+  int64_t feed, result, bytes;
+};
+
+struct LoopState {
+  static ffi::TypeId id;
+  std::unique_ptr<ChainState> chain;
+  int64_t length = 0;
+  bool reverse = false;
+  std::vector<Feed> feeds;
+  std::vector<Drain> drains;
+  std::vector<Carry> carries;
+  std::vector<Copy> copies;
+  int64_t operands = 0, results = 0;
+};
+
+ffi::TypeId LoopState::id = {};
+ffi::TypeInfo loop_state_info = ffi::MakeTypeInfo<LoopState>();
+
+// Reads groups of numbers; says whether there were enough.
+class LoopPlan {
+ public:
+  explicit LoopPlan(ffi::Span<const int64_t> numbers) : numbers_(numbers) {}
+  bool Take(int64_t* out, size_t count) {
+    if (count > numbers_.size() - at_) return false;
+    for (size_t k = 0; k < count; ++k) out[k] = numbers_[at_++];
+    return true;
+  }
+  size_t left() const { return numbers_.size() - at_; }
+
+ private:
+  ffi::Span<const int64_t> numbers_;
+  size_t at_ = 0;
+};
+
+// `plan`: numbers of feeds, drains, carried values and copies, and these (their members in order).
+static ffi::ErrorOr<std::unique_ptr<LoopState>> InstantiateLoop(std::string_view digests,
+                                                                ffi::Span<const int64_t> wiring,
+                                                                ffi::Span<const int64_t> sizes, int64_t arena_bytes,
+                                                                int64_t length, int64_t reverse,
+                                                                ffi::Span<const int64_t> plan) {
+  auto impossible = [](const std::string& what) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument("jcuts loop: impossible " + what));
+  };
+  auto chain = InstantiateChain(digests, wiring, sizes, arena_bytes);
+  if (chain.has_error()) return ffi::Unexpected(chain.error());
+  auto state = std::make_unique<LoopState>();
+  state->chain = std::move(chain.value());
+  state->length = length;
+  state->reverse = reverse != 0;
+  LoopPlan reader(plan);
+  int64_t counts[4];
+  if (length < 0 || !reader.Take(counts, 4)) return impossible("length or plan");
+  for (int64_t count : counts) {
+    if (count < 0 || static_cast<size_t>(count) > reader.left()) return impossible("plan");
+  }
+  auto operand = [&](int64_t number) { state->operands = std::max(state->operands, number + 1); };
+  auto result = [&](int64_t number) { state->results = std::max(state->results, number + 1); };
+  for (int64_t k = 0; k < counts[0]; ++k) {
+    Feed feed;
+    if (!reader.Take(&feed.kind, 3) || feed.kind < kInvariant || feed.kind > kScanned || feed.number < 0 ||
+        feed.stride < 0 || (feed.kind == kCarried && feed.number >= counts[2])) {
+      return impossible("operand of its body");
+    }
+    if (feed.kind != kCarried) operand(feed.number);
+    state->feeds.push_back(feed);
+  }
+  for (int64_t k = 0; k < counts[1]; ++k) {
+    Drain drain;
+    bool whole = reader.Take(&drain.result, 4) && drain.result >= -1 && drain.stride >= 0;
+    bool inside = whole && drain.offsets[0] >= 0 && drain.offsets[0] <= arena_bytes && drain.offsets[1] >= 0 &&
+                  drain.offsets[1] <= arena_bytes;
+    if (!inside) return impossible("result of its body");
+    if (drain.result >= 0) result(drain.result);
+    state->drains.push_back(drain);
+  }
+  for (int64_t k = 0; k < counts[2]; ++k) {
+    Carry carry;
+    if (!reader.Take(&carry.operand, 5) || carry.operand < 0 || carry.result < 0 || carry.bytes < 0 ||
+        carry.source < kDrain || carry.source > kFeed || carry.number < 0 ||
+        carry.number >= counts[carry.source == kDrain ? 1 : 0]) {
+      return impossible("carried value");
+    }
+    operand(carry.operand);
+    result(carry.result);
+    state->carries.push_back(carry);
+  }
+  for (int64_t k = 0; k < counts[3]; ++k) {
+    Copy copy;
+    if (!reader.Take(&copy.feed, 3) || copy.feed < 0 || copy.feed >= counts[0] || copy.result < 0 || copy.bytes < 0) {
+      return impossible("copy");
+    }
+    result(copy.result);
+    state->copies.push_back(copy);
+  }
+  if (reader.left() != 0 || state->chain->operands > counts[0] || state->chain->results > counts[1]) {
+    return impossible("number of buffers");
+  }
+  return ffi::ErrorOr<std::unique_ptr<LoopState>>(std::move(state));
+}
+
+// The team of a chain's kernels, and the threads beside the caller's that they have tiles for.
+static std::pair<std::shared_ptr<Team>, int64_t> MakeTeam(const std::vector<Step>& chain, char* arena,
+                                                          ffi::ThreadPool& pool) {
+  std::vector<Team::Launch> launches;
+  int64_t most = 1;
+  for (const Step& kernel : chain) {
+    int64_t threads = kernel.tiles == 1 || kernel.slots == 1 || kernel.tiles > Team::kMostTiles
+                          ? 1
+                          : std::min({pool.num_threads(), kernel.tiles, kernel.slots});
+    most = std::max(most, threads);
+    char* scratch = kernel.scratch_stride > 0 ? AlignUp(arena + kernel.scratch_offset) : nullptr;
+    int64_t chunk = std::max<int64_t>(1, kernel.tiles / (threads * kChunksPerThread));
+    launches.push_back({kernel.kernel, kernel.tiles, chunk, threads, scratch, kernel.scratch_stride,
+                        std::vector<void*>(kernel.places.size())});
+  }
+  return {std::make_shared<Team>(std::move(launches)), most - 1};
+}
+
+static void RunLoop(const LoopState& state, char* arena, const std::vector<char*>& operands,
+                    const std::vector<char*>& results, ffi::ThreadPool& pool) {
+  const std::vector<Step>& chain = state.chain->steps;
+  auto [made, helpers] = MakeTeam(chain, arena, pool);
+  TeamScope scope{made};
+  Team::Invite(made, helpers, pool);
+  Team& team = *made;
+  std::vector<char*> carried, feeds(state.feeds.size()), drains(state.drains.size());
+  for (const Carry& carry : state.carries) carried.push_back(operands[carry.operand]);
+  for (int64_t step = 0; step < state.length; ++step) {
+    int64_t place = state.reverse ? state.length - 1 - step : step;
+    for (size_t k = 0; k < feeds.size(); ++k) {
+      const Feed& feed = state.feeds[k];
+      feeds[k] = feed.kind == kCarried ? carried[feed.number] : operands[feed.number] + feed.stride * place;
+    }
+    for (size_t k = 0; k < drains.size(); ++k) {
+      const Drain& drain = state.drains[k];
+      drains[k] = drain.result < 0 ? arena + drain.offsets[step % 2] : results[drain.result] + drain.stride * place;
+    }
+    for (const Copy& copy : state.copies) {
+      std::memcpy(results[copy.result] + copy.bytes * place, feeds[copy.feed], static_cast<size_t>(copy.bytes));
+    }
+    for (size_t number = 0; number < chain.size(); ++number) {
+      void** out = team.launch(number).buffers.data();
+      for (const Place& where : chain[number].places) {
+        char* base = where.kind == kOperand  ? feeds[where.number]
+                     : where.kind == kResult ? drains[where.number]
+                                             : arena;
+        *out++ = base + where.offset;
+      }
+      team.Run(number);
+    }
+    for (size_t k = 0; k < carried.size(); ++k) {
+      const Carry& carry = state.carries[k];
+      carried[k] = carry.source == kDrain ? drains[carry.number] : feeds[carry.number];
+    }
+  }
+  for (size_t k = 0; k < carried.size(); ++k) {
+    const Carry& carry = state.carries[k];
+    std::memmove(results[carry.result], carried[k], static_cast<size_t>(carry.bytes));
+  }
+}
+
+static ffi::Error ExecuteLoop(LoopState* state, ffi::ThreadPool pool, ffi::RemainingArgs args,
+                              ffi::RemainingRets rets) {
+  if (static_cast<int64_t>(args.size()) < state->operands || static_cast<int64_t>(rets.size()) < state->results) {
+    return ffi::Error::InvalidArgument("jcuts loop: fewer buffers than its plan names");
+  }
+  ArenaPool::Arena arena;
+  try {
+    arena = GetArenas().Take(state->chain->arena_bytes);
+    std::vector<char*> operands, results;
+    for (size_t k = 0; k < args.size(); ++k) {
+      operands.push_back(static_cast<char*>(args.get<ffi::AnyBuffer>(k).value().untyped_data()));
+    }
+    for (size_t k = 0; k < rets.size(); ++k) {
+      results.push_back(static_cast<char*>(rets.get<ffi::AnyBuffer>(k).value()->untyped_data()));
+    }
+    RunLoop(*state, arena.data, operands, results, pool);
+    GetArenas().Give(arena);
+    return ffi::Error::Success();
+  } catch (const std::exception& error) {  // out of memory: nothing may unwind into XLA
+    GetArenas().Give(arena);
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string("jcuts loop: ") + error.what());
+  }
+}
+
+}  // namespace jcuts
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jcuts_cpu_loop_instantiate, jcuts::InstantiateLoop,
+                              ffi::Ffi::BindInstantiate()
+                                  .Attr<std::string_view>("digests")
+                                  .Attr<ffi::Span<const int64_t>>("wiring")
+                                  .Attr<ffi::Span<const int64_t>>("sizes")
+                                  .Attr<int64_t>("arena_bytes")
+                                  .Attr<int64_t>("length")
+                                  .Attr<int64_t>("reverse")
+                                  .Attr<ffi::Span<const int64_t>>("plan"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jcuts_cpu_loop_execute, jcuts::ExecuteLoop,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::State<jcuts::LoopState>>()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .RemainingRets());
+
+#endif  // JCUTS_CUSTOM_CALLS_LAUNCH_CPU_LOOP_H_

@@ -1,0 +1,82 @@
+"""Selects which regions of a CPU's loop bodies and which with little work become kernels, whatever XLA takes for them
+alone.
+
+A region of a few hundred operations is no faster as a custom call than in XLA's fusions.  Where a scan's whole body are
+kernels, the scan is one call (`xla.chains.loop`), which no measurement of its regions can show: such programs race as
+wholes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jcuts.pipeline import partition_store
+from jcuts.pipeline.computation import NOT_ASKED, Computation, Region
+from jcuts.pipeline.measured_partition import library_seconds, measured_seconds
+from jcuts.trace import jaxapi
+
+MOST_SMALL = 4
+"""Distinct subsets with little work that this form tries."""
+
+
+def take_loop_bodies(top: Computation) -> bool:
+    """Makes regions of all that scans' bodies do, where all of it has a kernel form; whether there is any such body.
+
+    Other bodies are left to XLA.  Without any such body everything is.
+    """
+    taken = [_take(body) for body in _scan_bodies(top)]
+    if not any(taken):
+        for level in top.walk():
+            level.leave_all_to_xla(NOT_ASKED)
+    return any(taken)
+
+
+def keep_where_faster(top: Computation) -> None:
+    """Leaves regions outside of such bodies to XLA where kernels were not measured to be faster."""
+    for level in top.walk():
+        if level.mixed:
+            for region in level.subsets:
+                mine, library = measured_seconds(region), library_seconds(region)
+                if mine is None or library is None or mine >= library:
+                    region.chosen = None
+
+
+def add_small_regions(level: Computation) -> None:
+    """Makes subsets of what has little work, too, where few kernels do for that."""
+    covered = {m for s in level.subsets for m in s.members}
+    small = [
+        level.subset(members, program)
+        for members, program in level.grouping.subsets
+        if level.is_small(program) and not members & covered
+    ]
+    if not small or len({s.identity for s in small}) > MOST_SMALL:
+        return
+    if partition_store.is_partition(level, [s.members for s in (*level.subsets, *small)]):
+        for subset in small:
+            level.merge_into(subset)
+
+
+def regions_of(levels: Sequence[Computation]) -> list[Region]:
+    """The regions of a function and of its loop bodies."""
+    return [subset for level in levels for subset in level.subsets]
+
+
+def _scan_bodies(level: Computation) -> list[Computation]:
+    """Bodies of the scans of a function, and of the loops in their bodies."""
+    found: list[Computation] = []
+    for number, bodies in level.bodies.items():
+        if jaxapi.primitive_name(level.closed.jaxpr.eqns[number]) == "scan":
+            found += bodies
+        found += [inner for body in bodies for inner in _scan_bodies(body)]
+    return found
+
+
+def _take(body: Computation) -> bool:
+    """Makes regions of a body's equations; False, and none, where some have no kernel form or are loops themselves."""
+    body.mixed = False
+    body.set_partition(body.grouping.subsets)
+    if body.left_out or body.bodies or not body.subsets:
+        body.mixed = True
+        body.leave_all_to_xla(NOT_ASKED)
+        return False
+    return True

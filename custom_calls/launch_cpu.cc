@@ -478,6 +478,12 @@ struct Step {
   std::vector<Place> places;
 };
 
+}  // namespace jcuts
+
+#include "cpu_team.h"
+
+namespace jcuts {
+
 struct ChainState {
   static ffi::TypeId id;
   explicit ChainState(int64_t bytes) : arena_bytes(bytes) { GetArenas().Add(arena_bytes); }
@@ -487,6 +493,7 @@ struct ChainState {
   const int64_t arena_bytes;
   std::vector<Step> steps;
   int64_t operands = 0, results = 0;  // numbers that steps name, plus one
+  int64_t shared = 0;                 // kernels with tiles for several threads
 };
 
 ffi::TypeId ChainState::id = {};
@@ -532,6 +539,7 @@ static ffi::ErrorOr<std::unique_ptr<ChainState>> InstantiateChain(std::string_vi
     }
     step.kernel = Resolve(name);
     if (step.kernel == nullptr) return ffi::Unexpected(Unknown(name));
+    if (step.tiles > 1 && step.slots > 1) ++state->shared;
     state->steps.push_back(std::move(step));
   }
   if (state->steps.empty() || at != sizes.size() || wire != wiring.size()) return impossible("number of kernels");
@@ -546,17 +554,28 @@ static ffi::Error ExecuteChain(ChainState* state, ffi::ThreadPool pool, ffi::Rem
   ArenaPool::Arena arena;
   try {
     arena = GetArenas().Take(state->arena_bytes);
-    for (const Step& step : state->steps) {
-      auto gather = [&](void** out) {
-        for (const Place& place : step.places) {
-          void* base = place.kind == kOperand  ? args.get<ffi::AnyBuffer>(place.number).value().untyped_data()
-                       : place.kind == kResult ? rets.get<ffi::AnyBuffer>(place.number).value()->untyped_data()
-                                               : arena.data;
-          *out++ = static_cast<char*>(base) + place.offset;
-        }
-      };
-      char* scratch = step.scratch_stride > 0 ? AlignUp(arena.data + step.scratch_offset) : nullptr;
-      RunTiles(step.kernel, step.tiles, step.slots, scratch, step.scratch_stride, step.places.size(), gather, pool);
+    auto gather = [&](const Step& step, void** out) {
+      for (const Place& place : step.places) {
+        void* base = place.kind == kOperand  ? args.get<ffi::AnyBuffer>(place.number).value().untyped_data()
+                     : place.kind == kResult ? rets.get<ffi::AnyBuffer>(place.number).value()->untyped_data()
+                                             : arena.data;
+        *out++ = static_cast<char*>(base) + place.offset;
+      }
+    };
+    if (state->shared >= 2) {
+      auto [team, helpers] = MakeTeam(state->steps, arena.data, pool);
+      TeamScope scope{team};
+      Team::Invite(team, helpers, pool);
+      for (size_t number = 0; number < state->steps.size(); ++number) {
+        gather(state->steps[number], team->launch(number).buffers.data());
+        team->Run(number);
+      }
+    } else {
+      for (const Step& step : state->steps) {
+        char* scratch = step.scratch_stride > 0 ? AlignUp(arena.data + step.scratch_offset) : nullptr;
+        RunTiles(step.kernel, step.tiles, step.slots, scratch, step.scratch_stride, step.places.size(),
+                 [&](void** out) { gather(step, out); }, pool);
+      }
     }
     GetArenas().Give(arena);
     return ffi::Error::Success();

@@ -223,7 +223,7 @@ class Optimized(StoredResults):
         known = self._decided(self._arguments.signature(args, kwargs))
         platform = platform_of(self._arguments.signature(args, kwargs))
         names = [] if known is None else known.speed
-        return {name: self._carriers.program(name, placement, platform).call.permitted for name in names}
+        return {name: self._carriers.program(name, placement, platform).call.compiled for name in names}
 
     def decision(self, *args: Any, **kwargs: Any) -> Decision | None:
         """What the last guard decided for these arguments, or None if they were not seen."""

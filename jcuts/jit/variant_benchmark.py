@@ -132,7 +132,7 @@ def _ablate_chains(traced: TracedCall, decision: Decision, single: str) -> Decis
     start = time.monotonic()
     call = traced.call
     known = {
-        name: traced.compiler.program(name, call.placement, call.platform).call.permitted
+        name: traced.compiler.program(name, call.placement, call.platform).call.compiled
         for name in (XLA, decision.chosen)
     }
     decision = chain_ablation.ablate_chains(
@@ -161,7 +161,7 @@ def _programs(traced: TracedCall, names: Sequence[str]) -> tuple[dict[str, Any],
         peaks = precompile_variants(
             {name: functools.partial(program.lower, *call.args, **call.kwargs) for name, program in calls.items()}
         )
-    return {name: program.permitted for name, program in calls.items()}, peaks
+    return {name: program.compiled for name, program in calls.items()}, peaks
 
 
 def _on_cpu(traced: TracedCall, outcomes: Sequence[Outcome]) -> dict[Variant, Outcome]:

@@ -112,14 +112,10 @@ static std::pair<std::shared_ptr<Team>, int64_t> MakeTeam(const std::vector<Step
   std::vector<Team::Launch> launches;
   int64_t most = 1;
   for (const Step& kernel : chain) {
-    int64_t threads = kernel.tiles == 1 || kernel.slots == 1 || kernel.tiles > Team::kMostTiles
-                          ? 1
-                          : std::min({pool.num_threads(), kernel.tiles, kernel.slots});
+    int64_t threads = kernel.tiles > Team::kMostTiles ? 1 : Threads(kernel.tiles, kernel.slots, pool);
     most = std::max(most, threads);
-    char* scratch = kernel.scratch_stride > 0 ? AlignUp(arena + kernel.scratch_offset) : nullptr;
-    int64_t chunk = std::max<int64_t>(1, kernel.tiles / (threads * kChunksPerThread));
-    launches.push_back({kernel.kernel, kernel.tiles, chunk, threads, scratch, kernel.scratch_stride,
-                        std::vector<void*>(kernel.places.size())});
+    launches.push_back({kernel.kernel, kernel.tiles, Chunk(kernel.tiles, threads), threads, kernel.Scratch(arena),
+                        kernel.scratch_stride, std::vector<void*>(kernel.places.size())});
   }
   return {std::make_shared<Team>(std::move(launches)), most - 1};
 }

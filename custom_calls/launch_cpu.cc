@@ -49,6 +49,10 @@ constexpr int64_t kAlign = 64;
 // Work is handed out in chunks: about this many per thread keeps the tail short and the shared counter cool.
 constexpr int64_t kChunksPerThread = 8;
 
+inline int64_t Chunk(int64_t tiles, int64_t threads) {
+  return std::max<int64_t>(1, tiles / (threads * kChunksPerThread));
+}
+
 inline int64_t RoundUp(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
 inline char* AlignUp(void* pointer) {
@@ -288,13 +292,17 @@ static ffi::ErrorOr<std::unique_ptr<LaunchState>> Instantiate(std::string_view d
   return ffi::ErrorOr<std::unique_ptr<LaunchState>>(std::move(state));
 }
 
+// Threads of a launch, the caller's among them. Asking the pool for its size costs a call: not for one tile.
+static int64_t Threads(int64_t tiles, int64_t slots, ffi::ThreadPool& pool) {
+  return tiles == 1 || slots == 1 ? 1 : std::min({pool.num_threads(), tiles, slots});
+}
+
 // Runs all tiles of a kernel on the calling thread and at most `slots` - 1 of the pool's.  `gather` writes the pointers
 // of its `count` buffers.
 template <typename Gather>
 static void RunTiles(Kernel kernel, int64_t tiles, int64_t slots, char* scratch, int64_t scratch_stride, size_t count,
                      const Gather& gather, ffi::ThreadPool& pool) {
-  // Asking the pool for its size costs a call: not for one tile.
-  int64_t threads = tiles == 1 || slots == 1 ? 1 : std::min({pool.num_threads(), tiles, slots});
+  int64_t threads = Threads(tiles, slots, pool);
   if (threads <= 1) {
     constexpr size_t kInline = 64;
     void* few[kInline];
@@ -314,7 +322,7 @@ static void RunTiles(Kernel kernel, int64_t tiles, int64_t slots, char* scratch,
   gather(job->buffers.data());
   job->kernel = kernel;
   job->tiles = tiles;
-  job->chunk = std::max<int64_t>(1, tiles / (threads * kChunksPerThread));
+  job->chunk = Chunk(tiles, threads);
   job->scratch = scratch;
   job->scratch_stride = scratch_stride;
   job->slots = slots;
@@ -476,7 +484,30 @@ struct Step {
   Kernel kernel;
   int64_t tiles, slots, scratch_stride, scratch_offset;
   std::vector<Place> places;
+
+  char* Scratch(char* arena) const { return scratch_stride > 0 ? AlignUp(arena + scratch_offset) : nullptr; }
 };
+
+// Writes the pointers of a kernel's buffers. `base_of`: where a place's memory begins.
+template <typename BaseOf>
+static void Gather(const Step& step, void** out, const BaseOf& base_of) {
+  for (const Place& place : step.places) *out++ = base_of(place) + place.offset;
+}
+
+// Runs `body` with an arena of so many bytes. `who` is what messages begin with.
+template <typename Body>
+static ffi::Error WithArena(int64_t bytes, const char* who, const Body& body) {
+  ArenaPool::Arena arena;
+  try {
+    arena = GetArenas().Take(bytes);
+    body(arena.data);
+    GetArenas().Give(arena);
+    return ffi::Error::Success();
+  } catch (const std::exception& error) {  // out of memory: nothing may unwind into XLA
+    GetArenas().Give(arena);
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string(who) + ": " + error.what());
+  }
+}
 
 }  // namespace jcuts
 
@@ -551,19 +582,17 @@ static ffi::Error ExecuteChain(ChainState* state, ffi::ThreadPool pool, ffi::Rem
   if (static_cast<int64_t>(args.size()) < state->operands || static_cast<int64_t>(rets.size()) < state->results) {
     return ffi::Error::InvalidArgument("jcuts chain: fewer buffers than its kernels name");
   }
-  ArenaPool::Arena arena;
-  try {
-    arena = GetArenas().Take(state->arena_bytes);
+  return WithArena(state->arena_bytes, "jcuts chain", [&](char* arena) {
     auto gather = [&](const Step& step, void** out) {
-      for (const Place& place : step.places) {
+      Gather(step, out, [&](const Place& place) {
         void* base = place.kind == kOperand  ? args.get<ffi::AnyBuffer>(place.number).value().untyped_data()
                      : place.kind == kResult ? rets.get<ffi::AnyBuffer>(place.number).value()->untyped_data()
-                                             : arena.data;
-        *out++ = static_cast<char*>(base) + place.offset;
-      }
+                                             : arena;
+        return static_cast<char*>(base);
+      });
     };
     if (state->shared >= 2) {
-      auto [team, helpers] = MakeTeam(state->steps, arena.data, pool);
+      auto [team, helpers] = MakeTeam(state->steps, arena, pool);
       TeamScope scope{team};
       Team::Invite(team, helpers, pool);
       for (size_t number = 0; number < state->steps.size(); ++number) {
@@ -572,17 +601,11 @@ static ffi::Error ExecuteChain(ChainState* state, ffi::ThreadPool pool, ffi::Rem
       }
     } else {
       for (const Step& step : state->steps) {
-        char* scratch = step.scratch_stride > 0 ? AlignUp(arena.data + step.scratch_offset) : nullptr;
-        RunTiles(step.kernel, step.tiles, step.slots, scratch, step.scratch_stride, step.places.size(),
+        RunTiles(step.kernel, step.tiles, step.slots, step.Scratch(arena), step.scratch_stride, step.places.size(),
                  [&](void** out) { gather(step, out); }, pool);
       }
     }
-    GetArenas().Give(arena);
-    return ffi::Error::Success();
-  } catch (const std::exception& error) {  // out of memory: nothing may unwind into XLA
-    GetArenas().Give(arena);
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string("jcuts chain: ") + error.what());
-  }
+  });
 }
 
 }  // namespace jcuts
@@ -666,7 +689,7 @@ int jcuts_bench(void* kernel, void** buffers, int64_t tiles, void* scratch, int6
   auto function = reinterpret_cast<jcuts::Kernel>(kernel);
   threads = std::min(threads, tiles);
   int64_t stride = jcuts::RoundUp(scratch_bytes);
-  int64_t chunk = std::max<int64_t>(1, tiles / (threads * jcuts::kChunksPerThread));
+  int64_t chunk = jcuts::Chunk(tiles, threads);
   auto* base = static_cast<char*>(scratch);
 
   // The threads are this call's own, so all of them are waited for: a helper still leaving launch i must not take tiles

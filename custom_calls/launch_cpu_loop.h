@@ -13,7 +13,6 @@
 
 namespace jcuts {
 
-
 enum FeedKind : int64_t { kInvariant = 0, kCarried = 1, kScanned = 2 };
 enum SourceKind : int64_t { kDrain = 0, kFeed = 1 };
 
@@ -150,13 +149,9 @@ static void RunLoop(const LoopState& state, char* arena, const std::vector<char*
       std::memcpy(results[copy.result] + copy.bytes * place, feeds[copy.feed], static_cast<size_t>(copy.bytes));
     }
     for (size_t number = 0; number < chain.size(); ++number) {
-      void** out = team.launch(number).buffers.data();
-      for (const Place& where : chain[number].places) {
-        char* base = where.kind == kOperand  ? feeds[where.number]
-                     : where.kind == kResult ? drains[where.number]
-                                             : arena;
-        *out++ = base + where.offset;
-      }
+      Gather(chain[number], team.launch(number).buffers.data(), [&](const Place& where) {
+        return where.kind == kOperand ? feeds[where.number] : where.kind == kResult ? drains[where.number] : arena;
+      });
       team.Run(number);
     }
     for (size_t k = 0; k < carried.size(); ++k) {
@@ -175,9 +170,7 @@ static ffi::Error ExecuteLoop(LoopState* state, ffi::ThreadPool pool, ffi::Remai
   if (static_cast<int64_t>(args.size()) < state->operands || static_cast<int64_t>(rets.size()) < state->results) {
     return ffi::Error::InvalidArgument("jcuts loop: fewer buffers than its plan names");
   }
-  ArenaPool::Arena arena;
-  try {
-    arena = GetArenas().Take(state->chain->arena_bytes);
+  return WithArena(state->chain->arena_bytes, "jcuts loop", [&](char* arena) {
     std::vector<char*> operands, results;
     for (size_t k = 0; k < args.size(); ++k) {
       operands.push_back(static_cast<char*>(args.get<ffi::AnyBuffer>(k).value().untyped_data()));
@@ -185,13 +178,8 @@ static ffi::Error ExecuteLoop(LoopState* state, ffi::ThreadPool pool, ffi::Remai
     for (size_t k = 0; k < rets.size(); ++k) {
       results.push_back(static_cast<char*>(rets.get<ffi::AnyBuffer>(k).value()->untyped_data()));
     }
-    RunLoop(*state, arena.data, operands, results, pool);
-    GetArenas().Give(arena);
-    return ffi::Error::Success();
-  } catch (const std::exception& error) {  // out of memory: nothing may unwind into XLA
-    GetArenas().Give(arena);
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string("jcuts loop: ") + error.what());
-  }
+    RunLoop(*state, arena, operands, results, pool);
+  });
 }
 
 }  // namespace jcuts

@@ -33,7 +33,7 @@ _DTYPES |= {"f8E4M3FN": "float8_e4m3fn", "f8E5M2": "float8_e5m2"}
 
 _ARRAY = re.compile(r'\b(\w+) = dense<"?([^">]*)"?> : tensor<(\d+)xi64>')
 
-CPU_TARGETS = (cpu_launcher.TARGET, cpu_launcher.CHAIN, cpu_launcher.LOOP)
+CPU_TARGETS = cpu_launcher.TARGETS
 CUDA_TARGETS = ("jcuts_cuda_launch", "jcuts_cuda_chain")
 
 

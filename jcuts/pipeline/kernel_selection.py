@@ -101,8 +101,13 @@ class Partition:
             return False
         alone = self.settings.mode == "fusion" and self.settings.form is None
         if self.platform == "cpu":
-            return _regions_of(self.settings) != LOOP_BODIES
+            return not self.takes_loop_bodies
         return alone or _regions_of(self.settings) == SEARCHED
+
+    @property
+    def takes_loop_bodies(self) -> bool:
+        """Whether scans' bodies are kernels altogether (`loop_bodies`)."""
+        return _regions_of(self.settings) == LOOP_BODIES
 
     @property
     def takes_near_ties(self) -> bool:
@@ -135,7 +140,7 @@ def choose_partition(top: Computation, settings: Settings, platform: str = "cpu"
                 add_small_regions(level)
     elif platform != "cpu":
         return _choose_on_gpu(chosen)
-    elif _regions_of(settings) == LOOP_BODIES and not take_loop_bodies(top):
+    elif chosen.takes_loop_bodies and not take_loop_bodies(top):
         return replace(chosen, origin="none")
     add_candidates(chosen.regions, platform)
     return chosen
@@ -195,7 +200,7 @@ def collect_problems(partition: Partition) -> RegionProblems:
     settings = partition.settings
     if partition.origin == "none":
         return session.collect_problems((), settings)
-    if partition.takes_near_ties or _regions_of(settings) == LOOP_BODIES:
+    if partition.takes_near_ties or partition.takes_loop_bodies:
         return session.collect_problems(partition.regions, replace(settings, mode="fusion"), shares=partition.shares)
     device = _device(partition.platform)
     if partition.origin == "stored" or partition.platform == "cpu":
@@ -224,7 +229,7 @@ def resolve(partition: Partition, problems: RegionProblems, tuned: TunedChoices)
         for subset in partition.regions:
             if subset.origin != "measured" or not is_near_tie(measured_seconds(subset), library_seconds(subset)):
                 subset.chosen = None
-    if _regions_of(partition.settings) == LOOP_BODIES and partition.is_lasting:
+    if partition.takes_loop_bodies and partition.is_lasting:
         keep_where_faster(partition.top)
     for level, subset, parts in partition.blocks:
         if _is_better(subset, parts):

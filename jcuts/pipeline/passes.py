@@ -98,8 +98,8 @@ def _rewrite(state: State) -> State:
     closed = _once(f"{state.digest} {rules} numbers", form, lambda: splat_constants(rewrites.closed))
     divides = microbatch_convs.is_asked(state.settings)
     has_kernels = form is None or form.regions != "none"
-    gains, sizes = False, {"cache_bytes": host_arch().l2}
-    for further in backward_rewrites(state.platform, divides=divides, has_kernels=has_kernels, **sizes):
+    gains, cache = False, host_arch().l2
+    for further in backward_rewrites(state.platform, divides=divides, has_kernels=has_kernels, cache_bytes=cache):
         key = f"{state.digest} {rules} {further.name} {divides}"
         before, closed = closed, _once(key, form, functools.partial(further.apply, closed))
         gains |= further.gains_alone and closed is not before

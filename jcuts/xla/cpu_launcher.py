@@ -25,6 +25,8 @@ CHAIN = "jcuts_cpu_chain"
 CHAIN_STATE_TYPE = "jcuts_cpu_chain_state"
 LOOP = "jcuts_cpu_loop"
 LOOP_STATE_TYPE = "jcuts_cpu_loop_state"
+TARGETS = (TARGET, CHAIN, LOOP)
+"""Custom calls of kernels of this CPU."""
 PLATFORM = "cpu"
 
 _lock = threading.RLock()
@@ -153,30 +155,14 @@ def ensure_registered() -> None:
     with _lock:
         if _target_registered:
             return
-        register_launcher(
-            TARGET,
-            STATE_TYPE,
-            PLATFORM,
-            "launcher",
-            (lib.jcuts_state_type_id(), lib.jcuts_state_type_info()),
-            {"instantiate": lib.jcuts_cpu_launch_instantiate, "execute": lib.jcuts_cpu_launch_execute},
-        )
-        register_launcher(
-            CHAIN,
-            CHAIN_STATE_TYPE,
-            PLATFORM,
-            "launcher of chains",
-            (lib.jcuts_chain_type_id(), lib.jcuts_chain_type_info()),
-            {"instantiate": lib.jcuts_cpu_chain_instantiate, "execute": lib.jcuts_cpu_chain_execute},
-        )
-        register_launcher(
-            LOOP,
-            LOOP_STATE_TYPE,
-            PLATFORM,
-            "launcher of loops",
-            (lib.jcuts_loop_type_id(), lib.jcuts_loop_type_info()),
-            {"instantiate": lib.jcuts_cpu_loop_instantiate, "execute": lib.jcuts_cpu_loop_execute},
-        )
+        for target, state, name, kind in (
+            (TARGET, STATE_TYPE, "launcher", "state"),
+            (CHAIN, CHAIN_STATE_TYPE, "launcher of chains", "chain"),
+            (LOOP, LOOP_STATE_TYPE, "launcher of loops", "loop"),
+        ):
+            types = getattr(lib, f"jcuts_{kind}_type_id")(), getattr(lib, f"jcuts_{kind}_type_info")()
+            stages = {stage: getattr(lib, f"{target}_{stage}") for stage in ("instantiate", "execute")}
+            register_launcher(target, state, PLATFORM, name, types, stages)
         _callback = native_library.RESOLVER(_resolve)
         lib.jcuts_set_resolver(_callback)
         # A compilation that outlives the interpreter must not call into it.

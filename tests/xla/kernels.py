@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -228,3 +231,21 @@ def bench(
     if status != 0:
         raise RuntimeError(f"jcuts_bench returned {status}")
     return outputs, seconds
+
+
+def assert_threads_agree(run: Callable[..., Any], inputs: Sequence[Any], *rest: Any) -> None:
+    """Calls of several threads, each with an input of its own, give what the same calls give one after the other."""
+    wanted = [[np.asarray(y) for y in run(x, *rest)] for x in inputs]
+    wrong = []
+
+    def work(k: int) -> None:
+        for _ in range(30):
+            if any((np.asarray(y) != z).any() for y, z in zip(run(inputs[k], *rest), wanted[k], strict=True)):
+                wrong.append(k)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -26,7 +26,7 @@ from jcuts.trace import jaxapi
 from jcuts.xla import cpu_launcher, cuda_launcher
 
 _FFI_CALL = "ffi_call"
-_ON_CPU = (cpu_launcher.TARGET, cpu_launcher.CHAIN, cpu_launcher.LOOP)
+_ON_CPU = cpu_launcher.TARGETS
 _LAUNCHERS = (*_ON_CPU, cuda_launcher.TARGET, cuda_launcher.CHAIN)
 _EVERYWHERE = ("cpu", "cuda")
 """Platforms of the fallback."""

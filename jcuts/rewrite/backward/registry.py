@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -81,8 +82,9 @@ def backward_rewrites(
     """
     for rewrite in REWRITES:
         if rewrite.by_cache:
-            cache = cache_bytes if platform == "cpu" else 0
-            rewrite = replace(rewrite, apply=lambda closed, made=rewrite.apply, cache=cache: made(closed, cache))
+            rewrite = replace(
+                rewrite, apply=functools.partial(rewrite.apply, cache=cache_bytes if platform == "cpu" else 0)
+            )
         if rewrite.gpu_only and platform == "cpu":
             continue
         if not (rewrite.makes_asymmetric and divides) and (has_kernels or not rewrite.with_kernels):

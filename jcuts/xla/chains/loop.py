@@ -11,6 +11,7 @@ stacks is made by these, scanned, invariant, or (as a result) the old state.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,16 +50,17 @@ def scans_as_calls(closed: jaxapi.Closed) -> jaxapi.Closed:
 
 def has_scans(closed: jaxapi.Closed) -> bool:
     """Whether a program, or a loop's body in it, has a scan."""
-    return any(
-        jaxapi.primitive_name(eqn) == "scan" or any(has_scans(body) for _, _, body in jaxapi.inner_jaxprs(eqn))
-        for eqn in closed.jaxpr.eqns
-    )
+    return _holds_anywhere(closed, lambda eqn: jaxapi.primitive_name(eqn) == "scan")
 
 
 def has_calls(closed: jaxapi.Closed) -> bool:
     """Whether a program, or a loop's body in it, has a scan that is one call."""
+    return _holds_anywhere(closed, lambda eqn: jaxapi.call_target(eqn) == cpu_launcher.LOOP)
+
+
+def _holds_anywhere(closed: jaxapi.Closed, holds: Callable[[Any], bool]) -> bool:
     return any(
-        jaxapi.call_target(eqn) == cpu_launcher.LOOP or any(has_calls(body) for _, _, body in jaxapi.inner_jaxprs(eqn))
+        holds(eqn) or any(_holds_anywhere(body, holds) for _, _, body in jaxapi.inner_jaxprs(eqn))
         for eqn in closed.jaxpr.eqns
     )
 

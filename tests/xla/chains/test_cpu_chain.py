@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jcuts.xla import cpu_ffi_call, cpu_launcher, native_library
 from jcuts.xla.chains import fuse
 from jcuts.xla.kernel_cache import kernel_for
 from tests import programs
+from tests.xla.kernels import assert_threads_agree
 
 RNG = np.random.default_rng(3)
 X, W, V = (RNG.standard_normal(s).astype(np.float32) for s in ((33, 64), (64, 64), (64, 9)))
@@ -70,20 +70,7 @@ def test_chains_compute_what_single_calls_do(fn):
 def test_several_threads_have_arenas_of_their_own():
     run = jax.jit(jaxpr_as_fun(planned(layers, True)))
     inputs = [X + np.float32(k) for k in range(4)]
-    wanted = [[np.asarray(y) for y in run(x, W, V)] for x in inputs]
-    wrong = []
-
-    def work(k: int) -> None:
-        for _ in range(30):
-            if any((np.asarray(y) != z).any() for y, z in zip(run(inputs[k], W, V), wanted[k], strict=True)):
-                wrong.append(k)
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert_threads_agree(run, inputs, W, V)
 
 
 def test_chains_share_one_arena_which_goes_with_the_last_of_them():

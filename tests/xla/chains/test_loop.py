@@ -5,7 +5,6 @@ be one call stays a loop; damaged plans are refused.
 from __future__ import annotations
 
 import re
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 from jcuts.xla import cpu_ffi_call, cpu_launcher
 from jcuts.xla.chains import fuse, loop
+from tests.xla.kernels import assert_threads_agree
 
 RNG = np.random.default_rng(8)
 
@@ -172,20 +172,7 @@ def test_under_vmap_and_grad():
 def test_several_threads_run_the_same_loop():
     call = jax.jit(jaxpr_as_fun(planned(scan(lstm), ((H, H), X))))
     inputs = [H + np.float32(k) for k in range(4)]
-    wanted = [[np.asarray(y) for y in call(h, H, X)] for h in inputs]
-    wrong = []
-
-    def work(k: int) -> None:
-        for _ in range(30):
-            if any((np.asarray(y) != z).any() for y, z in zip(call(inputs[k], H, X), wanted[k], strict=True)):
-                wrong.append(k)
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert_threads_agree(call, inputs, H, X)
 
 
 def swapped(carry, row):

@@ -43,7 +43,8 @@ STEP = jax.value_and_grad(loss, argnums=(0, 1))
 
 def chunked_step(*args: Any) -> Any:
     """The compiled step with its logits in chunks."""
-    closed, count, reasons = chunk_heads(simplify(inline(jaxapi.closed_jaxpr_of(STEP, *args))), Sizes())
+    sizes = Sizes.on(jax.default_backend())
+    closed, count, reasons = chunk_heads(simplify(inline(jaxapi.closed_jaxpr_of(STEP, *args))), sizes)
     if not count:
         raise SystemExit(f"these logits are not computed in chunks: {', '.join(reasons) or 'they are too small'}")
     return jax.jit(lambda *args: jaxapi.eval_closed(closed, *args)).lower(*args).compile()

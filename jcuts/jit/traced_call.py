@@ -75,13 +75,17 @@ class TracedCall:
         """Arguments for one more call: copies of those that a call uses up."""
         return self.arguments.copies(self.call.args, self.call.kwargs)
 
+    def has_chunked_logits(self) -> bool:
+        """Whether logits are computed in chunks whatever that takes."""
+        return chunk_logits.is_settled(self.closed, self.settings, self.platform)
+
     def why_not_benchmarked(self) -> str | None:
         """Why whole programs of this function cannot be timed, or None."""
         if jaxapi.has_effects(self.closed):
             return f"the function has effects ({', '.join(jaxapi.effects_of(self.closed))}): it is never run twice"
         if self.call.placement.spans_processes:
             return "several processes: each must compile the same program, so whole functions are not timed"
-        if chunk_logits.is_settled(self.closed, self.settings, self.platform):
+        if self.has_chunked_logits():
             return "its logits are computed in chunks to save memory: not compared with whole ones"
         if self.arguments.donates and not end_to_end_benchmark.copies_fit(self.leaves):
             return "donated arguments do not fit twice into memory: not timed as a whole"

@@ -31,6 +31,7 @@ SIZE_GPU = SampleSize(seconds=2e-3, executions=4)
 SIZE_CPU = SampleSize(seconds=3e-4)
 """... and on a CPU."""
 LOOP_CALLS = Variant((), LOOP_BODIES)
+ALONE = Variant((), "none")
 
 
 def benchmark(traced: TracedCall, planned: PlanningResult, again: Decision | None) -> Decision:
@@ -188,6 +189,34 @@ def _near_ties(traced: TracedCall, outcomes: Sequence[Outcome]) -> Outcome | Non
         return None
     every = traced.plan(variant_space.EVERY, may_measure=True)
     return every if every.closed is not traced.closed and every.report.source != plain.source else None
+
+
+def against_rewrites_alone(traced: TracedCall, decision: Decision) -> Decision:
+    """The decision for a program that is not compared with plain ``jax.jit``: with kernels, or rewritten alone.
+
+    XLA's code of the rewritten program takes plain XLA's place in the race. What is asked for is memory, so a program
+    that needs more than that may not win (`race_limits.over_memory`).
+    """
+    start, alone, mine = time.monotonic(), variant_space.name_of(ALONE), decision.chosen
+    if traced.plan(ALONE, may_measure=False).closed is traced.closed:
+        return decision
+    calls, peaks = _programs(traced, [mine, alone])
+    if not {mine, alone} <= peaks.keys():
+        return decision
+    barred = race_limits.over_memory({XLA: peaks[alone], mine: peaks[mine]}, 0)
+    raced = {XLA: calls[alone], mine: calls[mine]}
+    found = end_to_end_benchmark.benchmark_variants(
+        raced, traced.copies, donates=traced.arguments.donates, barred=barred, size=_sample_size(traced)
+    )
+    log.info("kernels and the rewritten program alone compared in %.2f s", time.monotonic() - start)
+    return dataclasses.replace(
+        found,
+        chosen=alone if found.chosen == XLA else mine,
+        reason=f"{decision.reason}; {alone} stands for it: {found.reason}",
+        seconds={alone if name == XLA else name: value for name, value in found.seconds.items()},
+        speed={alone if name == XLA else name: value for name, value in found.speed.items()},
+        spent=decision.spent,
+    )
 
 
 def _sample_size(traced: TracedCall) -> SampleSize:

@@ -25,7 +25,7 @@ from jcuts.jit.multi_controller.agreement import Participant, agree
 from jcuts.jit.multi_controller.process_group import group_of
 from jcuts.jit.trace_token import permission
 from jcuts.jit.traced_call import Call, TracedCall
-from jcuts.jit.variant_benchmark import benchmark
+from jcuts.jit.variant_benchmark import against_rewrites_alone, benchmark
 from jcuts.jit.variant_compiler import VariantCompiler
 from jcuts.jit.variant_planning import has_kernels_of, has_variants, plan_call
 from jcuts.pipeline import passes
@@ -157,7 +157,7 @@ class VariantSelector:
             option = "tune_seconds=0" if no_time else f"tune={self.settings.tune!r}"
             return stored or Decision(JCUTS, f"{option}: nothing was timed")
         if (why_not := traced.why_not_benchmarked()) is not None:
-            return self._compiled_or_plain(traced, Decision(JCUTS, why_not, spent=spent))
+            return self._not_compared(traced, Decision(JCUTS, why_not, spent=spent), "" if force else key)
         if not force and (settled := self.decisions.settled(key, call.platform, planned.uses_jcuts)) is not None:
             return settled
         again = None if force else self.decisions.lookup(key, call.platform, planned.uses_jcuts)
@@ -173,6 +173,18 @@ class VariantSelector:
             decision = dataclasses.replace(decision, reason=f"{decision.reason}; no kernels: {why_none}")
         if not why_none and not any(o.failed for o in planned.outcomes):  # else another process may do better
             self.decisions.keep(key, decision)
+        return decision
+
+    def _not_compared(self, traced: TracedCall, decision: Decision, key: str) -> Decision:
+        """The decision for a program that is not compared with plain ``jax.jit``. Args: key: of a stored one, or ''."""
+        stored = self.decisions.lookup(key, traced.call.platform) if key else None
+        if stored is not None and stored.is_final:
+            return stored
+        decision = self._compiled_or_plain(traced, decision)
+        if traced.on_gpu and decision.chosen == JCUTS and traced.has_chunked_logits():
+            decision = against_rewrites_alone(traced, decision)
+            if decision.chosen != JCUTS and key:  # a program with kernels may need other options to compile
+                self.decisions.keep(key, decision)
         return decision
 
     def _compiled_or_plain(self, traced: TracedCall, decision: Decision) -> Decision:

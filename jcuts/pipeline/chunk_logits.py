@@ -45,7 +45,7 @@ def chunk_logits(flat: jaxapi.Closed, settings: Settings, platform: str) -> tupl
     least = _least_bytes(settings, platform)
     if least is None or (settings.mode == "no_fusion" and not settings.chunk_logits):
         return flat, None
-    changed, count, reasons = _chunked(flat, least)
+    changed, count, reasons = _chunked(flat, least, platform)
     told = dict.fromkeys(reasons) if settings.chunk_logits else ()
     return changed, ChunkedLogits(count, tuple(told)) if count or told else None
 
@@ -57,14 +57,14 @@ def is_settled(closed: jaxapi.Closed, settings: Settings, platform: str) -> bool
     least = _least_bytes(settings, platform)
     if least is None or largest_product(closed) < least:
         return False
-    return _chunked(simplify(inline(closed)), least)[1] > 0
+    return _chunked(simplify(inline(closed)), least, platform)[1] > 0
 
 
-def _chunked(flat: jaxapi.Closed, least: int) -> tuple[jaxapi.Closed, int, list[str]]:
+def _chunked(flat: jaxapi.Closed, least: int, platform: str) -> tuple[jaxapi.Closed, int, list[str]]:
     reasons: list[str] = []
 
     def rule(body: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
-        changed, count, why = chunk_heads(body, Sizes(least_bytes=least))
+        changed, count, why = chunk_heads(body, Sizes.on(platform, least))
         reasons.extend(why)
         return changed, count
 

@@ -29,6 +29,7 @@ from jcuts.schedule.cpu.bound import host_arch, machine_of
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.trace import jaxapi
 from jcuts.trace.canonical import canonical_digest
+from jcuts.trace.loop_carries import accumulations
 from jcuts.trace.source import place
 from jcuts.xla import devices as xla_devices
 from jcuts.xla.rebuild import subset_closed
@@ -48,8 +49,9 @@ MOST_GROUPED = 16
 """Functions whose regions a process remembers."""
 NOT_ASKED = "the form has no kernels"
 OF_LIBRARY = "a product: the form leaves it to XLA's libraries"
+IN_CARRY = "a product that is added to a loop's carry: XLA's libraries do that in place"
 BETWEEN = "the fastest partition leaves it to XLA"
-CHOICES = (TOO_LITTLE, TO_FUSE, CONSTANT, NOT_ASKED, OF_LIBRARY, IN_PLACE, BETWEEN)
+CHOICES = (TOO_LITTLE, TO_FUSE, CONSTANT, NOT_ASKED, OF_LIBRARY, IN_CARRY, IN_PLACE, BETWEEN)
 """Reasons that are choices, where other refusals are inabilities."""
 
 
@@ -103,7 +105,8 @@ class Computation:
     ``parts`` is what its subsets are, ``moved`` its covers after prologue and epilogue moves: the forms of a function
     share them, as they share its graph.
     ``updated`` are updates in place that kernels took over (`updates`), and what made arrays that they begin;
-    ``copied`` those that kernels make of what XLA computed.  The greedy cover, ``grouping``, is looked for when it is
+    ``copied`` those that kernels make of what XLA computed; ``accumulated`` add to a loop's carry
+    (`trace.loop_carries`).  The greedy cover, ``grouping``, is looked for when it is
     first asked for: who takes a stored one never does.
     """
 
@@ -120,6 +123,7 @@ class Computation:
     library: list[Region] = field(default_factory=list)
     updated: list[int] = field(default_factory=list)
     copied: list[int] = field(default_factory=list)
+    accumulated: Members = frozenset()
     begun: bool = False
 
     @functools.cached_property
@@ -284,6 +288,9 @@ def group(
             level.bodies[number] = [
                 group(body, settings, fuel, platform, wait=wait) for _, _, body in jaxapi.inner_jaxprs(eqn)
             ]
+        if jaxapi.primitive_name(eqn) == "scan":
+            for body in level.bodies[number]:
+                body.accumulated = accumulations(eqn, body.closed)
     if not wait or fuel.left is not None:
         _ = level.subsets
     return level

@@ -27,6 +27,7 @@ from jcuts.kernel_ir.program import Program
 from jcuts.pipeline import inplace_update, measured_partition, partition_store
 from jcuts.pipeline.computation import (
     CONSTANT,
+    IN_CARRY,
     NOT_ASKED,
     OF_LIBRARY,
     TO_FUSE,
@@ -351,8 +352,11 @@ def _leave_on_gpu(levels: Sequence[Computation], regions: str, *, measured: bool
             ):
                 return TO_FUSE
             alone = subset.program.template not in FUSED_PRODUCTS
-            to_library = level.mixed and alone and (regions == "absorbing" or not measured)
-            return OF_LIBRARY if to_library and is_library_contraction(level.graph, subset.members) else ""
+            if not (level.mixed and alone and is_library_contraction(level.graph, subset.members)):
+                return ""
+            if subset.members & level.accumulated:
+                return IN_CARRY
+            return OF_LIBRARY if regions == "absorbing" or not measured else ""
 
         level.leave_to_xla(reason)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import jax
 import pytest
 
+from jcuts.jit import variant_benchmark
 from jcuts.jit.decision import Decision
 from jcuts.jit.end_to_end_benchmark import JCUTS, SAFER_OPTIONS, XLA
 from jcuts.jit.variant_selection import VariantSelector
@@ -55,3 +57,37 @@ def test_on_a_cpu_the_call_compiles():
         raise AssertionError("compiled")
 
     assert selected(fails, on_gpu=False) is NOT_TIMED
+
+
+@pytest.mark.parametrize(
+    "slow, peaks, chosen",
+    [
+        ("jcuts/plain/none", {}, "jcuts"),
+        ("jcuts", {}, "jcuts/plain/none"),
+        ("jcuts/plain/none", {"jcuts": 1100, "jcuts/plain/none": 1000}, "jcuts/plain/none"),
+        ("jcuts", {"jcuts": 1000}, "jcuts"),
+    ],
+)
+def test_kernels_stand_against_the_rewritten_program_alone(monkeypatch, slow, peaks, chosen):
+    def program(wait):
+        def run(x):
+            time.sleep(wait)
+            return x + 1
+
+        return run
+
+    peaks = peaks or {"jcuts": 1000, "jcuts/plain/none": 1000}
+    calls = {name: program(0.02 if name == slow else 0.001) for name in ("jcuts", "jcuts/plain/none")}
+    monkeypatch.setattr(variant_benchmark, "_programs", lambda traced, names: ({n: calls[n] for n in names}, peaks))
+    traced = SimpleNamespace(
+        plan=lambda form, may_measure: SimpleNamespace(closed=form),
+        closed=None,
+        platform="cuda",
+        on_gpu=False,
+        arguments=SimpleNamespace(donates=False),
+        copies=lambda: ((jax.numpy.zeros(4),), {}),
+    )
+    found = variant_benchmark.against_rewrites_alone(traced, NOT_TIMED)
+    assert found.chosen == chosen
+    assert found.reason.startswith(NOT_TIMED.reason)
+    assert XLA not in found.seconds

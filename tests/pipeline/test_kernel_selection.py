@@ -178,7 +178,7 @@ def gpu_level(function, *args, platform="cpu"):
     closed = jax.make_jaxpr(function)(*args)
     level = computation.group(simplify(inline(closed)), AUTO, computation.Fuel(), platform)
     machine = gpu_candidates.GpuMachine(132)
-    for subset in level.subsets:
+    for subset in (subset for one in level.walk() for subset in one.subsets):
         subset.ranking = functools.partial(gpu_candidates.candidates, subset.program, machine, 4)
     return level
 

@@ -36,6 +36,13 @@ A turn adds [width, vocabulary] float32 numbers to dW, 8 bytes of traffic each, 
 FLOP per byte, about what an H100 needs to be bound by its tensor cores (990 TFLOP/s over 3.35 TB/s are 295) and far
 more than a CPU needs.
 """
+GPU_ROWS = 1024
+"""Rows of a chunk on a GPU, where these are no more than a `MOST_SHARE`-th of the tokens.
+
+cuBLAS needs 8.0 ms for the weights' gradient of 4096 tokens in chunks of 256 rows, 5.3 in chunks of 1024 and 4.2 in one
+(float32, width 1024, 131072 symbols; `benchmarks/results/networks/cross_entropy_chunks_h200_2026-11-28.json`).
+"""
+MOST_SHARE = 4
 
 
 @dataclass(frozen=True)
@@ -46,20 +53,27 @@ class Sizes:
         least_bytes: logits from which on they are computed in chunks [B].
         chunk_bytes: logits of a chunk [B].
         least_rows: rows of a chunk, even where they take more.
+        efficient_rows: the same where there are `MOST_SHARE` times as many.
     """
 
     least_bytes: int = LEAST_BYTES
     chunk_bytes: int = CHUNK_BYTES
     least_rows: int = LEAST_ROWS
+    efficient_rows: int = 0
 
-    def rows(self, row_bytes: int) -> int:
-        """Rows of a chunk."""
-        return max(self.least_rows, self.chunk_bytes // row_bytes)
+    @classmethod
+    def on(cls, platform: str, least_bytes: int = LEAST_BYTES) -> Sizes:
+        """The limits on a platform."""
+        return cls(least_bytes, efficient_rows=0 if platform == "cpu" else GPU_ROWS)
+
+    def rows(self, row_bytes: int, count: int) -> int:
+        """Rows of a chunk. Args: row_bytes: logits of one row [B]; count: of all rows."""
+        return max(self.least_rows, min(self.efficient_rows, count // MOST_SHARE), self.chunk_bytes // row_bytes)
 
 
 def chunk_cross_entropy(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
-    """Computes logits that feed a softmax loss in chunks; returns the program and the number of products."""
-    closed, done, _ = chunk_heads(closed, Sizes())
+    """Computes logits that feed a softmax loss in chunks, on a GPU; the program and the number of products."""
+    closed, done, _ = chunk_heads(closed, Sizes.on("cuda"))
     return closed, done
 
 
@@ -109,7 +123,7 @@ def _chunked(program: Program, eqn: Any, sizes: Sizes) -> jaxapi.Closed | str:
         reason = region.reason or ("" if region.has_softmax() else "no softmax over the product's result")
         if not reason:
             row_bytes = jaxapi.nbytes(eqn.outvars[0]) // region.count
-            changed = chunk_region(region, sizes.rows(row_bytes))
+            changed = chunk_region(region, sizes.rows(row_bytes, region.count))
             if not isinstance(changed, str) and _has(changed, eqn):
                 changed = "the logits are used as a whole elsewhere"
             if not isinstance(changed, str):

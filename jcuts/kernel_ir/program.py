@@ -29,7 +29,8 @@ __all__ = ["FORMAT", "ITEM_SIZE", "Acc", "Axis", "Buffer", "Grid", "Phase", "Pro
 
 @dataclass(frozen=True)
 class Buffer:
-    """A dense row-major array. ``role`` is 'in', 'out' or 'local' (scratch, private to the running task).
+    """A dense row-major array. ``role`` is 'in', 'out', 'local' (private to the running task), or in one of several
+    kernels of a program 'scratch' (memory of the call, which its tasks read and write).
 
     ``tf32``: a float32 operand whose values are TF32 numbers (the low 13 bits are 0).
     """

@@ -106,8 +106,8 @@ class Computation:
     share them, as they share its graph.
     ``updated`` are updates in place that kernels took over (`updates`), and what made arrays that they begin;
     ``copied`` those that kernels make of what XLA computed; ``accumulated`` add to a loop's carry
-    (`trace.loop_carries`).  The greedy cover, ``grouping``, is looked for when it is
-    first asked for: who takes a stored one never does.
+    (`trace.loop_carries`); ``loops`` are scans that are one kernel, regions of every cover.  The greedy cover,
+    ``grouping``, is looked for when it is first asked for: who takes a stored one never does.
     """
 
     closed: jaxapi.Closed
@@ -124,6 +124,7 @@ class Computation:
     updated: list[int] = field(default_factory=list)
     copied: list[int] = field(default_factory=list)
     accumulated: Members = frozenset()
+    loops: dict[int, Region] = field(default_factory=dict)
     begun: bool = False
 
     @functools.cached_property
@@ -181,6 +182,8 @@ class Computation:
         for members, program in cover:
             if not self.is_small(program):
                 self.subsets.append(self.subset(members, program))
+        if self.loops:
+            self.subsets = sorted([*self.subsets, *self.loops.values()], key=lambda s: max(s.members))
         covered = frozenset[int]().union(*(s.members for s in self.subsets))
         small = [members for members, program in self.grouping.subsets if self.is_small(program)]
         reasons = dict.fromkeys((n.number for n in self.graph.nodes), BETWEEN)
@@ -189,6 +192,11 @@ class Computation:
         self.left_out.update(self.grouping.left_out)
         for number in (*covered, *self.bodies):
             self.left_out.pop(number, None)
+
+    @property
+    def fused(self) -> list[tuple[Members, Program]]:
+        """The subsets that are no loop, with their programs."""
+        return [(s.members, s.program) for s in self.subsets if self.loops.keys().isdisjoint(s.members)]
 
     def leave_to_xla(self, reason_of: Callable[[Region], str]) -> None:
         """Leaves the subsets to XLA for which ``reason_of`` gives a reason (not '')."""

@@ -98,7 +98,7 @@ class Partition:
 
         On a GPU in the variant that is there for it; where nothing races (mode ``fusion``) in the plain one.
         """
-        if self.settings.mode == "no_fusion" or not self.is_lasting:
+        if self.settings.mode == "no_fusion" or not self.is_lasting or any(level.loops for level in self.levels):
             return False
         alone = self.settings.mode == "fusion" and self.settings.form is None
         if self.platform == "cpu":
@@ -152,9 +152,9 @@ def _move_operations(level: Computation, move: Callable[..., list[tuple[Members,
     key = move.__name__, level.mixed, repr(xla_devices.machine())
     if key not in level.moved:
         for cover in (split_prologues, move, sink_outputs):
-            level.set_partition(cover(level.graph, [(s.members, s.program) for s in level.subsets], has_gpu_kernel))
+            level.set_partition(cover(level.graph, level.fused, has_gpu_kernel))
             add_candidates(level.subsets, "cuda")
-        level.moved[key] = [(s.members, s.program) for s in level.subsets]
+        level.moved[key] = level.fused
     level.set_partition(level.moved[key])
 
 
@@ -305,8 +305,7 @@ def _blocks(levels: Sequence[Computation]) -> list[tuple[Computation, Region, li
         return []
     found = []
     for level in levels:
-        cover = [(s.members, s.program) for s in level.subsets]
-        for block in region_groups(level.graph, cover, has_gpu_kernel):
+        for block in region_groups(level.graph, level.fused, has_gpu_kernel):
             parts = [level.subset(members, program) for members, program in block.parts]
             found.append((level, level.subset(block.members, block.program), parts))
     add_candidates([subset for _, subset, _ in found], "cuda")
@@ -345,6 +344,8 @@ def _leave_on_gpu(levels: Sequence[Computation], regions: str, *, measured: bool
                 return "no kernel form on cuda"
             if constants.issuperset(subset.inputs):
                 return CONSTANT
+            if not level.loops.keys().isdisjoint(subset.members):
+                return ""
             if (
                 level.mixed
                 and not level.has_reduction(subset.members)

@@ -1,5 +1,5 @@
 """Selects which regions of a CPU's loop bodies and which with little work become kernels, whatever XLA takes for them
-alone.
+alone; on a GPU, scans that are one persistent kernel.
 
 A region of a few hundred operations is no faster as a custom call than in XLA's fusions.  Where a scan's whole body are
 kernels, the scan is one call (`xla.chains.loop`), which no measurement of its regions can show: such programs race as
@@ -8,12 +8,17 @@ wholes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
+from jcuts.base.errors import Refusal
+from jcuts.lower.recurrence.program import lower_recurrence
 from jcuts.pipeline import partition_store
-from jcuts.pipeline.computation import NOT_ASKED, Computation, Region
+from jcuts.pipeline.computation import NOT_ASKED, Computation, Region, add_candidates, has_gpu_kernel
 from jcuts.pipeline.measured_partition import library_seconds, measured_seconds
 from jcuts.trace import jaxapi
+
+log = logging.getLogger("jcuts.pipeline.loop_bodies")
 
 MOST_SMALL = 4
 """Distinct subsets with little work that this form tries."""
@@ -80,3 +85,24 @@ def _take(body: Computation) -> bool:
         body.leave_all_to_xla(NOT_ASKED)
         return False
     return True
+
+
+def take_recurrences(top: Computation, *, fuse: bool) -> None:
+    """Makes a region of every scan that can be one kernel on this GPU (`lower.recurrence`), in place of its body's.
+
+    Args: fuse: False: there is none.
+    """
+    for level in top.walk() if fuse else ():
+        for number, bodies in list(level.bodies.items()):
+            eqn, node = level.closed.jaxpr.eqns[number], level.graph.nodes[number]
+            if jaxapi.primitive_name(eqn) != "scan":
+                continue
+            program = lower_recurrence(level.graph, node, eqn, bodies[0].graph, f"scan_{number}")
+            if isinstance(program, Refusal):
+                log.info("scan is no single kernel: %s", program)
+            elif has_gpu_kernel(program):
+                level.loops[number] = level.subset(frozenset({number}), program)
+                add_candidates([level.loops[number]], "cuda")
+                del level.bodies[number]
+        if level.loops:
+            level.set_partition(level.grouping.subsets)

@@ -46,13 +46,14 @@ from jcuts.pipeline import (
     chunk_logits,
     inplace_update,
     kernel_selection,
+    loop_bodies,
     microbatch_convs,
     rebuild,
     report_rows,
     restore_convs,
     weight_prep,
 )
-from jcuts.pipeline.computation import Fuel, group
+from jcuts.pipeline.computation import Computation, Fuel, group
 from jcuts.pipeline.outcome import Outcome
 from jcuts.pipeline.state import DumpedStage, Pass, State, nothing
 from jcuts.pipeline.verify import verify_jaxpr, verify_partition, verify_programs, verify_winners
@@ -123,10 +124,10 @@ def _divide(state: State) -> State:
 
 
 def _group(state: State) -> State:
-    on_gpu = state.platform != "cpu"
-    computation = group(state.closed, state.settings, Fuel(), state.platform, wait=on_gpu)
-    if on_gpu:
+    computation = group(state.closed, state.settings, Fuel(), state.platform, wait=state.platform != "cpu")
+    if state.platform != "cpu":
         rates = "" if state.unusable else xla_devices.rates_of_another()
+        loop_bodies.take_recurrences(computation, fuse=not state.unusable and state.settings.mode != "no_fusion")
     else:
         cpu = chosen_cpu()
         rates = f"schedules are ranked by the numbers of {cpu.source} (JCUTS_ARCH)" if cpu is not None else ""
@@ -180,14 +181,13 @@ def _is_jaxpr(state: State) -> None:
     verify_jaxpr(state.closed, state.original)
 
 
-def _is_partition(state: State) -> None:
-    verify_partition(state.top)
-    verify_programs(state.top)
+def _is_partition(state: State, *more: Callable[[Computation], None]) -> None:
+    for check in (verify_partition, verify_programs, *more):
+        check(state.top)
 
 
 def _has_winners(state: State) -> None:
-    _is_partition(state)
-    verify_winners(state.top)
+    _is_partition(state, verify_winners)
 
 
 def _jaxpr_stage(name: str, when: Callable[[State], bool] = lambda state: True) -> DumpedStage:

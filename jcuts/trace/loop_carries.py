@@ -1,6 +1,6 @@
 """Accumulation in loop carries: which equations of a scan's body add to a carried array that nothing else reads.
 
-    acc_out = acc_in + h^T g       acc_in is carried, acc_out its next value: GEMM with beta = 1 and C in place
+acc_out = acc_in + h^T g       acc_in is carried, acc_out its next value: GEMM with beta = 1 and C in place
 """
 
 from __future__ import annotations

@@ -91,7 +91,10 @@ def test_prose_changes_nothing(tree, seen):
         ("schedule/gpu/reduction/column.py", {"reduction"}),
         ("codegen/cuda/scan/kernel.py", {"scan"}),
         ("codegen/cuda/elementwise/smem_transpose.py", {"elementwise"}),
-        ("codegen/cuda/elementwise/thread_tile.py", {"elementwise", "gemv", "reduction", "skinny_gemm", "window"}),
+        (
+            "codegen/cuda/elementwise/thread_tile.py",
+            {"elementwise", "gemv", "recurrence", "reduction", "skinny_gemm", "window"},
+        ),
         ("codegen/cuda/conv/few_channels.py", {"conv"}),
         ("schedule/cpu/scan.py", {"cpu"}),
         ("kernel_ir/index.py", set(FAMILIES)),

@@ -21,6 +21,7 @@ from jcuts.codegen.cuda.toolchain import programmatic_launch
 from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.kernel_ir.numpy_semantics import numpy_dtype
 from tests.ptx import cluster as ptx_cluster
+from tests.ptx import grid as ptx_grid
 from tests.ptx import races, tensor_core
 from tests.ptx import wgmma as ptx_wgmma
 
@@ -31,6 +32,8 @@ class Fault(Exception):
 
 UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 BASE, GAP = 1 << 20, 4096
+LIMIT = 200_000
+"""Instructions of a launch."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,8 @@ def _instruction(line: str) -> Instruction:
 class Memory:
     """Global memory: buffers with gaps between them."""
 
+    base, fault = BASE, Fault
+
     def __init__(self, buffers: Sequence[np.ndarray], writable: Sequence[bool]) -> None:
         places, total = [], BASE
         for b in buffers:
@@ -185,6 +190,7 @@ class Machine:
         flushes: bool = False,
     ):
         self.cluster, self.flushes = cluster, flushes
+        self.grid: ptx_grid.Grid | None = None
         self.module, self.kernel, self.memory = module, module.kernels[name], memory
         self.blocks, self.threads, count = blocks, threads, blocks * threads
         self.count = count
@@ -207,7 +213,7 @@ class Machine:
         self.read_remotely = np.zeros(blocks, bool)  # blocks whose memory others read since the last cluster barrier
         self.waiting = np.zeros(count, bool)  # at a barrier or shuffle that others of their group have not reached
 
-    def run(self, limit: int = 200_000) -> None:
+    def run(self, limit: int = LIMIT) -> None:
         code, end = self.kernel.code, len(self.kernel.code)
         waiting = self.waiting
         for _ in range(limit):
@@ -311,12 +317,14 @@ class Machine:
             self._every(ins, 32, on)
         elif ins.op.startswith("st.async"):
             self.barriers.store(ins, on)
+        elif name in ("red", "trap") or ins.op.startswith("ld.acquire"):
+            self._counter(ins, on)
         elif name in ("ld", "st"):
             self._access(ins, parts, on)
         elif name == "prefetch":
             self.memory.read(self.address(ins.operands[0], "u64", np.flatnonzero(on)), 1, ins.text)  # has no alignment
-        elif name in ("setmaxnreg", "griddepcontrol", "nanosleep", "barrier"):
-            pass  # of a barrier: arrives where it then waits
+        elif name in ("setmaxnreg", "griddepcontrol", "nanosleep", "barrier") or ins.op.startswith("fence.mbarrier_in"):
+            pass  # of a barrier: arrives where it then waits; all of a cluster pass one before anybody stores
         elif name == "mapa":
             tensor_core.address_of_block(self, ins, on)
         elif ins.op.startswith("cp.async.bulk."):
@@ -334,8 +342,6 @@ class Machine:
             self.units.step(ins, parts, on)
         elif name == "mbarrier":
             self.barriers.step(ins, parts, on)
-        elif ins.op.startswith("fence.mbarrier_init"):
-            pass  # all of a cluster pass a barrier before anybody stores
         elif name == "fence":
             self.units.proxy_fence(on)
         else:
@@ -379,6 +385,24 @@ class Machine:
         groups = at.reshape(-1, 32 if ins.op == "bar.warp.sync" else size[name])
         return bool((groups.any(1) == groups.all(1)).all())
 
+    def _counter(self, ins: Instruction, on: np.ndarray) -> None:
+        """The counter of a grid barrier, and the end of who waits there too long."""
+        if ins.op == "trap":
+            if on.any():
+                raise Fault("traps")
+            return
+        live, ops = np.flatnonzero(on), ("red.release.gpu.global.add.u32", "ld.acquire.gpu.global.u32")
+        if self.grid is None or ins.op not in ops:
+            raise Fault(f"outside of a cooperative launch: {ins.text}")
+        is_load = ins.op == ops[1]
+        address = self.address(ins.operands[is_load], "u64", live)
+        if is_load:
+            found = np.zeros(self.count, np.uint32)
+            found[live] = self.grid.acquire(address, live)
+            self.set(ins.operands[0], found, on)
+        else:
+            self.grid.release_add(address, self.value(ins.operands[1], "u32")[live], live)
+
     def _access(self, ins: Instruction, parts: list[str], on: np.ndarray) -> None:
         space, kind = parts[1], parts[-1]
         count = next((int(p[1:]) for p in parts if re.fullmatch(r"v\d", p)), 1)
@@ -393,14 +417,22 @@ class Machine:
         if space.startswith("shared"):
             self._shared(parts[0], names, address, size, live, on, ins)
         elif parts[0] == "ld":
-            found = self.memory.read(address, size * count, ins.text)
+            shared = self.grid is not None and self.grid.has(address)
+            if shared and "nc" in parts:
+                raise Fault(f"reads what others write by ld.global.nc: {ins.text}")
+            found = (
+                self.grid.read(address, size * count, live, ins.text)
+                if shared
+                else self.memory.read(address, size * count, ins.text)
+            )
             for k, register in enumerate(names):
                 full = np.zeros((self.count, size), np.uint8)
                 full[live] = found[:, k * size : (k + 1) * size]
                 self.set(register, full.view(UINT[size]).reshape(-1), on)
         else:
             parts_ = [self.value(n, f"b{8 * max(size, 1)}")[live].view(np.uint8).reshape(-1, size) for n in names]
-            self.memory.write(address, np.concatenate(parts_, 1), live, ins.text)
+            memory = self.grid if self.grid is not None and self.grid.has(address) else self.memory
+            memory.write(address, np.concatenate(parts_, 1), live, ins.text)
 
     def address(self, where: str, kind: str, live: np.ndarray) -> np.ndarray:
         """Byte addresses of an operand like ``[%r1+16]`` in the threads ``live``."""
@@ -791,12 +823,14 @@ def run_kernel(
     start: int | None = None,
     array: np.ndarray | None = None,
     flushes: bool = False,
+    limit: int | None = None,
 ) -> list[np.ndarray]:
     """Runs all launches of a kernel whose PTX this is. Raises Fault for whatever it does wrong.
 
     Args:
         start: the result is an array, of which it writes a part from so many bytes on (`region.placed`).
         array: what that array is before; else the last operand.
+        limit: instructions after which a launch does not end.
         flushes: arithmetic of float64 takes denormal numbers for zeros, as that of XLA's code for CPUs.
     """
     image = Image.unpack(kernel.object_code)
@@ -814,9 +848,11 @@ def run_kernel(
     written = np.zeros(memory.data.size, bool)
     for (name, _), launch in zip(sorted(module.kernels.items()), image.launches, strict=True):
         arguments = [places[b] + offset for b, offset in launch.arguments]
-        Machine(
-            module, name, memory, arguments, launch.grid[0], launch.block[0], launch.shared, launch.cluster[0], flushes
-        ).run()
+        grid, block, cluster = launch.grid[0], launch.block[0], launch.cluster[0]
+        machine = Machine(module, name, memory, arguments, grid, block, launch.shared, cluster, flushes)
+        if launch.cooperative:
+            machine.grid = ptx_grid.Grid(memory, memory.places[-1], scratch.nbytes, grid, block)
+        machine.run(limit if limit is not None else LIMIT)
         written |= memory.writer >= 0
         memory.settle()
     found = []

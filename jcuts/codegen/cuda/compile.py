@@ -106,7 +106,9 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
                 raise CompileRejected(f"{program.name}: {symbol} has {used.registers} registers to share, not {wanted}")
         grid, block, cluster = ((n, 1, 1) for n in (source.blocks, source.threads, source.cluster))
         launches.append(
-            Launch(symbol, grid, block, part.arguments, source.shared, cluster, waits=early, resources=used)
+            Launch(
+                symbol, grid, block, part.arguments, source.shared, cluster, source.cooperative, early, resources=used
+            )
         )
     image = Image(arch, program.name, tuple(launches), cubin)
     return CompiledKernel(

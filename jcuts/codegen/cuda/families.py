@@ -38,6 +38,9 @@ from jcuts.codegen.cuda.inverted_residual.kernel import InvertedResidualKernel, 
 from jcuts.codegen.cuda.launch_writer import Launch, launch_per_block
 from jcuts.codegen.cuda.layout.weight_transpose import WeightTransposeKernel, turn_shape
 from jcuts.codegen.cuda.ptx import wgmma
+from jcuts.codegen.cuda.recurrence.kernel import RecurrenceKernel
+from jcuts.codegen.cuda.recurrence.launch import launch_recurrence
+from jcuts.codegen.cuda.recurrence.split import split_recurrence
 from jcuts.codegen.cuda.reduction.column import ColumnReductionKernel
 from jcuts.codegen.cuda.reduction.column_norm import ColumnSoftmaxKernel
 from jcuts.codegen.cuda.reduction.launch import (
@@ -159,6 +162,7 @@ _enter(
     KernelFamily("welford", WelfordKernel, launch_column_points, split=_split_welford),
     KernelFamily("scan_rows", ScanRowsEmitter, launch_scan_rows),
     KernelFamily("scan_columns", ScanColumnsEmitter, launch_scan_columns, split=split_scan_columns),
+    KernelFamily("recurrence", RecurrenceKernel, launch_recurrence, split=split_recurrence),
 )
 _enter(
     KernelFamily("mma", MmaKernel, _launch_gemm(product_shape), split=split_gemm),

@@ -28,6 +28,7 @@ class CudaSource:
         cluster: blocks of a cluster.
         least: resident blocks per multiprocessor that registers must allow (``.minnctapersm``); 0: ptxas chooses, and
             may spill a few registers for one more.
+        cooperative: whether all blocks must be resident at once (`ptx.grid_barrier`).
     """
 
     text: str
@@ -40,6 +41,7 @@ class CudaSource:
     alignment: int = ALIGNMENT
     cluster: int = 1
     least: int = 0
+    cooperative: bool = False
 
 
 class LaunchSourceWriter:

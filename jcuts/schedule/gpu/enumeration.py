@@ -167,6 +167,7 @@ def _few_channels(problem: GpuProblem) -> list[Candidate]:
 
 RULES: tuple[EnumerationRule, ...] = (
     EnumerationRule("scan", ("scan_rows", "scan_columns"), lambda p: p.is_scan),
+    EnumerationRule("recurrence", ("recurrence",), lambda p: p.is_recurrence),
     EnumerationRule("attention", ("flash_attention",), lambda p: p.is_attention),
     EnumerationRule("attention backward", ("attention_backward",), lambda p: p.is_attention_backward),
     EnumerationRule("inverted residual", ("inverted_residual",), lambda p: p.is_inverted_residual),

@@ -6,7 +6,8 @@ Which families are asked for schedules, and how several compete, is said by `sch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Iterable
 
 from jcuts.base.errors import CompileRejected
 from jcuts.base.registry import Registry
@@ -36,7 +37,8 @@ from jcuts.schedule.gpu.inverted_residual import schedules as inverted_residual_
 from jcuts.schedule.gpu.inverted_residual import tile as inverted_residual_tile
 from jcuts.schedule.gpu.launch_stats import memory_time
 from jcuts.schedule.gpu.machine import Candidate, GpuMachine
-from jcuts.schedule.gpu.problem import CONTRACTIONS, GEMM_TEMPLATES, GpuProblem
+from jcuts.schedule.gpu.problem import CONTRACTIONS, GEMM_TEMPLATES, RECURRENCE, GpuProblem
+from jcuts.schedule.gpu.recurrence import schedules as recurrence_schedules
 from jcuts.schedule.gpu.reduction import column as reduction_column
 from jcuts.schedule.gpu.reduction import column_time, online_softmax, row_column_sums
 from jcuts.schedule.gpu.reduction import row as reduction_row
@@ -81,14 +83,10 @@ def _is_float64(program: Program) -> bool:
     return gemm_operands(program)[0].dtype == WIDE
 
 
-def _exact_gemm(is_wide: bool) -> Callable[[GpuProblem], Iterable[Candidate]]:
+def _exact_gemm(problem: GpuProblem, *, is_wide: bool) -> Iterable[Candidate]:
     """Schedules of products that ask for more than TF32, of float64 or of float32."""
-
-    def schedules(problem: GpuProblem) -> Iterable[Candidate]:
-        made = problem.exact_gemm
-        return gemm_mma.ffma_schedules(made, problem.machine) if made and _is_float64(made) == is_wide else ()
-
-    return schedules
+    made = problem.exact_gemm
+    return gemm_mma.ffma_schedules(made, problem.machine) if made and _is_float64(made) == is_wide else ()
 
 
 # -- the registry -----------------------------------------------------------------------------------------------------
@@ -215,6 +213,15 @@ _enter(
         statistics=stats.SCANS,
         time=column_time.scan_time,
     ),
+    ScheduleFamily(
+        "recurrence",
+        recurrence_schedules.FORM,
+        "Persistent recurrences: all steps of a `scan` in a cooperative launch, grid barriers by `ld.acquire` between.",
+        "docs/kernels/recurrence.md",
+        (RECURRENCE,),
+        lambda p: recurrence_schedules.recurrence_schedules(p.program, p.machine),
+        time=recurrence_schedules.estimated_time,
+    ),
 )
 _enter(
     ScheduleFamily(
@@ -237,7 +244,7 @@ _enter(
         "GEMM of float64 by `mma.sync` (DMMA).",
         "docs/kernels/gemm.md",
         CONTRACTIONS,
-        _exact_gemm(is_wide=True),
+        functools.partial(_exact_gemm, is_wide=True),
         excluded=("fed", "pixels", "groups", "fma", "sums"),
         condition=_is_float64,
         capability=TENSOR_CORES,
@@ -251,7 +258,7 @@ _enter(
         "GEMM of float32 in full precision by fused multiply-adds (`fma.rn.f32`) of single threads.",
         "docs/kernels/gemm.md",
         CONTRACTIONS,
-        _exact_gemm(is_wide=False),
+        functools.partial(_exact_gemm, is_wide=False),
         required=("fma",),
         excluded=("sums",),
         capability=TENSOR_CORES,

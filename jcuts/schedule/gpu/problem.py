@@ -20,6 +20,7 @@ from jcuts.lower.patterns.column_sums import as_gemm_with_column_sums
 from jcuts.lower.patterns.gemm import ROWS, as_gemm, gemm_operands, prologue
 from jcuts.lower.patterns.inverted_residual import TEMPLATE as INVERTED_RESIDUAL
 from jcuts.lower.patterns.row_column_sums import TEMPLATE as ROW_COLUMN_SUMS
+from jcuts.lower.recurrence.program import TEMPLATE as RECURRENCE
 from jcuts.lower.reduction import online_softmax, welford
 from jcuts.schedule.gpu.gemm.wgmma_problem import WgmmaProblem
 from jcuts.schedule.gpu.machine import TAPS, GpuMachine, loads_of
@@ -29,7 +30,16 @@ CONTRACTIONS = ("contraction", "convolution")
 """Templates of programs that `lower.patterns.gemm.as_gemm` may take."""
 GEMM_TEMPLATES = (*CONTRACTIONS, COLUMN_SUMS)
 """Those of the families whose epilogue reduces columns, too."""
-FUSED = ("scan", ATTENTION, ATTENTION_BACKWARD, INVERTED_RESIDUAL, LAYER_FUSION, COLUMN_SUMS, ROW_COLUMN_SUMS)
+FUSED = (
+    "scan",
+    RECURRENCE,
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    INVERTED_RESIDUAL,
+    LAYER_FUSION,
+    COLUMN_SUMS,
+    ROW_COLUMN_SUMS,
+)
 """Templates of several phases that families of their own compute."""
 
 
@@ -44,6 +54,11 @@ class GpuProblem:
     def is_scan(self) -> bool:
         """Whether it is a cumulative operation."""
         return self.program.template == "scan"
+
+    @property
+    def is_recurrence(self) -> bool:
+        """Whether it is a loop of steps."""
+        return self.program.template == RECURRENCE
 
     @property
     def is_attention(self) -> bool:

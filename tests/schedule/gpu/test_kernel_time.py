@@ -146,6 +146,7 @@ def test_every_family_has_a_case():
         "b2b_wgmma",
         "flash_attention",
         "attention_backward",
+        "recurrence",
         "row_column_sums",
     }
     assert {*FAMILIES} - seen <= elsewhere, sorted(seen)

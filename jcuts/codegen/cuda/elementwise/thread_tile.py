@@ -95,6 +95,8 @@ class RegisterTileEmitter:
         """What every store needs, where not every thread has a point of its own."""
         self.in_place = False
         """Whether stores may overwrite what the same thread has loaded."""
+        self.shared: Mapping[str, L.Value] = {}
+        """Buffers in shared memory -> their address (i32)."""
 
     def _frame(self, bases: Mapping[str, L.Value], ranges: Mapping[str, int], steps: Mapping[str, int]) -> M.Frame:
         return M.Frame(
@@ -105,6 +107,7 @@ class RegisterTileEmitter:
             {**self.multiples, **steps},
             live=self.live,
             in_place=self.in_place,
+            shared=self.shared,
         )
 
     def emit(self) -> None:
@@ -123,7 +126,7 @@ class RegisterTileEmitter:
             self.multiples,
             self.by_tile,
         )
-        bare.bare = True
+        bare.bare, bare.live, bare.in_place, bare.shared = True, self.live, self.in_place, self.shared
         with self.builder.if_else(inside, likely=True) as (then, otherwise):
             with then:
                 bare._emit()

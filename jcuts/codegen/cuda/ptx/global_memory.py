@@ -40,6 +40,7 @@ class Frame:
         values: data-flow node -> its value, for indices that are computed at run time.
         live: a condition that every store needs (threads beyond the last tile), or None.
         in_place: whether results may overwrite operands: loads are no ``.nc`` then, and stay in front of the stores.
+        shared: buffers that lie in shared memory -> their address (i32): ``ld.shared`` and ``st.shared``.
         is_streaming: whether stores are ``st.global.cs``: what they write leaves the caches first.
     """
 
@@ -52,6 +53,7 @@ class Frame:
     live: L.Value | None = None
     in_place: bool = False
     is_streaming: bool = False
+    shared: Mapping[str, L.Value] = field(default_factory=dict)
     cache: dict[object, L.Value] = field(default_factory=dict)
 
 
@@ -135,10 +137,11 @@ def address(frame: Frame, buffer: str, size: int, offset: Index) -> tuple[L.Valu
     moving = Index(0, offset.terms)
     key = ("address", buffer, moving)
     if key not in frame.cache:
-        base = frame.pointers[buffer]
+        kind = I32 if buffer in frame.shared else I64
+        base = frame.shared[buffer] if buffer in frame.shared else frame.pointers[buffer]
         if moving.terms:
-            wide = builder.sext(index(frame, moving), I64)
-            base = builder.add(base, builder.mul(wide, I64(size)) if size != 1 else wide)
+            wide = index(frame, moving) if kind is I32 else builder.sext(index(frame, moving), I64)
+            base = builder.add(base, builder.mul(wide, kind(size)) if size != 1 else wide)
         frame.cache[key] = base
     return with_immediate_offset(builder, (frame.cache[key], offset.const * size))
 
@@ -187,9 +190,9 @@ def load_words(
         holds = only if holds is None else builder.and_(holds, only)
     where = f"[${registers}+{constant}]" if constant else f"[${registers}]"
     result = ir.LiteralStructType([kind] * registers) if registers > 1 else kind
-    path = "" if frame.in_place else ".nc"
+    space = "shared" if buffer in frame.shared else "global" if frame.in_place else "global.nc"
     if holds is None:
-        text = f"ld.global{path}{vector}.{typed} {target}, {where};"
+        text = f"ld.{space}{vector}.{typed} {target}, {where};"
         found = asm(builder, text, result, [place], effects=frame.in_place)
     else:
         packed = 0
@@ -199,10 +202,10 @@ def load_words(
         starts = " ".join(f"mov.{move} {name}, {packed:#x};" for name in names)
         text = (
             f"{{ .reg .pred p; setp.ne.b32 p, ${registers + 1}, 0; {starts} "
-            f"@p ld.global{path}{vector}.{typed} {target}, {where}; }}"
+            f"@p ld.{space}{vector}.{typed} {target}, {where}; }}"
         )
         # Early-clobber: a result register is written before the address is read.
-        found = _early(builder, text, result, [place, builder.zext(holds, I32)])
+        found = _early(builder, text, result, [place, builder.zext(holds, I32)], effects=frame.in_place)
     return [builder.extract_value(found, k) for k in range(registers)] if registers > 1 else [found]
 
 
@@ -211,13 +214,14 @@ def elements(builder: GpuBuilder, words: Sequence[L.Value], size: int, count: in
     return _unpack(builder, words, size, _pieces(count, size)[1])
 
 
-def _early(builder: GpuBuilder, text: str, result: L.Type, args: Sequence[L.Value]) -> L.Value:
+def _early(builder: GpuBuilder, text: str, result: L.Type, args: Sequence[L.Value], *, effects: bool) -> L.Value:
     kinds = result.elements if isinstance(result, ir.LiteralStructType) else [result]
     letters = {"i16": "h", "i32": "r", "i64": "l"}
     outs = ["=&" + letters[str(k)] for k in kinds]
-    constraint = ",".join([*outs, *(letters[str(a.type)] for a in args)])
+    clobbers = ["~{memory}"] if effects else []
+    constraint = ",".join([*outs, *(letters[str(a.type)] for a in args), *clobbers])
     kind = ir.FunctionType(result, [a.type for a in args])
-    return builder.call(ir.InlineAsm(kind, text, constraint), list(args))
+    return builder.call(ir.InlineAsm(kind, text, constraint, side_effect=effects), list(args))
 
 
 def _unpack(builder: GpuBuilder, parts: Sequence[L.Value], size: int, each: int) -> list[L.Value]:
@@ -253,8 +257,8 @@ def store(
     typed = "u8" if each == 1 else f"b{8 * each}"
     source = f"{{{', '.join(names)}}}" if registers > 1 else names[0]
     where = f"[$0+{constant}]" if constant else "[$0]"
-    policy = ".cs" if frame.is_streaming else ""
-    text = f"st.global{policy}{vector}.{typed} {where}, {source};"
+    space = "shared" if buffer in frame.shared else "global.cs" if frame.is_streaming else "global"
+    text = f"st.{space}{vector}.{typed} {where}, {source};"
     args = [place, *parts]
     if frame.live is not None:
         text = f"{{ .reg .pred p; setp.ne.b32 p, ${registers + 1}, 0; @p {text} }}"

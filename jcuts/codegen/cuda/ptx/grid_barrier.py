@@ -1,0 +1,54 @@
+"""Grid barrier of a cooperative launch: ``red.release.gpu`` on one counter in global memory, ``ld.acquire.gpu`` until
+all blocks have arrived.
+
+Memory order: a block's stores come before its ``bar.sync``, which orders them before the release of its first thread
+(releases are cumulative); who acquires a count that this release is part of passes a ``bar.sync`` of its own before it
+reads.  Nobody waits for a block that is not running: all blocks of a cooperative launch are resident.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
+from jcuts.codegen.llvm import lanes as L
+
+MOST_POLLS = 1 << 24
+"""Loads of the counter after which a kernel traps: about ten seconds, where every one takes 0.6 us."""
+
+
+def block_barrier(builder: GpuBuilder) -> None:
+    """``bar.sync``: waits for all threads of the block."""
+    asm(builder, "bar.sync 0;", ir.VoidType(), effects=True)
+
+
+def grid_barrier(builder: GpuBuilder, counter: L.Value, arrived: L.Value, thread: L.Value) -> None:
+    """Waits for all blocks of the grid.
+
+    Args: counter: address (i64) of a u32 that was 0 at the launch; arrived: its value (i32) once every block is here,
+        modulo 2^32; thread: the number of the thread in its block.
+    """
+    block_barrier(builder)
+    with builder.if_then(builder.icmp_signed("==", thread, L.I32(0))):
+        asm(builder, "red.release.gpu.global.add.u32 [$0], 1;", ir.VoidType(), [counter], effects=True)
+        _poll(builder, counter, arrived)
+    block_barrier(builder)
+
+
+def _poll(builder: GpuBuilder, counter: L.Value, arrived: L.Value) -> None:
+    before = builder.block
+    loop, late, done = (builder.append_basic_block(f"grid.{name}") for name in ("poll", "late", "done"))
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    polls = builder.phi(L.I32, "polls")
+    polls.add_incoming(L.I32(0), before)
+    found = asm(builder, "ld.acquire.gpu.global.u32 $0, [$1];", L.I32, [counter], effects=True)
+    missing = builder.icmp_signed("<", builder.sub(found, arrived), L.I32(0))
+    builder.cbranch(missing, late, done)
+    builder.position_at_end(late)
+    again = builder.add(polls, L.I32(1))
+    with builder.if_then(builder.icmp_signed("==", again, L.I32(MOST_POLLS)), likely=False):
+        asm(builder, "trap;", ir.VoidType(), effects=True)
+    polls.add_incoming(again, builder.block)
+    builder.branch(loop)
+    builder.position_at_end(done)

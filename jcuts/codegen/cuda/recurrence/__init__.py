@@ -1,0 +1,1 @@
+"""Persistent kernels of loops: all steps of a scan in one launch."""

@@ -1,0 +1,194 @@
+"""Persistent recurrence kernel: all steps of a scan in one cooperative launch, ``red.release``/``ld.acquire`` between
+the stages of a step.
+
+Every block has the same columns of a phase's result in every step.  A product is one of a column reduction
+(`reduction.column`): threads divide its terms, add up by shuffles and through shared memory, and finish the step's
+element-wise operations on what they have summed, the gates of a cell side by side.  Carried values lie in two copies in
+global memory, which the L2 cache holds; a block that is alone has them in shared memory and passes no grid barrier.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+
+from jcuts.codegen.cuda.elementwise.thread_tile import RegisterTileEmitter, TileVariant
+from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
+from jcuts.codegen.cuda.ptx.grid_barrier import block_barrier, grid_barrier
+from jcuts.codegen.cuda.recurrence.split import SYNC
+from jcuts.codegen.cuda.recurrence.tile import RecurrenceTile, column_phase, columns_of, is_short, shared_places
+from jcuts.codegen.cuda.reduction.column import ColumnReductionKernel, ColumnShape
+from jcuts.codegen.cuda.window.sliding_window import SlidingWindowEmitter
+from jcuts.codegen.llvm import lanes as L
+from jcuts.kernel_ir.program import Buffer, Phase, Program
+from jcuts.lower.recurrence.program import STEP
+
+MOST_UNROLLED = 4
+"""Points of a thread that are straight-line code."""
+
+
+class _StageColumns(ColumnReductionKernel):
+    """The products of a stage, which read what other blocks have written in this launch (no ``ld.global.nc``)."""
+
+    def __init__(
+        self,
+        builder: GpuBuilder,
+        program: Program,
+        tile: ColumnShape,
+        buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value],
+        integers: Mapping[str, L.Value],
+        symbol: str,
+        shared: Mapping[str, L.Value],
+    ) -> None:
+        super().__init__(builder, program, tile, buffers, pointers, integers, symbol, L.I32(0))
+        self.in_shared = shared
+
+    def _points(self, phase: Phase, variables: Mapping[str, L.Value]) -> SlidingWindowEmitter:
+        body = super()._points(phase, variables)
+        body.in_place, body.shared = True, self.in_shared
+        return body
+
+    def _block_totals(self, body: RegisterTileEmitter) -> tuple[RegisterTileEmitter, L.Value]:
+        end, mine = super()._block_totals(body)
+        end.in_place, end.shared = True, self.in_shared
+        return end, mine
+
+
+class RecurrenceKernel:
+    """Emits one thread of the persistent recurrence."""
+
+    def __init__(
+        self,
+        builder: GpuBuilder,
+        program: Program,
+        tile: RecurrenceTile,
+        buffers: Mapping[str, Buffer],
+        pointers: Mapping[str, L.Value],
+        integers: Mapping[str, L.Value],
+        symbol: str,
+        shared: L.Value,
+    ) -> None:
+        """Args: as of `TileKernel`."""
+        self.builder, self.program, self.tile = builder, program, tile
+        self.buffers, self.pointers, self.symbol = buffers, pointers, symbol
+        self.block, self.thread = integers["block"], integers["thread"]
+        self.steps = next(g.extent for g in program.grid if g.axis == STEP)
+        self.carried = frozenset(s.buffer for p in program.phases for s in p.stores if s.buffer.startswith("s"))
+        places = shared_places(program)[0] if tile.is_alone else {}
+        self.shared = {name: builder.add(shared, L.I32(place)) for name, place in places.items()}
+
+    def emit(self) -> None:
+        """All steps."""
+        builder = self.builder
+        phases = list(enumerate(self.program.phases))
+        first = [(n, p) for n, p in phases if p.once]
+        each = [(n, p) for n, p in phases if not p.once and not p.last]
+        for number, phase in first:
+            self._phase(number, phase, L.I32(0))
+        if first:
+            block_barrier(builder)
+        stages = self._stages([p for _, p in each])
+        # A number of steps that the compiler does not know: it would unroll a few of them.
+        steps = asm(builder, "mov.u32 $0, $1;", L.I32, [L.I32(self.steps)], effects=True)
+        before = builder.block
+        loop, done = builder.append_basic_block("step"), builder.append_basic_block("steps.done")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        step = builder.phi(L.I32, STEP)
+        step.add_incoming(L.I32(0), before)
+        passed = builder.mul(step, L.I32(len(set(stages))))
+        for (number, phase), stage, following in zip(each, stages, [*stages[1:], -1], strict=True):
+            self._phase(number, phase, step)
+            if following != stage:
+                self._wait(builder.add(passed, L.I32(stage + 1)))
+        after = builder.add(step, L.I32(1))
+        step.add_incoming(after, builder.block)
+        builder.cbranch(builder.icmp_signed("<", after, steps), loop, done)
+        builder.position_at_end(done)
+        for number, phase in phases:
+            if phase.last:
+                self._phase(number, phase, L.I32(self.steps - 1))
+
+    def _stages(self, phases: list[Phase]) -> list[int]:
+        """The stage of every phase: one that reads what was written since the last barrier begins another.
+
+        What is carried does not count: a step reads another copy than it writes.
+        """
+        found: list[int] = []
+        written: set[str] = set()
+        for phase in phases:
+            reads = {node.buffer for g in (phase.body, phase.exit) for node in g.nodes if node.op == "load"}
+            behind = bool(reads & written)
+            found.append(behind + (found[-1] if found else 0))
+            written = (set() if behind else written) | {s.buffer for s in phase.stores} - self.carried
+        return found
+
+    def _wait(self, barriers: L.Value) -> None:
+        """Until every block is behind its stage. Args: barriers: that the loop has passed then."""
+        if self.tile.is_alone:
+            block_barrier(self.builder)
+            return
+        arrived = self.builder.mul(barriers, L.I32(self.tile.blocks))
+        grid_barrier(self.builder, self.pointers[SYNC], arrived, self.thread)
+
+    # -- phases -------------------------------------------------------------------------------------------------------
+    def _phase(self, number: int, phase: Phase, step: L.Value) -> None:
+        if is_short(phase):
+            self._points(phase, step)
+        else:
+            self._columns(number, phase, step)
+
+    def _columns(self, number: int, phase: Phase, step: L.Value) -> None:
+        builder = self.builder
+        made, shape = column_phase(self.program, phase, self.tile)
+        axes = made.phases[0].axes
+        lane, across = axes[-1], columns_of(phase, self.tile)
+        integers = {a.name: L.I32(0) for a in axes}
+        integers |= {STEP: step, lane.name: builder.mul(self.block, L.I32(across)), "thread": self.thread}
+        blocks = -(-lane.extent // across)
+        has_any = builder.icmp_signed("<", self.block, L.I32(blocks)) if blocks < self.tile.blocks else None
+        with builder.if_then(has_any) if has_any is not None else nullcontext():
+            symbol = f"{self.symbol}_{number}"
+            _StageColumns(builder, made, shape, self.buffers, self.pointers, integers, symbol, self.shared).emit()
+
+    def _points(self, phase: Phase, step: L.Value) -> None:
+        """Points without a product, or with a short one, one thread each."""
+        builder, together = self.builder, self.tile.blocks * self.tile.threads
+        count = math.prod(a.extent for a in phase.axes if a.name != STEP)
+        first = builder.add(builder.mul(self.block, L.I32(self.tile.threads)), self.thread)
+        rounds = -(-count // together)
+        if rounds <= MOST_UNROLLED:
+            for turn in range(rounds):
+                self._point(phase, step, builder.add(first, L.I32(turn * together)), count)
+            return
+        before = builder.block
+        loop, done = builder.append_basic_block("points"), builder.append_basic_block("points.done")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        point = builder.phi(L.I32, "point")
+        point.add_incoming(first, before)
+        self._point(phase, step, point, count)
+        after = builder.add(point, L.I32(together))
+        point.add_incoming(after, builder.block)
+        builder.cbranch(builder.icmp_signed("<", after, L.I32(count)), loop, done)
+        builder.position_at_end(done)
+
+    def _point(self, phase: Phase, step: L.Value, point: L.Value, count: int) -> None:
+        builder, variables, rest = self.builder, {STEP: step}, point
+        for axis in reversed([a for a in phase.axes if a.name != STEP]):
+            variables[axis.name] = builder.urem(rest, L.I32(axis.extent))
+            rest = builder.udiv(rest, L.I32(axis.extent))
+        with builder.if_then(builder.icmp_signed("<", point, L.I32(count))):
+            one = RegisterTileEmitter(
+                builder,
+                phase,
+                TileVariant(tuple((a.name, 1) for a in phase.axes)),
+                self.buffers,
+                self.pointers,
+                variables,
+                {},
+            )
+            one.in_place, one.shared = True, self.shared
+            one.emit()

@@ -1,0 +1,108 @@
+"""Schedules of persistent recurrences: one block where a step is small, else a block per SM and a grid barrier a stage.
+
+Blocks are never more than the GPU has SMs, one on each: all must be resident at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from jcuts.estimate.time_model import KernelTime, Resource, repeat, serial, term
+from jcuts.kernel_ir.program import ITEM_SIZE, Phase, Program
+from jcuts.lower.recurrence.program import STEP, TEMPLATE
+from jcuts.schedule import fit
+from jcuts.schedule.gpu.machine import SHARED, WARP, Candidate, GpuMachine, scheduled
+
+FORM = "recurrence"
+"""The value of the schedule parameter ``cuda``."""
+THREADS = (256, 512)
+"""Of a block of a grid."""
+ALONE = (32, 128, 256, 512)
+"""Of a block that runs all steps."""
+FLIGHT = (4, 8)
+"""Terms of a product that a thread loads at once."""
+SHORT = 32
+"""Terms of a product, at most, that one thread adds up by itself."""
+MOST_SUMS = 64
+"""Sums of a thread: rows times products side by side."""
+MOST_ALONE = 1 << 16
+"""Products of a step, at most, that one block is tried for."""
+_COST = fit.coefficients("gpu/recurrence", "cost")
+
+
+def recurrence_schedules(program: Program, machine: GpuMachine) -> list[Candidate]:
+    """Schedules of a loop, best first, with the share of the best's speed."""
+    if program.template != TEMPLATE or any(_sums(phase) > MOST_SUMS for phase in program.phases):
+        return []
+    found = [(made, estimated_time(made, machine).seconds) for made in _space(program, machine)]
+    found.sort(key=lambda pair: (pair[1], pair[0].digest))
+    return [(made, found[0][1] / seconds) for made, seconds in found]
+
+
+def _space(program: Program, machine: GpuMachine) -> Iterator[Program]:
+    products = sum(_work(phase) for phase in program.phases)
+    local = sum(buffer.bytes for buffer in program.locals)
+    flights = FLIGHT if any(p.reds for p in program.phases) else FLIGHT[:1]
+    few = any(p.reds and math.prod(r.extent for r in p.reds) <= SHORT for p in program.phases)
+    most = THREADS[0] if few else THREADS[-1]  # a thread's own loops over few terms are unrolled, and want registers
+    if products <= MOST_ALONE and local <= SHARED:
+        yield from (
+            scheduled(program, FORM, threads, ("flight", flight))
+            for threads in ALONE
+            if threads <= most
+            for flight in flights
+        )
+    widest = max(_columns(phase) for phase in program.phases)
+    for columns in (1, 2, 4, 8, 16):
+        blocks = -(-widest // columns)
+        if 1 < blocks <= machine.sms:
+            for threads in (t for t in THREADS if t <= most):
+                for flight in flights:
+                    yield scheduled(program, FORM, threads, ("flight", flight), ("split", blocks))
+
+
+def _columns(phase: Phase) -> int:
+    return phase.axes[-1].extent if phase.axes and phase.axes[-1].name != STEP else 1
+
+
+def _points(phase: Phase) -> int:
+    return math.prod(a.extent for a in phase.axes if a.name != STEP)
+
+
+def _sums(phase: Phase) -> int:
+    """Sums of a thread that has all rows of a column."""
+    return len(phase.accs) * _points(phase) // _columns(phase)
+
+
+def _work(phase: Phase) -> int:
+    return len(phase.accs) * _points(phase) * math.prod(r.extent for r in phase.reds)
+
+
+def _steps(program: Program) -> int:
+    return next(g.extent for g in program.grid if g.axis == STEP)
+
+
+def _stages(program: Program) -> int:
+    return len({phase.name for phase in program.phases if not phase.once and not phase.last})
+
+
+def estimated_time(program: Program, machine: GpuMachine) -> KernelTime:
+    """The model: launches, and for every step its stages' barriers, operands from the L2 cache and arithmetic."""
+    params = dict(program.params)
+    blocks, threads = int(str(params.get("split", 1))), int(str(params["threads"]))
+    each = [phase for phase in program.phases if not phase.once and not phase.last]
+    barrier = _COST.grid_barrier_seconds if blocks > 1 else _COST.block_barrier_seconds
+    parts = [term(Resource.BARRIER, barrier * _stages(program))]
+    for phase in each:
+        waves = -(-_points(phase) // (blocks * threads))
+        parts.append(term(Resource.CHAIN, _COST.point_seconds * waves))
+        columns = -(-_columns(phase) // blocks)
+        share = columns / _columns(phase)
+        read = ITEM_SIZE["float32"] * _work(phase) / max(1, _points(phase) // _columns(phase)) * share
+        parts.append(term(Resource.L2, read / _COST.l2_bytes_per_second_sm, read * blocks))
+        warps = max(1.0, _work(phase) * share / WARP)
+        parts.append(term(Resource.ISSUE, warps / machine.arch.clock, warps))
+    root = serial([repeat(_steps(program), serial(parts, "step")), term(Resource.LAUNCH, _COST.launch_seconds)])
+    moved = sum(b.bytes for b in (*program.inputs, *program.outputs))
+    return KernelTime(root, compulsory=moved)

@@ -1,0 +1,148 @@
+"""Loops that people write, as functions of arrays: small ones for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Case = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 0.5) -> np.ndarray:
+    return (scale * np.random.default_rng([seed, *shape]).standard_normal(shape)).astype(np.float32)
+
+
+def gru(width: int = 24, batch: int = 1, steps: int = 5) -> Case:
+    def run(x: Any, h: Any, u: Any) -> Any:
+        def step(h: Any, mine: Any) -> Any:
+            mine, own = jnp.split(mine, 3, -1), jnp.split(h @ u, 3, -1)
+            r, z = jax.nn.sigmoid(mine[0] + own[0]), jax.nn.sigmoid(mine[1] + own[1])
+            h = (1 - z) * jnp.tanh(mine[2] + r * own[2]) + z * h
+            return h, h
+
+        return jax.lax.scan(step, h, x)
+
+    return run, (normal(steps, batch, 3 * width), normal(batch, width, seed=1), normal(width, 3 * width, scale=0.2))
+
+
+def lstm(width: int = 20, batch: int = 3, steps: int = 4, reverse: bool = False) -> Case:
+    def run(x: Any, h: Any, c: Any, u: Any) -> Any:
+        def step(carry: Any, row: Any) -> Any:
+            h, c = carry
+            i, f, g, o = jnp.split(row + h @ u, 4, -1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        return jax.lax.scan(step, (h, c), x, reverse=reverse)
+
+    states = normal(batch, width, seed=1), normal(batch, width, seed=2)
+    return run, (normal(steps, batch, 4 * width), *states, normal(width, 4 * width, scale=0.2))
+
+
+def minimal_gated_unit(width: int = 16, batch: int = 2, steps: int = 5) -> Case:
+    """The forget gate's product feeds another: two stages a step."""
+
+    def run(x: Any, h: Any, u: Any, v: Any) -> Any:
+        def step(h: Any, row: Any) -> Any:
+            f = jax.nn.sigmoid(row + h @ u)
+            h = (1 - f) * h + f * jnp.tanh(row + (f * h) @ v)
+            return h, f.sum(-1)
+
+        return jax.lax.scan(step, h, x)
+
+    return run, (
+        normal(steps, batch, width),
+        normal(batch, width, seed=1),
+        normal(width, width),
+        normal(width, width, seed=3),
+    )
+
+
+def kalman(states: int = 4, steps: int = 6) -> Case:
+    def run(z: Any, x: Any, p: Any, f: Any, h: Any, q: Any) -> Any:
+        def step(carry: Any, z: Any) -> Any:
+            x, p = carry
+            x, p = f @ x, f @ p @ f.T + q
+            gain = p @ h / (h @ p @ h + 0.1)
+            x = x + gain * (z - h @ x)
+            p = p - jnp.outer(gain, h @ p)
+            return (x, p), x
+
+        return jax.lax.scan(step, (x, p), z)
+
+    eye = np.eye(states, dtype=np.float32)
+    return run, (normal(steps), normal(states), eye, 0.9 * eye, normal(states, seed=4), np.float32(0.01) * eye)
+
+
+def two_layers(width: int = 12, batch: int = 2, steps: int = 4) -> Case:
+    """Products over different extents meet in one value."""
+
+    def run(x: Any, a: Any, b: Any, u: Any, w: Any, v: Any) -> Any:
+        def step(carry: Any, row: Any) -> Any:
+            a, b = carry
+            a = jnp.tanh(row + a @ u)
+            b = jnp.tanh(a @ w + b @ v)
+            return (a, b), b
+
+        return jax.lax.scan(step, (a, b), x)
+
+    states = normal(batch, width, seed=1), normal(batch, 2 * width, seed=2)
+    return run, (
+        normal(steps, batch, width),
+        *states,
+        normal(width, width),
+        normal(width, 2 * width),
+        normal(2 * width, 2 * width),
+    )
+
+
+def perceptrons(width: int = 16, batch: int = 2, steps: int = 3) -> Case:
+    def run(h: Any, w1: Any, w2: Any, b1: Any) -> Any:
+        def step(h: Any, _: Any) -> Any:
+            return jnp.tanh(h + jax.nn.gelu(h @ w1 + b1) @ w2), None
+
+        return jax.lax.scan(step, h, None, length=steps)[0]
+
+    return run, (normal(batch, width), normal(width, 3 * width), normal(3 * width, width), normal(3 * width))
+
+
+def scalar(steps: int = 50) -> Case:
+    return lambda x: jax.lax.fori_loop(0, steps, lambda _, v: v * 0.999 + jnp.sin(v) * 0.01, x), (np.float32(1),)
+
+
+def diagonal_ssm(width: int = 8, steps: int = 7) -> Case:
+    """A state-space model with a diagonal transition: no product over the state but the read-out."""
+
+    def run(x: Any, s: Any, a: Any, b: Any, c: Any) -> Any:
+        def step(s: Any, x: Any) -> Any:
+            s = a * s + b * x
+            return s, (c * s).sum()
+
+        return jax.lax.scan(step, s, x)
+
+    return run, (
+        normal(steps),
+        normal(width),
+        0.9 * np.ones(width, np.float32),
+        normal(width, seed=5),
+        normal(width, seed=6),
+    )
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "gru": gru,
+    "gru, 5 rows": lambda: gru(batch=5),
+    "lstm": lstm,
+    "lstm, reverse": lambda: lstm(reverse=True),
+    "minimal gated unit": minimal_gated_unit,
+    "kalman": kalman,
+    "two layers": two_layers,
+    "perceptrons": perceptrons,
+    "scalar": scalar,
+    "diagonal ssm": diagonal_ssm,
+}

@@ -1,0 +1,77 @@
+"""Scans as one program: results by the interpreter against float64, stages, refusals."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jcuts.base.errors import Refusal
+from jcuts.kernel_ir.interpret import interpret
+from jcuts.kernel_ir.program import Program
+from jcuts.kernel_ir.verify import read, verify
+from jcuts.lower.recurrence.program import TEMPLATE, lower_recurrence
+from jcuts.lower.tensor_graph import build_graph
+from jcuts.rewrite.simplify import simplify
+from jcuts.trace import jaxapi
+from jcuts.trace.inline import inline
+from tests.lower.recurrence.cells import CASES, normal
+
+
+def lowered(function, args) -> tuple[Program | Refusal, list]:
+    """The program of a function's only scan, and the scan's operands by value."""
+    closed = simplify(inline(jaxapi.closed_jaxpr_of(function, *args)))
+    ((number, eqn),) = ((n, e) for n, e in enumerate(closed.jaxpr.eqns) if jaxapi.primitive_name(e) == "scan")
+    graph = build_graph(closed.jaxpr)
+    ((_, _, body),) = jaxapi.inner_jaxprs(eqn)
+    made = lower_recurrence(graph, graph.nodes[number], eqn, build_graph(body.jaxpr), "loop")
+    known = dict(zip(closed.jaxpr.invars, args, strict=True)) | dict(
+        zip(closed.jaxpr.constvars, closed.consts, strict=True)
+    )
+    for before in closed.jaxpr.eqns[:number]:
+        values = jaxapi.bind_eqn(before, [a.val if jaxapi.is_literal(a) else known[a] for a in before.invars])
+        known.update(zip(before.outvars, values, strict=True))
+    names = {tensor: var for var, tensor in graph.of_var.items()}
+    operands = [np.asarray(known[names[t]]) for t in graph.subset_inputs(frozenset({number}))]
+    results = [names[t] for t in graph.subset_outputs(frozenset({number}))]
+    exact = eqn.primitive.bind(*(a.val if jaxapi.is_literal(a) else known[a] for a in eqn.invars), **eqn.params)
+    wanted = dict(zip(eqn.outvars, exact, strict=True))
+    return made, [operands, [np.asarray(wanted[v]) for v in results]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_scan_is_one_program(name):
+    program, (operands, wanted) = lowered(*CASES[name]())
+    assert not isinstance(program, Refusal), str(program)
+    assert program.template == TEMPLATE and program.tiles == 1
+    verify(program, all_addresses=True)
+    assert read(program.to_text()) == program
+    for mine, theirs in zip(interpret(program, operands), wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "name, stages",
+    [("gru", 1), ("lstm", 1), ("minimal gated unit", 2), ("two layers", 2), ("perceptrons", 2), ("scalar", 0)],
+)
+def test_stages_of_a_step(name, stages):
+    program, _ = lowered(*CASES[name]())
+    names = {phase.name for phase in program.phases} - {"fill", "result"}
+    assert max(int(one.removeprefix("stage")) for one in names) == stages
+
+
+def test_gates_are_products_side_by_side():
+    program, _ = lowered(*CASES["gru"]())
+    (stage,) = (p for p in program.phases if p.name == "stage1")
+    assert [acc.combine for acc in stage.accs] == ["add"] * 3
+    loads = [node for node in stage.body.nodes if node.op == "load"]
+    assert len(loads) == 4  # the state once, a column of each gate
+
+
+def test_what_has_no_form_is_refused():
+    def sorts(x, h):
+        return jax.lax.scan(lambda h, x: (jnp.sort(h) + x, None), h, x)
+
+    made, _ = lowered(sorts, (normal(3, 8), normal(8)))
+    assert isinstance(made, Refusal)

@@ -24,6 +24,7 @@ RECIPES = (*(kind + more for kind in ("normal", "positive") for more in MORE), "
 CANDIDATE_KINDS = ("program", "object", "stablehlo")
 _GROUPED = re.compile(r"feature_group_count=(?!1\b)\d")
 _INTEGERS = re.compile(r"integers (-?\d+)\.\.(-?\d+)")
+_OVER = re.compile(r" over ([1-9]\d{0,5})(?= |$)")
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,10 @@ class Input:
     Attributes:
         shape: extents.
         dtype: NumPy/ml_dtypes name.
-        recipe: ``normal`` (standard normal), ``positive`` (|normal| + 0.1), either with any of `` finite`` (never NaN
-            or infinite), `` divisor`` (nothing between 0 and the numbers whose quotients overflow) and `` tf32`` (cut
-            to TF32 numbers) behind it, in this order, ``integers lo..hi`` (both ends included),
+        recipe: ``normal`` (standard normal), ``positive`` (|normal| + 0.1), either with any of `` over N`` (divided by
+            it), `` finite`` (never NaN or infinite), `` divisor`` (nothing between 0 and the numbers whose quotients
+            overflow) and `` tf32`` (cut to TF32 numbers) behind it, in this order, ``integers lo..hi`` (both ends
+            included),
             ``bool``, or ``given``: the values in the file ``npy``, used unchanged in every check (indices, lengths and
             loop conditions: random ones may not terminate).
         npy: path of the .npy file of a ``given`` input; not part of the problem's identity.
@@ -47,13 +49,19 @@ class Input:
     npy: str | None = None
 
     def __post_init__(self) -> None:
-        if self.recipe not in RECIPES and not _INTEGERS.fullmatch(self.recipe):
+        if _OVER.sub("", self.recipe, 1) not in RECIPES and not _INTEGERS.fullmatch(self.recipe):
             raise UsageError(
                 f"input recipe {self.recipe!r} is unknown: use one of {RECIPES} or 'integers lo..hi'",
                 recipe=self.recipe,
             )
         if self.recipe == "given" and not self.npy:
             raise UsageError("an input with recipe 'given' needs the path of its .npy file", recipe=self.recipe)
+
+    @property
+    def divisor(self) -> int:
+        """By what the values are divided."""
+        found = _OVER.search(self.recipe)
+        return int(found[1]) if found else 1
 
     def integer_range(self) -> tuple[int, int] | None:
         """(lo, hi), both included, of an ``integers lo..hi`` recipe; None if the whole dtype may occur."""

@@ -235,6 +235,7 @@ def _floats(
     positive = spec.recipe.startswith("positive")
     if positive:
         values = np.abs(values) + 0.1
+    values /= spec.divisor
     low, high = spec.integer_range() or (None, None)
     if low is not None and high is not None:  # floats that hold integers
         values = rng.integers(low, high, size=spec.shape, endpoint=True).astype(np.float64)

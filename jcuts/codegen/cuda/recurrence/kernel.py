@@ -10,19 +10,22 @@ global memory, which the L2 cache holds; a block that is alone has them in share
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 
 from jcuts.codegen.cuda.elementwise.thread_tile import RegisterTileEmitter, TileVariant
+from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.ptx.grid_barrier import block_barrier, grid_barrier
 from jcuts.codegen.cuda.recurrence.split import SYNC
-from jcuts.codegen.cuda.recurrence.tile import RecurrenceTile, column_phase, columns_of, is_short, shared_places
+from jcuts.codegen.cuda.recurrence.tile import FIRST, RecurrenceTile, column_phase
 from jcuts.codegen.cuda.reduction.column import ColumnReductionKernel, ColumnShape
 from jcuts.codegen.cuda.window.sliding_window import SlidingWindowEmitter
 from jcuts.codegen.llvm import lanes as L
+from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import Buffer, Phase, Program
 from jcuts.lower.recurrence.program import STEP
+from jcuts.schedule.gpu.recurrence.residency import Resident, columns_of, is_short, residents
 
 MOST_UNROLLED = 4
 """Points of a thread that are straight-line code."""
@@ -44,6 +47,7 @@ class _StageColumns(ColumnReductionKernel):
     ) -> None:
         super().__init__(builder, program, tile, buffers, pointers, integers, symbol, L.I32(0))
         self.in_shared = shared
+        self.outer[FIRST] = integers[self.lane.name]
 
     def _points(self, phase: Phase, variables: Mapping[str, L.Value]) -> SlidingWindowEmitter:
         body = super()._points(phase, variables)
@@ -72,11 +76,13 @@ class RecurrenceKernel:
     ) -> None:
         """Args: as of `TileKernel`."""
         self.builder, self.program, self.tile = builder, program, tile
-        self.buffers, self.pointers, self.symbol = buffers, pointers, symbol
+        self.pointers, self.symbol = pointers, symbol
         self.block, self.thread = integers["block"], integers["thread"]
         self.steps = next(g.extent for g in program.grid if g.axis == STEP)
         self.carried = frozenset(s.buffer for p in program.phases for s in p.stores if s.buffer.startswith("s"))
-        places = shared_places(program)[0] if tile.is_alone else {}
+        places = tile.layout(program)[0]
+        self.kept = residents(program, tile.blocks) if tile.resident else []
+        self.buffers = {**buffers, **{one.buffer.name: one.buffer for one in self.kept}}
         self.shared = {name: builder.add(shared, L.I32(place)) for name, place in places.items()}
 
     def emit(self) -> None:
@@ -87,7 +93,9 @@ class RecurrenceKernel:
         each = [(n, p) for n, p in phases if not p.once and not p.last]
         for number, phase in first:
             self._phase(number, phase, L.I32(0))
-        if first:
+        for one in self.kept:
+            self._fill_shared(one)
+        if first or self.kept:
             block_barrier(builder)
         stages = self._stages([p for _, p in each])
         # A number of steps that the compiler does not know: it would unroll a few of them.
@@ -142,9 +150,10 @@ class RecurrenceKernel:
 
     def _columns(self, number: int, phase: Phase, step: L.Value) -> None:
         builder = self.builder
-        made, shape = column_phase(self.program, phase, self.tile)
+        kept = [one for one in self.kept if one.phase == number]
+        made, shape = column_phase(self.program, phase, self.tile, kept)
         axes = made.phases[0].axes
-        lane, across = axes[-1], columns_of(phase, self.tile)
+        lane, across = axes[-1], columns_of(phase, self.tile.blocks)
         integers = {a.name: L.I32(0) for a in axes}
         integers |= {STEP: step, lane.name: builder.mul(self.block, L.I32(across)), "thread": self.thread}
         blocks = -(-lane.extent // across)
@@ -153,42 +162,69 @@ class RecurrenceKernel:
             symbol = f"{self.symbol}_{number}"
             _StageColumns(builder, made, shape, self.buffers, self.pointers, integers, symbol, self.shared).emit()
 
+    def _fill_shared(self, one: Resident) -> None:
+        """The block's slice of an operand, by all threads."""
+        builder, tile, phase = self.builder, self.tile, self.program.phases[one.phase]
+        lane = phase.axes[-1]
+        count = one.terms * one.columns
+
+        def copy(place: L.Value) -> None:
+            column = builder.add(builder.mul(self.block, L.I32(one.columns)), builder.urem(place, L.I32(one.columns)))
+            last = L.I32(lane.extent - 1)
+            inside = builder.select(builder.icmp_signed("<", column, last), column, last)
+            variables, rest = {lane.name: inside, "e": place}, builder.udiv(place, L.I32(one.columns))
+            for red in reversed(phase.reds):
+                variables[red.name] = builder.urem(rest, L.I32(red.extent))
+                rest = builder.udiv(rest, L.I32(red.extent))
+            frame = M.Frame(builder, variables, self.pointers, {}, {}, shared=self.shared)
+            size = M.item_size(one.buffer.dtype)
+            words = M.load(frame, one.operand, size, one.index, 1, (), 0)
+            M.store(frame, one.buffer.name, size, Index.axis("e"), words)
+
+        self._strided(self.thread, tile.threads, count, copy)
+
+    def _strided(self, first: L.Value, step: int, count: int, work: Callable[[L.Value], None]) -> None:
+        """``work`` for all numbers below ``count`` from ``first`` on in steps, one after the other."""
+        builder = self.builder
+        rounds = -(-count // step)
+        if rounds <= MOST_UNROLLED:
+            for turn in range(rounds):
+                place = builder.add(first, L.I32(turn * step))
+                with builder.if_then(builder.icmp_signed("<", place, L.I32(count))):
+                    work(place)
+            return
+        before = builder.block
+        loop, done = builder.append_basic_block("strided"), builder.append_basic_block("strided.done")
+        builder.cbranch(builder.icmp_signed("<", first, L.I32(count)), loop, done)
+        builder.position_at_end(loop)
+        place = builder.phi(L.I32, "place")
+        place.add_incoming(first, before)
+        work(place)
+        after = builder.add(place, L.I32(step))
+        place.add_incoming(after, builder.block)
+        builder.cbranch(builder.icmp_signed("<", after, L.I32(count)), loop, done)
+        builder.position_at_end(done)
+
     def _points(self, phase: Phase, step: L.Value) -> None:
         """Points without a product, or with a short one, one thread each."""
         builder, together = self.builder, self.tile.blocks * self.tile.threads
         count = math.prod(a.extent for a in phase.axes if a.name != STEP)
         first = builder.add(builder.mul(self.block, L.I32(self.tile.threads)), self.thread)
-        rounds = -(-count // together)
-        if rounds <= MOST_UNROLLED:
-            for turn in range(rounds):
-                self._point(phase, step, builder.add(first, L.I32(turn * together)), count)
-            return
-        before = builder.block
-        loop, done = builder.append_basic_block("points"), builder.append_basic_block("points.done")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        point = builder.phi(L.I32, "point")
-        point.add_incoming(first, before)
-        self._point(phase, step, point, count)
-        after = builder.add(point, L.I32(together))
-        point.add_incoming(after, builder.block)
-        builder.cbranch(builder.icmp_signed("<", after, L.I32(count)), loop, done)
-        builder.position_at_end(done)
+        self._strided(first, together, count, lambda point: self._point(phase, step, point))
 
-    def _point(self, phase: Phase, step: L.Value, point: L.Value, count: int) -> None:
+    def _point(self, phase: Phase, step: L.Value, point: L.Value) -> None:
         builder, variables, rest = self.builder, {STEP: step}, point
         for axis in reversed([a for a in phase.axes if a.name != STEP]):
             variables[axis.name] = builder.urem(rest, L.I32(axis.extent))
             rest = builder.udiv(rest, L.I32(axis.extent))
-        with builder.if_then(builder.icmp_signed("<", point, L.I32(count))):
-            one = RegisterTileEmitter(
-                builder,
-                phase,
-                TileVariant(tuple((a.name, 1) for a in phase.axes)),
-                self.buffers,
-                self.pointers,
-                variables,
-                {},
-            )
-            one.in_place, one.shared = True, self.shared
-            one.emit()
+        one = RegisterTileEmitter(
+            builder,
+            phase,
+            TileVariant(tuple((a.name, 1) for a in phase.axes)),
+            self.buffers,
+            self.pointers,
+            variables,
+            {},
+        )
+        one.in_place, one.shared = True, self.shared
+        one.emit()

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.ptx.shuffle import WARP
 from jcuts.codegen.cuda.reduction.column import ColumnShape
 from jcuts.codegen.cuda.reduction.split import column_program
+from jcuts.kernel_ir.index import Index, flatten
+from jcuts.kernel_ir.node import Graph
 from jcuts.kernel_ir.program import Axis, Phase, Program
 from jcuts.lower.recurrence.program import STEP
-from jcuts.schedule.gpu.recurrence.schedules import SHORT
+from jcuts.schedule.gpu.recurrence.residency import Resident, columns_of, shared_layout
 
 ONE = "one"
 """An axis of one column, for results without any."""
-ALIGNED = 16
+FIRST = "first"
+"""The block's first column, in addresses of what is resident."""
 
 
 @dataclass(frozen=True)
@@ -23,44 +26,44 @@ class RecurrenceTile:
     """Attributes:
     blocks: of the grid; one block keeps what is carried in shared memory.
     threads: of a block. flight: terms of a product that a thread loads at once.
+    resident: whether operands that do not change stay in shared memory.
     """
 
     blocks: int
     threads: int
     flight: int
+    resident: bool
 
     @property
     def is_alone(self) -> bool:
         """Whether one block runs the whole loop."""
         return self.blocks == 1
 
+    def layout(self, program: Program) -> tuple[dict[str, int], int]:
+        """Offsets in dynamic shared memory, and its size [B]."""
+        return shared_layout(program, self.blocks, resident=self.resident)
+
 
 def recurrence_tile(program: Program) -> RecurrenceTile:
     """The tile of a schedule. Raises CompileRejected where its parameters are inconsistent."""
     params = dict(program.params)
-    blocks = int(str(params.get("split", 1)))
-    tile = RecurrenceTile(blocks, *(int(str(params[k])) for k in ("threads", "flight")))
-    if tile.blocks < 1 or tile.flight < 1 or tile.threads % WARP:
-        raise CompileRejected(f"{program.name}: {tile} is no block of whole warps")
-    return tile
+    blocks, threads, flight = (int(str(params.get(k, 1))) for k in ("split", "threads", "flight"))
+    if blocks < 1 or flight < 1 or threads % WARP:
+        raise CompileRejected(f"{program.name}: {blocks} blocks of {threads} threads, {flight} terms at once")
+    return RecurrenceTile(blocks, threads, flight, "resident" in params)
 
 
-def is_short(phase: Phase) -> bool:
-    """Whether a thread computes points by itself: no product, or one of few terms."""
-    return math.prod(r.extent for r in phase.reds) <= SHORT
+def column_phase(
+    program: Program, phase: Phase, tile: RecurrenceTile, kept: Sequence[Resident]
+) -> tuple[Program, ColumnShape]:
+    """A phase's products in the columns form, a thread having all rows, and the mapping of the block onto them.
 
-
-def columns_of(phase: Phase, tile: RecurrenceTile) -> int:
-    """Neighbouring columns of a block: a power of two."""
-    lane = phase.axes[-1].extent if phase.axes[-1].name != STEP else 1
-    return 1 << (-(-lane // tile.blocks) - 1).bit_length()
-
-
-def column_phase(program: Program, phase: Phase, tile: RecurrenceTile) -> tuple[Program, ColumnShape]:
-    """A phase's products in the columns form, a thread having all rows, and the mapping of the block onto them."""
+    Args: kept: loads of the phase's body that shared memory serves.
+    """
+    phase = _reading_shared(phase, kept)
     axes = phase.axes if phase.axes[-1].name != STEP else (*phase.axes, Axis(ONE, 1))
     rows = tuple(a if a.name == STEP else replace(a, unroll=a.extent) for a in axes[:-1])
-    across = columns_of(phase, tile)
+    across = columns_of(phase, tile.blocks)
     if across > tile.threads:
         raise CompileRejected(f"{program.name}: {across} columns of a block")
     params = (("threads", tile.threads), ("across", across), ("flight", tile.flight))
@@ -70,10 +73,16 @@ def column_phase(program: Program, phase: Phase, tile: RecurrenceTile) -> tuple[
     return made, ColumnShape(across, tile.threads // across, tile.threads, tile.flight, terms)
 
 
-def shared_places(program: Program) -> tuple[dict[str, int], int]:
-    """Offsets of the local buffers in the shared memory of a block that is alone, and its size [B]."""
-    places, total = {}, 0
-    for buffer in program.locals:
-        places[buffer.name] = total
-        total += -(-buffer.bytes // ALIGNED) * ALIGNED
-    return places, total
+def _reading_shared(phase: Phase, kept: Sequence[Resident]) -> Phase:
+    """The phase with loads from the slices in shared memory."""
+    if not kept:
+        return phase
+    by_node, body = {one.node: one for one in kept}, Graph()
+    lane = phase.axes[-1].name
+    column = Index.axis(lane) - Index.axis(FIRST) if lane != STEP else Index()
+    term = flatten(tuple(Index.axis(r.name) for r in phase.reds), tuple(r.extent for r in phase.reds))
+    for number, node in enumerate(phase.body.nodes):
+        if (one := by_node.get(number)) is not None:
+            node = replace(node, buffer=one.buffer.name, index=term * one.columns + column)
+        body.nodes.append(node)  # the numbers stay
+    return replace(phase, body=body)

@@ -13,6 +13,7 @@ from jcuts.kernel_ir.program import ITEM_SIZE, Phase, Program
 from jcuts.lower.recurrence.program import STEP, TEMPLATE
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.machine import SHARED, WARP, Candidate, GpuMachine, scheduled
+from jcuts.schedule.gpu.recurrence.residency import is_short, residents, shared_layout
 
 FORM = "recurrence"
 """The value of the schedule parameter ``cuda``."""
@@ -22,8 +23,10 @@ ALONE = (32, 128, 256, 512)
 """Of a block that runs all steps."""
 FLIGHT = (4, 8)
 """Terms of a product that a thread loads at once."""
-SHORT = 32
-"""Terms of a product, at most, that one thread adds up by itself."""
+PARTIAL = 48 << 10
+"""Bytes of shared memory that sums of a block's threads may take beside what is resident."""
+COLUMNS = (1, 2, 4, 8, 16)
+"""Columns of a block of a grid."""
 MOST_SUMS = 64
 """Sums of a thread: rows times products side by side."""
 MOST_ALONE = 1 << 16
@@ -42,24 +45,26 @@ def recurrence_schedules(program: Program, machine: GpuMachine) -> list[Candidat
 
 def _space(program: Program, machine: GpuMachine) -> Iterator[Program]:
     products = sum(_work(phase) for phase in program.phases)
-    local = sum(buffer.bytes for buffer in program.locals)
     flights = FLIGHT if any(p.reds for p in program.phases) else FLIGHT[:1]
-    few = any(p.reds and math.prod(r.extent for r in p.reds) <= SHORT for p in program.phases)
+    few = any(p.reds and is_short(p) for p in program.phases)
     most = THREADS[0] if few else THREADS[-1]  # a thread's own loops over few terms are unrolled, and want registers
-    if products <= MOST_ALONE and local <= SHARED:
-        yield from (
-            scheduled(program, FORM, threads, ("flight", flight))
-            for threads in ALONE
-            if threads <= most
-            for flight in flights
-        )
+    small = products <= MOST_ALONE and sum(buffer.bytes for buffer in program.locals) <= SHARED
     widest = max(_columns(phase) for phase in program.phases)
-    for columns in (1, 2, 4, 8, 16):
-        blocks = -(-widest // columns)
-        if 1 < blocks <= machine.sms:
-            for threads in (t for t in THREADS if t <= most):
-                for flight in flights:
-                    yield scheduled(program, FORM, threads, ("flight", flight), ("split", blocks))
+    grids = [-(-widest // columns) for columns in COLUMNS]
+    for blocks in (1, *(n for n in grids if 1 < n <= machine.sms)):
+        if blocks == 1 and not small:
+            continue
+        for threads in ALONE if blocks == 1 else THREADS:
+            for flight in flights if threads <= most else ():
+                yield scheduled(program, FORM, threads, *_parameters(program, machine, blocks, flight))
+
+
+def _parameters(program: Program, machine: GpuMachine, blocks: int, flight: int) -> list[tuple[str, object]]:
+    """Of a schedule besides its threads; what does not change is resident where shared memory holds it."""
+    _, size = shared_layout(program, blocks, resident=True)
+    fits = size + PARTIAL <= machine.limits.smem_per_block_bytes and bool(residents(program, blocks))
+    split = [("split", blocks)] if blocks > 1 else []
+    return [("flight", flight), *split, *([("resident", 1)] if fits else [])]
 
 
 def _columns(phase: Phase) -> int:
@@ -100,7 +105,10 @@ def estimated_time(program: Program, machine: GpuMachine) -> KernelTime:
         columns = -(-_columns(phase) // blocks)
         share = columns / _columns(phase)
         read = ITEM_SIZE["float32"] * _work(phase) / max(1, _points(phase) // _columns(phase)) * share
-        parts.append(term(Resource.L2, read / _COST.l2_bytes_per_second_sm, read * blocks))
+        if "resident" in params:
+            parts.append(term(Resource.SMEM, read / _COST.shared_bytes_per_second_sm, read))
+        else:
+            parts.append(term(Resource.L2, read / _COST.l2_bytes_per_second_sm, read * blocks))
         warps = max(1.0, _work(phase) * share / WARP)
         parts.append(term(Resource.ISSUE, warps / machine.arch.clock, warps))
     root = serial([repeat(_steps(program), serial(parts, "step")), term(Resource.LAUNCH, _COST.launch_seconds)])

@@ -14,8 +14,9 @@ from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.kernel_time import kernel_time
 from jcuts.schedule.gpu.machine import GpuMachine, scheduled
+from jcuts.schedule.gpu.recurrence.residency import residents
 from jcuts.schedule.gpu.recurrence.schedules import FORM, recurrence_schedules
-from tests.lower.recurrence.cells import CASES, gru
+from tests.lower.recurrence.cells import CASES, gru, lstm, minimal_gated_unit, perceptrons
 from tests.lower.recurrence.test_program import lowered
 from tests.ptx import machine as ptx_machine
 
@@ -24,9 +25,18 @@ H200 = GpuMachine(132, capability=(9, 0))
 compiled = pytest.mark.cuda_compilers
 
 
+WIDE = {
+    "gru, 40 wide": (lambda: gru(width=40), 3),
+    "lstm, 36 wide": (lambda: lstm(width=36, batch=2), 4),
+    "minimal gated unit, 34 wide": (lambda: minimal_gated_unit(width=34), 2),
+    "perceptrons, 40 wide": (lambda: perceptrons(width=40, batch=1), 2),
+}
+"""Loops whose products are long, and the operands of these that do not change."""
+
+
 @functools.cache
 def case(name):
-    return lowered(*(gru(width=40) if name == "gru, 40 wide" else CASES[name]()))
+    return lowered(*(CASES[name]() if name in CASES else WIDE[name][0]()))
 
 
 def check(program, operands, wanted, target=SM90):
@@ -39,13 +49,26 @@ def check(program, operands, wanted, target=SM90):
 
 @compiled
 @pytest.mark.parametrize("blocks", [1, 3])
-@pytest.mark.parametrize("name", [*CASES, "gru, 40 wide"])
+@pytest.mark.parametrize("name", [*CASES, *WIDE])
 def test_all_steps_in_one_launch(name, blocks):
     program, (operands, wanted) = case(name)
-    made = scheduled(program, FORM, 64, ("flight", 2), *((("split", blocks),) if blocks > 1 else ()))
+    made = scheduled(program, FORM, 128, ("flight", 2), *((("split", blocks),) if blocks > 1 else ()))
     image = check(made, operands, wanted)
     assert [launch.cooperative for launch in image.launches[-1:]] == [blocks > 1]
     assert len(image.launches) == 1 or blocks > 1
+
+
+@compiled
+@pytest.mark.parametrize("blocks", [1, 5])
+@pytest.mark.parametrize("name", WIDE)
+def test_weights_stay_in_shared_memory(name, blocks):
+    program, (operands, wanted) = case(name)
+    kept = residents(program, blocks)
+    assert len(kept) == WIDE[name][1]
+    more = (("split", blocks),) if blocks > 1 else ()
+    made = scheduled(program, FORM, 128, ("flight", 2), *more, ("resident", 1))
+    launch = check(made, operands, wanted).launches[-1]
+    assert launch.shared >= sum(one.buffer.bytes for one in kept)
 
 
 @compiled

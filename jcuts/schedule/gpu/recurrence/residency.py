@@ -1,0 +1,88 @@
+"""Operands that stay in shared memory over all steps of a persistent recurrence: a block's columns of its weights.
+
+A block has the same columns of a product in every step, so it reads the operand that does not change once, before the
+first step: [terms, columns of the block], neighbouring threads at neighbouring words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jcuts.kernel_ir.index import Index
+from jcuts.kernel_ir.program import ITEM_SIZE, Buffer, Phase, Program
+from jcuts.lower.recurrence.program import STEP
+
+SHORT = 32
+"""Terms of a product, at most, that one thread adds up by itself."""
+ALIGNED = 16
+"""Bytes that places in shared memory are multiples of."""
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A load of a phase's body that shared memory serves.
+
+    Attributes:
+        phase: number of the phase. node: of the load in its body. operand: what it reads. index: where.
+        terms, columns: of the slice. buffer: the slice.
+    """
+
+    phase: int
+    node: int
+    operand: str
+    index: Index
+    terms: int
+    columns: int
+    buffer: Buffer
+
+
+def columns_of(phase: Phase, blocks: int) -> int:
+    """Neighbouring columns of a block: a power of two."""
+    lane = phase.axes[-1].extent if phase.axes and phase.axes[-1].name != STEP else 1
+    return 1 << (-(-lane // blocks) - 1).bit_length()
+
+
+def is_short(phase: Phase) -> bool:
+    """Whether a thread computes points by itself: no product, or one of few terms."""
+    return math.prod(r.extent for r in phase.reds) <= SHORT
+
+
+def residents(program: Program, blocks: int) -> list[Resident]:
+    """The operands of a loop's products that are the same in every step, on a grid of so many blocks."""
+    return [one for number, phase in enumerate(program.phases) for one in _of_phase(program, number, phase, blocks)]
+
+
+def _of_phase(program: Program, number: int, phase: Phase, blocks: int) -> Iterator[Resident]:
+    if is_short(phase):
+        return
+    lane = phase.axes[-1].name if phase.axes[-1].name != STEP else ""
+    reds = {r.name for r in phase.reds}
+    terms, columns = math.prod(r.extent for r in phase.reds), columns_of(phase, blocks)
+    for node, load in enumerate(phase.body.nodes):
+        if load.op != "load" or load.guards or load.index is None or load.index.values():
+            continue
+        axes = load.index.axes()
+        if (
+            program.buffer(load.buffer).role == "in"
+            and axes & reds
+            and axes <= {*reds, lane}
+            and (lane in axes or not lane)
+        ):
+            buffer = Buffer(f"w{number}_{node}", load.dtype, (terms, columns), "local")
+            yield Resident(number, node, load.buffer, load.index, terms, columns, buffer)
+
+
+def shared_layout(program: Program, blocks: int, *, resident: bool) -> tuple[dict[str, int], int]:
+    """Offsets of buffers in a block's dynamic shared memory, and its size [B].
+
+    A block that is alone has what is carried there; ``resident``: operands that do not change, too.
+    """
+    buffers = [*(program.locals if blocks == 1 else ())]
+    buffers += [one.buffer for one in residents(program, blocks)] if resident else []
+    places, total = {}, 0
+    for buffer in buffers:
+        places[buffer.name] = total
+        total += -(-buffer.size * ITEM_SIZE[buffer.dtype] // ALIGNED) * ALIGNED
+    return places, total

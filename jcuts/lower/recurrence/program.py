@@ -186,8 +186,17 @@ class _Lowering:
             for tensor in tensors
             for buffer, offset in written[tensor]
         ]
-        axes = (Axis(STEP, self.steps), *axes)
-        return Phase(name, axes, reds, tuple(builder.accs), terms.target, builder.target, tuple(stores))
+        if reds:  # blocks and threads lie along the last axis
+            axes = tuple(sorted(axes, key=lambda axis: axis.extent))
+        return Phase(
+            name,
+            (Axis(STEP, self.steps), *axes),
+            reds,
+            tuple(builder.accs),
+            terms.target,
+            builder.target,
+            tuple(stores),
+        )
 
     def _fill(self, number: int) -> Phase:
         """The carried value before the first step."""

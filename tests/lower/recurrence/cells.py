@@ -134,6 +134,61 @@ def diagonal_ssm(width: int = 8, steps: int = 7) -> Case:
     )
 
 
+def masked(width: int = 40, batch: int = 3, steps: int = 6) -> Case:
+    """Rows of different lengths keep their last state: a counter is carried."""
+
+    def run(x: Any, h: Any, u: Any, lengths: Any) -> Any:
+        def step(carry: Any, row: Any) -> Any:
+            h, t = carry
+            h = jnp.where((t < lengths)[:, None], jnp.tanh(row + h @ u), h)
+            return (h, t + 1), h
+
+        return jax.lax.scan(step, (h, 0), x)
+
+    lengths = np.arange(1, batch + 1, dtype=np.int32) * 2
+    return run, (normal(steps, batch, width), normal(batch, width), normal(width, width, scale=0.2), lengths)
+
+
+def layer_norm(width: int = 40, batch: int = 2, steps: int = 4) -> Case:
+    def run(x: Any, h: Any, u: Any, g: Any) -> Any:
+        def step(h: Any, row: Any) -> Any:
+            z = row + h @ u
+            z = (z - z.mean(-1, keepdims=True)) / jnp.sqrt(z.var(-1, keepdims=True) + 1e-3) * g
+            h = jnp.tanh(z)
+            return h, h
+
+        return jax.lax.scan(step, h, x)
+
+    return run, (normal(steps, batch, width), normal(batch, width), normal(width, width, scale=0.2), normal(width))
+
+
+def attention_decoder(width: int = 40, keys: int = 9, batch: int = 2, steps: int = 3) -> Case:
+    def run(q: Any, k: Any, w: Any) -> Any:
+        def step(q: Any, _: Any) -> Any:
+            weights = jax.nn.softmax(jnp.einsum("bd,btd->bt", q, k))
+            q = jnp.tanh(jnp.einsum("bt,btd->bd", weights, k) @ w + q)
+            return q, q
+
+        return jax.lax.scan(step, q, None, length=steps)
+
+    return run, (normal(batch, width), normal(batch, keys, width), normal(width, width, scale=0.2))
+
+
+def gru_gradient(width: int = 40, batch: int = 2, steps: int = 4) -> Case:
+    """The backward loop is the last one of the program."""
+    function, arguments = gru(width, batch, steps)
+
+    def loss(*args: Any) -> Any:
+        return sum((x**2).sum() for x in jax.tree.leaves(function(*args)))
+
+    return jax.grad(loss, argnums=(0, 1)), arguments
+
+
+def short_floats(case: Case) -> Case:
+    function, arguments = case
+    return function, tuple(np.asarray(jnp.asarray(a, jnp.bfloat16)) for a in arguments)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "gru": gru,
     "gru, 5 rows": lambda: gru(batch=5),
@@ -145,4 +200,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "perceptrons": perceptrons,
     "scalar": scalar,
     "diagonal ssm": diagonal_ssm,
+    "masked": masked,
+    "layer norm": layer_norm,
+    "attention decoder": attention_decoder,
+    "gru, gradient": gru_gradient,
+    "lstm, bfloat16": lambda: short_floats(lstm(width=36)),
 }

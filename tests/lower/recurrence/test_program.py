@@ -20,9 +20,9 @@ from tests.lower.recurrence.cells import CASES, normal
 
 
 def lowered(function, args) -> tuple[Program | Refusal, list]:
-    """The program of a function's only scan, and the scan's operands by value."""
+    """The program of a function's last scan, and the scan's operands by value."""
     closed = simplify(inline(jaxapi.closed_jaxpr_of(function, *args)))
-    ((number, eqn),) = ((n, e) for n, e in enumerate(closed.jaxpr.eqns) if jaxapi.primitive_name(e) == "scan")
+    number, eqn = [(n, e) for n, e in enumerate(closed.jaxpr.eqns) if jaxapi.primitive_name(e) == "scan"][-1]
     graph = build_graph(closed.jaxpr)
     ((_, _, body),) = jaxapi.inner_jaxprs(eqn)
     made = lower_recurrence(graph, graph.nodes[number], eqn, build_graph(body.jaxpr), "loop")
@@ -40,15 +40,22 @@ def lowered(function, args) -> tuple[Program | Refusal, list]:
     return made, [operands, [np.asarray(wanted[v]) for v in results]]
 
 
+def assert_close(mine, theirs):
+    """Within a few roundings of the type."""
+    short = theirs.dtype == jnp.bfloat16
+    mine, theirs = np.asarray(mine, np.float64), np.asarray(theirs, np.float64)
+    np.testing.assert_allclose(mine, theirs, rtol=4e-2 if short else 2e-5, atol=1e-2 if short else 3e-6)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_scan_is_one_program(name):
     program, (operands, wanted) = lowered(*CASES[name]())
     assert not isinstance(program, Refusal), str(program)
     assert program.template == TEMPLATE and program.tiles == 1
     verify(program, all_addresses=True)
-    assert read(program.to_text()) == program
+    assert read(program.to_text()).digest == program.digest
     for mine, theirs in zip(interpret(program, operands), wanted, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-6)
+        assert_close(mine, theirs)
 
 
 @pytest.mark.parametrize(

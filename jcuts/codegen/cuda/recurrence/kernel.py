@@ -81,7 +81,7 @@ class RecurrenceKernel:
         self.steps = next(g.extent for g in program.grid if g.axis == STEP)
         self.carried = frozenset(s.buffer for p in program.phases for s in p.stores if s.buffer.startswith("s"))
         places = tile.layout(program)[0]
-        self.kept = residents(program, tile.blocks) if tile.resident else []
+        self.kept = residents(program, tile.blocks)[: tile.resident]
         self.buffers = {**buffers, **{one.buffer.name: one.buffer for one in self.kept}}
         self.shared = {name: builder.add(shared, L.I32(place)) for name, place in places.items()}
 

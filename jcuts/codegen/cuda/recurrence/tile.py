@@ -26,13 +26,13 @@ class RecurrenceTile:
     """Attributes:
     blocks: of the grid; one block keeps what is carried in shared memory.
     threads: of a block. flight: terms of a product that a thread loads at once.
-    resident: whether operands that do not change stay in shared memory.
+    resident: operands that do not change which stay in shared memory: the first so many.
     """
 
     blocks: int
     threads: int
     flight: int
-    resident: bool
+    resident: int
 
     @property
     def is_alone(self) -> bool:
@@ -50,7 +50,7 @@ def recurrence_tile(program: Program) -> RecurrenceTile:
     blocks, threads, flight = (int(str(params.get(k, 1))) for k in ("split", "threads", "flight"))
     if blocks < 1 or flight < 1 or threads % WARP:
         raise CompileRejected(f"{program.name}: {blocks} blocks of {threads} threads, {flight} terms at once")
-    return RecurrenceTile(blocks, threads, flight, "resident" in params)
+    return RecurrenceTile(blocks, threads, flight, int(str(params.get("resident", 0))))
 
 
 def column_phase(

@@ -74,13 +74,13 @@ def _of_phase(program: Program, number: int, phase: Phase, blocks: int) -> Itera
             yield Resident(number, node, load.buffer, load.index, terms, columns, buffer)
 
 
-def shared_layout(program: Program, blocks: int, *, resident: bool) -> tuple[dict[str, int], int]:
+def shared_layout(program: Program, blocks: int, *, resident: int) -> tuple[dict[str, int], int]:
     """Offsets of buffers in a block's dynamic shared memory, and its size [B].
 
-    A block that is alone has what is carried there; ``resident``: operands that do not change, too.
+    A block that is alone has what is carried there; ``resident``: so many operands that do not change, too.
     """
     buffers = [*(program.locals if blocks == 1 else ())]
-    buffers += [one.buffer for one in residents(program, blocks)] if resident else []
+    buffers += [one.buffer for one in residents(program, blocks)[:resident]]
     places, total = {}, 0
     for buffer in buffers:
         places[buffer.name] = total

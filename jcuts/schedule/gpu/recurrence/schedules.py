@@ -13,7 +13,7 @@ from jcuts.kernel_ir.program import ITEM_SIZE, Phase, Program
 from jcuts.lower.recurrence.program import STEP, TEMPLATE
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.machine import SHARED, WARP, Candidate, GpuMachine, scheduled
-from jcuts.schedule.gpu.recurrence.residency import is_short, residents, shared_layout
+from jcuts.schedule.gpu.recurrence.residency import columns_of, is_short, residents, shared_layout
 
 FORM = "recurrence"
 """The value of the schedule parameter ``cuda``."""
@@ -36,7 +36,8 @@ _COST = fit.coefficients("gpu/recurrence", "cost")
 
 def recurrence_schedules(program: Program, machine: GpuMachine) -> list[Candidate]:
     """Schedules of a loop, best first, with the share of the best's speed."""
-    if program.template != TEMPLATE or any(_sums(phase) > MOST_SUMS for phase in program.phases):
+    wide = (phase for phase in program.phases if not is_short(phase) and _sums(phase) > MOST_SUMS)
+    if program.template != TEMPLATE or any(wide):
         return []
     found = [(made, estimated_time(made, machine).seconds) for made in _space(program, machine)]
     found.sort(key=lambda pair: (pair[1], pair[0].digest))
@@ -50,9 +51,9 @@ def _space(program: Program, machine: GpuMachine) -> Iterator[Program]:
     most = THREADS[0] if few else THREADS[-1]  # a thread's own loops over few terms are unrolled, and want registers
     small = products <= MOST_ALONE and sum(buffer.bytes for buffer in program.locals) <= SHARED
     widest = max(_columns(phase) for phase in program.phases)
-    grids = [-(-widest // columns) for columns in COLUMNS]
-    for blocks in (1, *(n for n in grids if 1 < n <= machine.sms)):
-        if blocks == 1 and not small:
+    grids = [n for columns in COLUMNS if 1 < (n := -(-widest // columns)) <= machine.sms]
+    for blocks in (1, *(grids or [machine.sms])):
+        if (blocks == 1 and not small) or max(columns_of(phase, blocks) for phase in program.phases) > most:
             continue
         for threads in ALONE if blocks == 1 else THREADS:
             for flight in flights if threads <= most else ():
@@ -60,11 +61,12 @@ def _space(program: Program, machine: GpuMachine) -> Iterator[Program]:
 
 
 def _parameters(program: Program, machine: GpuMachine, blocks: int, flight: int) -> list[tuple[str, object]]:
-    """Of a schedule besides its threads; what does not change is resident where shared memory holds it."""
-    _, size = shared_layout(program, blocks, resident=True)
-    fits = size + PARTIAL <= machine.limits.smem_per_block_bytes and bool(residents(program, blocks))
+    """Of a schedule besides its threads; of what does not change as much is resident as shared memory holds."""
+    most, count = machine.limits.smem_per_block_bytes - PARTIAL, len(residents(program, blocks))
+    while count and shared_layout(program, blocks, resident=count)[1] > most:
+        count -= 1
     split = [("split", blocks)] if blocks > 1 else []
-    return [("flight", flight), *split, *([("resident", 1)] if fits else [])]
+    return [("flight", flight), *split, *([("resident", count)] if count else [])]
 
 
 def _columns(phase: Phase) -> int:
@@ -96,19 +98,19 @@ def estimated_time(program: Program, machine: GpuMachine) -> KernelTime:
     """The model: launches, and for every step its stages' barriers, operands from the L2 cache and arithmetic."""
     params = dict(program.params)
     blocks, threads = int(str(params.get("split", 1))), int(str(params["threads"]))
-    each = [phase for phase in program.phases if not phase.once and not phase.last]
+    each = [(n, phase) for n, phase in enumerate(program.phases) if not phase.once and not phase.last]
+    kept = residents(program, blocks)[: int(str(params.get("resident", 0)))]
     barrier = _COST.grid_barrier_seconds if blocks > 1 else _COST.block_barrier_seconds
     parts = [term(Resource.BARRIER, barrier * _stages(program))]
-    for phase in each:
+    for number, phase in each:
         waves = -(-_points(phase) // (blocks * threads))
         parts.append(term(Resource.CHAIN, _COST.point_seconds * waves))
         columns = -(-_columns(phase) // blocks)
         share = columns / _columns(phase)
         read = ITEM_SIZE["float32"] * _work(phase) / max(1, _points(phase) // _columns(phase)) * share
-        if "resident" in params:
-            parts.append(term(Resource.SMEM, read / _COST.shared_bytes_per_second_sm, read))
-        else:
-            parts.append(term(Resource.L2, read / _COST.l2_bytes_per_second_sm, read * blocks))
+        inside = min(read, sum(one.buffer.bytes for one in kept if one.phase == number))
+        parts.append(term(Resource.SMEM, inside / _COST.shared_bytes_per_second_sm, inside))
+        parts.append(term(Resource.L2, (read - inside) / _COST.l2_bytes_per_second_sm, (read - inside) * blocks))
         warps = max(1.0, _work(phase) * share / WARP)
         parts.append(term(Resource.ISSUE, warps / machine.arch.clock, warps))
     root = serial([repeat(_steps(program), serial(parts, "step")), term(Resource.LAUNCH, _COST.launch_seconds)])

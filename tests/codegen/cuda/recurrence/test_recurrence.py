@@ -58,14 +58,15 @@ def test_all_steps_in_one_launch(name, blocks):
 
 
 @compiled
+@pytest.mark.parametrize("resident", [1, 4])
 @pytest.mark.parametrize("blocks", [1, 5])
 @pytest.mark.parametrize("name", WIDE)
-def test_weights_stay_in_shared_memory(name, blocks):
+def test_weights_stay_in_shared_memory(name, blocks, resident):
     program, (operands, wanted) = case(name)
-    kept = residents(program, blocks)
-    assert len(kept) == WIDE[name][1]
+    kept = residents(program, blocks)[:resident]
+    assert len(kept) == min(resident, WIDE[name][1])
     more = (("split", blocks),) if blocks > 1 else ()
-    made = scheduled(program, FORM, 128, ("flight", 2), *more, ("resident", 1))
+    made = scheduled(program, FORM, 128, ("flight", 2), *more, ("resident", resident))
     launch = check(made, operands, wanted).launches[-1]
     assert launch.shared >= sum(one.buffer.bytes for one in kept)
 

@@ -19,7 +19,7 @@ from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Graph, Guard
 from jcuts.kernel_ir.program import Buffer, Phase, Program, Red
-from jcuts.kernel_ir.register_tiling import Extent, Point, body_tile, exit_tile, points
+from jcuts.kernel_ir.register_tiling import Extent, Point, Tile, body_tile, exit_tile, points
 from jcuts.ops.window import identity
 
 LEAST_GUARDED = 6  # guarded loads in a tile that make a second, unguarded version worth its code
@@ -97,6 +97,8 @@ class RegisterTileEmitter:
         """Whether stores may overwrite what the same thread has loaded."""
         self.shared: Mapping[str, L.Value] = {}
         """Buffers in shared memory -> their address (i32)."""
+        self.ahead: tuple[Tile, Emitter] | None = None
+        """The exit graph and what is emitted of it (`load_ahead`)."""
 
     def _frame(self, bases: Mapping[str, L.Value], ranges: Mapping[str, int], steps: Mapping[str, int]) -> M.Frame:
         return M.Frame(
@@ -273,12 +275,23 @@ class RegisterTileEmitter:
             return False
         return node.value == identity(acc.combine, acc.dtype)
 
-    def _finish(self) -> None:
+    def load_ahead(self) -> None:
+        """Issues the exit graph's loads before what is reduced is known."""
+        tile, emitter = self._exit_tile()
+        emitter.vectorize_loads([value for _, _, value, _, _ in tile.stores])
+        loads = [n for n, node in enumerate(tile.graph.nodes) if node.op == "load" and not node.index.values()]  # type: ignore[union-attr]
+        emitter.emit(loads)
+        self.ahead = tile, emitter
+
+    def _exit_tile(self) -> tuple[Tile, Emitter]:
         frame = self._frame({}, {}, {})
         tile = exit_tile(self.phase, self.axes, frame.ranges)
         if self.bare:
             _strip(tile.graph)
-        emitter = self._exit_emitter(frame, tile.graph)
+        return tile, self._exit_emitter(frame, tile.graph)
+
+    def _finish(self) -> None:
+        tile, emitter = self.ahead or self._exit_tile()
         for node, (point, number) in tile.accs.items():
             emitter.bind(node, self._accumulated(number, point))
         # no schedule of this form has stores under guards: tiles that reach beyond the result have guarded threads

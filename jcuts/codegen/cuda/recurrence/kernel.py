@@ -18,9 +18,8 @@ from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.ptx.grid_barrier import block_barrier, grid_barrier
 from jcuts.codegen.cuda.recurrence.split import SYNC
-from jcuts.codegen.cuda.recurrence.tile import FIRST, RecurrenceTile, column_phase
-from jcuts.codegen.cuda.reduction.column import ColumnReductionKernel, ColumnShape
-from jcuts.codegen.cuda.window.sliding_window import SlidingWindowEmitter
+from jcuts.codegen.cuda.recurrence.stage_columns import StageColumns
+from jcuts.codegen.cuda.recurrence.tile import RecurrenceTile, column_phase
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import Buffer, Phase, Program
@@ -29,35 +28,6 @@ from jcuts.schedule.gpu.recurrence.residency import Resident, columns_of, is_sho
 
 MOST_UNROLLED = 4
 """Points of a thread that are straight-line code."""
-
-
-class _StageColumns(ColumnReductionKernel):
-    """The products of a stage, which read what other blocks have written in this launch (no ``ld.global.nc``)."""
-
-    def __init__(
-        self,
-        builder: GpuBuilder,
-        program: Program,
-        tile: ColumnShape,
-        buffers: Mapping[str, Buffer],
-        pointers: Mapping[str, L.Value],
-        integers: Mapping[str, L.Value],
-        symbol: str,
-        shared: Mapping[str, L.Value],
-    ) -> None:
-        super().__init__(builder, program, tile, buffers, pointers, integers, symbol, L.I32(0))
-        self.in_shared = shared
-        self.outer[FIRST] = integers[self.lane.name]
-
-    def _points(self, phase: Phase, variables: Mapping[str, L.Value]) -> SlidingWindowEmitter:
-        body = super()._points(phase, variables)
-        body.in_place, body.shared = True, self.in_shared
-        return body
-
-    def _block_totals(self, body: RegisterTileEmitter) -> tuple[RegisterTileEmitter, L.Value]:
-        end, mine = super()._block_totals(body)
-        end.in_place, end.shared = True, self.in_shared
-        return end, mine
 
 
 class RecurrenceKernel:
@@ -160,7 +130,7 @@ class RecurrenceKernel:
         has_any = builder.icmp_signed("<", self.block, L.I32(blocks)) if blocks < self.tile.blocks else None
         with builder.if_then(has_any) if has_any is not None else nullcontext():
             symbol = f"{self.symbol}_{number}"
-            _StageColumns(builder, made, shape, self.buffers, self.pointers, integers, symbol, self.shared).emit()
+            StageColumns(builder, made, shape, self.buffers, self.pointers, integers, symbol, self.shared).emit()
 
     def _fill_shared(self, one: Resident) -> None:
         """The block's slice of an operand, by all threads."""

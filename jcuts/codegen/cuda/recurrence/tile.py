@@ -13,7 +13,7 @@ from jcuts.kernel_ir.index import Index, flatten
 from jcuts.kernel_ir.node import Graph
 from jcuts.kernel_ir.program import Axis, Phase, Program
 from jcuts.lower.recurrence.program import STEP
-from jcuts.schedule.gpu.recurrence.residency import Resident, columns_of, shared_layout
+from jcuts.schedule.gpu.recurrence.residency import Resident, columns_of, shared_layout, terms_at_once
 
 ONE = "one"
 """An axis of one column, for results without any."""
@@ -25,7 +25,7 @@ FIRST = "first"
 class RecurrenceTile:
     """Attributes:
     blocks: of the grid; one block keeps what is carried in shared memory.
-    threads: of a block. flight: terms of a product that a thread loads at once.
+    threads: of a block. flight: terms of a product that a thread loads at once, at most.
     resident: operands that do not change which stay in shared memory: the first so many.
     """
 
@@ -66,11 +66,12 @@ def column_phase(
     across = columns_of(phase, tile.blocks)
     if across > tile.threads:
         raise CompileRejected(f"{program.name}: {across} columns of a block")
-    params = (("threads", tile.threads), ("across", across), ("flight", tile.flight))
+    flight = terms_at_once(phase, tile.blocks, tile.threads, tile.flight)
+    params = (("threads", tile.threads), ("across", across), ("flight", flight))
     alone = replace(program, phases=(replace(phase, axes=(*rows, axes[-1])),), params=params, grid=(), serial=())
     made = column_program(alone)
     terms = int(str(dict(made.params)["terms"]))
-    return made, ColumnShape(across, tile.threads // across, tile.threads, tile.flight, terms)
+    return made, ColumnShape(across, tile.threads // across, tile.threads, flight, terms)
 
 
 def _reading_shared(phase: Phase, kept: Sequence[Resident]) -> Phase:

@@ -259,7 +259,7 @@ class ColumnReductionKernel:
                     at = [(k * most + i) * line_bytes + row * columns * size for i in range(len(kinds))]
                     found = tuple(read_word(builder, base, a, kind, size) for a, kind in zip(at, kinds, strict=True))
                     total = E.combine(builder, acc.combine, acc.dtype, total, found) if total else found
-                end.slots[number, point, 0] = _slots(builder, total)
+                end.slots[number, point, 0] = new_slots(builder, total)
         return end, mine
 
     def _column(self, thread: L.Value) -> L.Value:
@@ -280,7 +280,8 @@ class ColumnReductionKernel:
         return values
 
 
-def _slots(builder: GpuBuilder, values: tuple[L.Value, ...]) -> list[L.Value]:
+def new_slots(builder: GpuBuilder, values: tuple[L.Value, ...]) -> list[L.Value]:
+    """Memory slots that hold an accumulator's values (LLVM promotes them to registers)."""
     slots = []
     for value in values:
         with builder.goto_entry_block():

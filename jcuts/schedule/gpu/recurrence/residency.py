@@ -16,6 +16,8 @@ from jcuts.lower.recurrence.program import STEP
 
 SHORT = 32
 """Terms of a product, at most, that one thread adds up by itself."""
+LOADED = 64
+"""Values of what is carried that a thread has under way."""
 ALIGNED = 16
 """Bytes that places in shared memory are multiples of."""
 
@@ -47,6 +49,19 @@ def columns_of(phase: Phase, blocks: int) -> int:
 def is_short(phase: Phase) -> bool:
     """Whether a thread computes points by itself: no product, or one of few terms."""
     return math.prod(r.extent for r in phase.reds) <= SHORT
+
+
+def terms_of_thread(phase: Phase, blocks: int, threads: int) -> int:
+    """Terms of a product that a thread adds up."""
+    deep = max(1, threads // columns_of(phase, blocks))
+    return -(-math.prod(r.extent for r in phase.reds) // deep)
+
+
+def terms_at_once(phase: Phase, blocks: int, threads: int, flight: int) -> int:
+    """Terms of a product that a thread has under way: ``flight``, as far as there are, and registers for all rows."""
+    points = math.prod(a.extent for a in phase.axes if a.name != STEP)
+    rows = points // (phase.axes[-1].extent if phase.axes[-1].name != STEP else 1)
+    return max(1, min(flight, terms_of_thread(phase, blocks, threads), LOADED // rows))
 
 
 def residents(program: Program, blocks: int) -> list[Resident]:

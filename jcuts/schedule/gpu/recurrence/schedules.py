@@ -13,7 +13,14 @@ from jcuts.kernel_ir.program import ITEM_SIZE, Phase, Program
 from jcuts.lower.recurrence.program import STEP, TEMPLATE
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.machine import SHARED, WARP, Candidate, GpuMachine, scheduled
-from jcuts.schedule.gpu.recurrence.residency import columns_of, is_short, residents, shared_layout
+from jcuts.schedule.gpu.recurrence.residency import (
+    columns_of,
+    is_short,
+    residents,
+    shared_layout,
+    terms_at_once,
+    terms_of_thread,
+)
 
 FORM = "recurrence"
 """The value of the schedule parameter ``cuda``."""
@@ -21,7 +28,7 @@ THREADS = (256, 512)
 """Of a block of a grid."""
 ALONE = (32, 128, 256, 512)
 """Of a block that runs all steps."""
-FLIGHT = (4, 8)
+FLIGHT = (4, 16, 64)
 """Terms of a product that a thread loads at once."""
 PARTIAL = 48 << 10
 """Bytes of shared memory that sums of a block's threads may take beside what is resident."""
@@ -46,7 +53,6 @@ def recurrence_schedules(program: Program, machine: GpuMachine) -> list[Candidat
 
 def _space(program: Program, machine: GpuMachine) -> Iterator[Program]:
     products = sum(_work(phase) for phase in program.phases)
-    flights = FLIGHT if any(p.reds for p in program.phases) else FLIGHT[:1]
     few = any(p.reds and is_short(p) for p in program.phases)
     most = THREADS[0] if few else THREADS[-1]  # a thread's own loops over few terms are unrolled, and want registers
     small = products <= MOST_ALONE and sum(buffer.bytes for buffer in program.locals) <= SHARED
@@ -56,8 +62,21 @@ def _space(program: Program, machine: GpuMachine) -> Iterator[Program]:
         if (blocks == 1 and not small) or max(columns_of(phase, blocks) for phase in program.phases) > most:
             continue
         for threads in ALONE if blocks == 1 else THREADS:
-            for flight in flights if threads <= most else ():
-                yield scheduled(program, FORM, threads, *_parameters(program, machine, blocks, flight))
+            if threads <= most and all(_fits(phase, blocks, threads) for phase in program.phases):
+                for flight in _flights(program, blocks, threads):
+                    yield scheduled(program, FORM, threads, *_parameters(program, machine, blocks, flight))
+
+
+def _fits(phase: Phase, blocks: int, threads: int) -> bool:
+    """Whether a block has a thread for every point of its columns."""
+    return is_short(phase) or _points(phase) // _columns(phase) * columns_of(phase, blocks) <= threads
+
+
+def _flights(program: Program, blocks: int, threads: int) -> list[int]:
+    """Terms that threads load at once, those that make a difference."""
+    products = [phase for phase in program.phases if not is_short(phase)]
+    found = {tuple(terms_at_once(p, blocks, threads, flight) for p in products): flight for flight in reversed(FLIGHT)}
+    return sorted(found.values())
 
 
 def _parameters(program: Program, machine: GpuMachine, blocks: int, flight: int) -> list[tuple[str, object]]:
@@ -99,11 +118,15 @@ def estimated_time(program: Program, machine: GpuMachine) -> KernelTime:
     params = dict(program.params)
     blocks, threads = int(str(params.get("split", 1))), int(str(params["threads"]))
     each = [(n, phase) for n, phase in enumerate(program.phases) if not phase.once and not phase.last]
+    flight = int(str(params["flight"]))
     kept = residents(program, blocks)[: int(str(params.get("resident", 0)))]
     barrier = _COST.grid_barrier_seconds if blocks > 1 else _COST.block_barrier_seconds
     parts = [term(Resource.BARRIER, barrier * _stages(program))]
     for number, phase in each:
         waves = -(-_points(phase) // (blocks * threads))
+        if not is_short(phase) and phase.reds:
+            trips = -(-terms_of_thread(phase, blocks, threads) // terms_at_once(phase, blocks, threads, flight))
+            parts.append(term(Resource.LATENCY, _COST.load_seconds * trips))
         parts.append(term(Resource.CHAIN, _COST.point_seconds * waves))
         columns = -(-_columns(phase) // blocks)
         share = columns / _columns(phase)

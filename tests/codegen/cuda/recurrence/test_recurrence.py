@@ -51,7 +51,7 @@ def check(program, operands, wanted, target=SM90):
 @pytest.mark.parametrize("name", [*CASES, *WIDE])
 def test_all_steps_in_one_launch(name, blocks):
     program, (operands, wanted) = case(name)
-    made = scheduled(program, FORM, 128, ("flight", 2), *((("split", blocks),) if blocks > 1 else ()))
+    made = scheduled(program, FORM, 256, ("flight", 2), *((("split", blocks),) if blocks > 1 else ()))
     image = check(made, operands, wanted)
     assert [launch.cooperative for launch in image.launches[-1:]] == [blocks > 1]
     assert len(image.launches) == 1 or blocks > 1

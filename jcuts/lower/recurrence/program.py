@@ -60,16 +60,17 @@ class StepBuilder(Builder):
             return self.target.load(source.buffer, address, info.type.dtype, every, fill)
         node = self.graph.producer(tensor)
         if node is not None and node.number in self.roots:
-            made = self._accumulated(node, index)[node.outputs.index(tensor)]
+            every = tuple(dict.fromkeys((*self.guards, *guards)))
+            made = self._accumulated(node, index, every)[node.outputs.index(tensor)]
             return self._select(guards, made, fill, info.type.dtype)
         return super()._value(tensor, index, guards, fill)
 
-    def _accumulated(self, root: OpNode, index: IndexTuple) -> Sequence[int]:
-        """Results of a product at an index."""
+    def _accumulated(self, root: OpNode, index: IndexTuple, guards: tuple[Guard, ...]) -> Sequence[int]:
+        """Results of a product at an index; nothing is read for it where a guard fails."""
         spec, terms = op_rule(root).reduce, self.terms
         assert spec is not None and terms is not None
         numbers = tuple(Index.axis(f"{TERM}{n}") if extent != 1 else Index() for n, (_, extent) in enumerate(spec.reds))
-        first = len(self.accs)
+        first, terms.guards = len(self.accs), guards
         for acc, values in zip(spec.accs, spec.term(terms.context(root), index, numbers), strict=True):  # type: ignore[arg-type]
             self.accs.append(Acc(acc.combine, acc.dtype, tuple(values), acc.index_dtype))
         values = [self.target.add(acc_node(first + n, acc)) for n, acc in enumerate(self.accs[first:])]

@@ -1,6 +1,6 @@
 """Random loops as one program: the interpreter against JAX in float64 on the same operands.
 
-JCUTS_RANDOM_LOOPS=3000 pytest tests/lower/recurrence/test_random_loops.py
+RANDOM_LOOPS=3000 pytest tests/lower/recurrence/test_random_loops.py
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.verify import verify
 from tests.lower.recurrence.test_program import lowered
 
-COUNT = int(os.environ.get("JCUTS_RANDOM_LOOPS", "60"))
+COUNT = int(os.environ.get("RANDOM_LOOPS", "60"))
 UNARY = (jnp.tanh, jax.nn.sigmoid, jnp.sin, lambda x: jnp.maximum(x, 0), lambda x: 0.5 * x + 0.1, jnp.abs)
 BINARY = (jnp.add, jnp.multiply, jnp.subtract, jnp.maximum, lambda a, b: jnp.where(a > b, a, 0.3 * b))
 

@@ -10,7 +10,7 @@ the carried values, behind the last one others copy them to the results.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jcuts.base.errors import Refusal
@@ -43,11 +43,13 @@ class StepBuilder(Builder):
     """Builds graphs of a step: what is carried, scanned or kept is loaded, products of the stage are accumulators.
 
     Attributes:
-        sources: tensors that lie in memory. roots: equations whose results the phase accumulates.
-        terms: builds what is accumulated, in the phase's body. accs: accumulators of a product at an index.
+        sources: tensors that lie in memory. numbers: tensors that are known numbers in this loop.
+        roots: equations whose results the phase accumulates. terms: builds what is accumulated, in the phase's body.
+        accs: accumulators of a product at an index.
     """
 
     sources: dict[int, Source] = field(default_factory=dict)
+    numbers: dict[int, Scalar] = field(default_factory=dict)
     roots: frozenset[int] = frozenset()
     terms: StepBuilder | None = None
     accs: list[Acc] = field(default_factory=list)
@@ -58,6 +60,8 @@ class StepBuilder(Builder):
             source, every = self.sources[tensor], tuple(dict.fromkeys((*self.guards, *guards)))
             address = source.offset + flatten(index, info.type.shape)
             return self.target.load(source.buffer, address, info.type.dtype, every, fill)
+        if tensor in self.numbers:
+            return self._select(guards, self.target.const(self.numbers[tensor], info.type.dtype), fill, info.type.dtype)
         node = self.graph.producer(tensor)
         if node is not None and node.number in self.roots:
             every = tuple(dict.fromkeys((*self.guards, *guards)))
@@ -115,9 +119,11 @@ class _Lowering:
         numbers = [inner.of_var[v] for v in body.jaxpr.invars]
         self.after = [inner.of_var[v] for v in body.jaxpr.outvars]
         self.sources: dict[int, Source] = {}
+        self.numbers: dict[int, Scalar] = {}
         for place, (tensor, operand) in enumerate(zip(numbers, self.operands, strict=True)):
-            if not fixed <= place < fixed + self.carries and graph.tensors[operand].scalar is not None:
-                inner.tensors[tensor].scalar = graph.tensors[operand].scalar
+            known = graph.tensors[operand].scalar
+            if place < fixed and known is not None:
+                self.numbers[tensor] = known
             elif place < fixed:
                 self.sources[tensor] = Source(self.ins[operand], Index())
             elif place < fixed + self.carries:
@@ -178,9 +184,9 @@ class _Lowering:
         if roots and not reds:
             reds = (Red(f"{TERM}0", 1),)
         members = frozenset(node.number for node in self.inner.nodes)
-        terms = StepBuilder(self.inner, members, sources=self.sources)
+        terms = StepBuilder(self.inner, members, sources=self.sources, numbers=self.numbers)
         terms.start({**self.ranges, **ranges, **{r.name: r.extent for r in reds}})
-        builder = StepBuilder(self.inner, members, sources=self.sources, roots=frozenset(roots), terms=terms)
+        builder = replace(terms, roots=frozenset(roots), terms=terms, accs=[])
         builder.start({**self.ranges, **ranges})
         stores = [
             Store(buffer, offset + flatten(index, shape), builder.value(tensor, index))

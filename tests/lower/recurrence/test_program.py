@@ -82,3 +82,21 @@ def test_what_has_no_form_is_refused():
 
     made, _ = lowered(sorts, (normal(3, 8), normal(8)))
     assert isinstance(made, Refusal)
+
+
+def test_a_number_that_a_loop_closes_over_belongs_to_that_loop():
+    """Two loops with one body and other numbers: the graph of the body is shared."""
+
+    def twice(h, u, factor):
+        return jax.lax.scan(lambda h, _: (jnp.tanh(h @ u) * factor, None), h, None, length=2)[0]
+
+    h, u = normal(2, 8), normal(8, 8)
+    closed = simplify(inline(jaxapi.closed_jaxpr_of(lambda h, u: twice(h, u, np.float32(0.5)), h, u)))
+    ((_, eqn),) = ((n, e) for n, e in enumerate(closed.jaxpr.eqns) if jaxapi.primitive_name(e) == "scan")
+    ((_, _, body),) = jaxapi.inner_jaxprs(eqn)
+    shared, graph = build_graph(body.jaxpr), build_graph(closed.jaxpr)
+    node = next(node for node in graph.nodes if node.prim == "scan")
+    before = [tensor.scalar for tensor in shared.tensors]
+    made = lower_recurrence(graph, node, eqn, shared, "loop")
+    assert not isinstance(made, Refusal)
+    assert [tensor.scalar for tensor in shared.tensors] == before

@@ -21,8 +21,8 @@ import jax
 
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
+from jcuts.trace.loop_carries import ADDITIONS
 
-ADDITIONS = ("add", "add_any")
 DOT = "dot_general"
 TRANSPOSE = "transpose"
 

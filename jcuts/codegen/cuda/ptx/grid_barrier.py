@@ -11,15 +11,11 @@ from __future__ import annotations
 from llvmlite import ir
 
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
+from jcuts.codegen.cuda.ptx.mma import barrier
 from jcuts.codegen.llvm import lanes as L
 
 MOST_POLLS = 1 << 24
 """Loads of the counter after which a kernel traps: about ten seconds, where every one takes 0.6 us."""
-
-
-def block_barrier(builder: GpuBuilder) -> None:
-    """``bar.sync``: waits for all threads of the block."""
-    asm(builder, "bar.sync 0;", ir.VoidType(), effects=True)
 
 
 def grid_barrier(builder: GpuBuilder, counter: L.Value, arrived: L.Value, thread: L.Value) -> None:
@@ -28,11 +24,11 @@ def grid_barrier(builder: GpuBuilder, counter: L.Value, arrived: L.Value, thread
     Args: counter: address (i64) of a u32 that was 0 at the launch; arrived: its value (i32) once every block is here,
         modulo 2^32; thread: the number of the thread in its block.
     """
-    block_barrier(builder)
+    barrier(builder)
     with builder.if_then(builder.icmp_signed("==", thread, L.I32(0))):
         asm(builder, "red.release.gpu.global.add.u32 [$0], 1;", ir.VoidType(), [counter], effects=True)
         _poll(builder, counter, arrived)
-    block_barrier(builder)
+    barrier(builder)
 
 
 def _poll(builder: GpuBuilder, counter: L.Value, arrived: L.Value) -> None:

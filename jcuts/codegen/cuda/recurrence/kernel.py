@@ -16,10 +16,11 @@ from contextlib import nullcontext
 from jcuts.codegen.cuda.elementwise.thread_tile import RegisterTileEmitter, TileVariant
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
-from jcuts.codegen.cuda.ptx.grid_barrier import block_barrier, grid_barrier
+from jcuts.codegen.cuda.ptx.grid_barrier import grid_barrier
+from jcuts.codegen.cuda.ptx.mma import barrier
 from jcuts.codegen.cuda.recurrence.split import SYNC
 from jcuts.codegen.cuda.recurrence.stage_columns import StageColumns
-from jcuts.codegen.cuda.recurrence.tile import RecurrenceTile, column_phase
+from jcuts.codegen.cuda.recurrence.tile import RecurrenceTile, column_phase, digits
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import Buffer, Phase, Program
@@ -66,7 +67,7 @@ class RecurrenceKernel:
         for one in self.kept:
             self._fill_shared(one)
         if first or self.kept:
-            block_barrier(builder)
+            barrier(builder)
         stages = self._stages([p for _, p in each])
         # A number of steps that the compiler does not know: it would unroll a few of them.
         steps = asm(builder, "mov.u32 $0, $1;", L.I32, [L.I32(self.steps)], effects=True)
@@ -106,7 +107,7 @@ class RecurrenceKernel:
     def _wait(self, barriers: L.Value) -> None:
         """Until every block is behind its stage. Args: barriers: that the loop has passed then."""
         if self.tile.is_alone:
-            block_barrier(self.builder)
+            barrier(self.builder)
             return
         arrived = self.builder.mul(barriers, L.I32(self.tile.blocks))
         grid_barrier(self.builder, self.pointers[SYNC], arrived, self.thread)
@@ -142,10 +143,8 @@ class RecurrenceKernel:
             column = builder.add(builder.mul(self.block, L.I32(one.columns)), builder.urem(place, L.I32(one.columns)))
             last = L.I32(lane.extent - 1)
             inside = builder.select(builder.icmp_signed("<", column, last), column, last)
-            variables, rest = {lane.name: inside, "e": place}, builder.udiv(place, L.I32(one.columns))
-            for red in reversed(phase.reds):
-                variables[red.name] = builder.urem(rest, L.I32(red.extent))
-                rest = builder.udiv(rest, L.I32(red.extent))
+            terms = digits(builder, builder.udiv(place, L.I32(one.columns)), phase.reds)
+            variables = {**terms, lane.name: inside, "e": place}
             frame = M.Frame(builder, variables, self.pointers, {}, {}, shared=self.shared)
             size = M.item_size(one.buffer.dtype)
             words = M.load(frame, one.operand, size, one.index, 1, (), 0)
@@ -183,17 +182,14 @@ class RecurrenceKernel:
         self._strided(first, together, count, lambda point: self._point(phase, step, point))
 
     def _point(self, phase: Phase, step: L.Value, point: L.Value) -> None:
-        builder, variables, rest = self.builder, {STEP: step}, point
-        for axis in reversed([a for a in phase.axes if a.name != STEP]):
-            variables[axis.name] = builder.urem(rest, L.I32(axis.extent))
-            rest = builder.udiv(rest, L.I32(axis.extent))
+        places = digits(self.builder, point, [a for a in phase.axes if a.name != STEP])
         one = RegisterTileEmitter(
-            builder,
+            self.builder,
             phase,
             TileVariant(tuple((a.name, 1) for a in phase.axes)),
             self.buffers,
             self.pointers,
-            variables,
+            {**places, STEP: step},
             {},
         )
         one.in_place, one.shared = True, self.shared

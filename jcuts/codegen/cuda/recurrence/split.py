@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from jcuts.codegen.cuda.reduction.split import Split
 from jcuts.kernel_ir.program import Buffer, Phase, Program, Store
-from jcuts.lower.recurrence.program import STEP
 
 SYNC = "sync"
 """The counter of the grid barrier."""
@@ -47,8 +46,3 @@ def _fill(program: Program, phase: Phase, sync: Buffer | None) -> Program:
         serial=(),
         params=(("cuda", "point"), ("threads", FILL_THREADS)),
     )
-
-
-def is_loop(program: Program) -> bool:
-    """Whether a program is a loop's kernel."""
-    return STEP in program.serial

@@ -13,9 +13,9 @@ from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.elementwise.thread_tile import RegisterTileEmitter, TileVariant
 from jcuts.codegen.cuda.graph.accumulators import acc_types
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
-from jcuts.codegen.cuda.ptx.grid_barrier import block_barrier
+from jcuts.codegen.cuda.ptx.mma import barrier
 from jcuts.codegen.cuda.ptx.shuffle import allocate_static, read_word, write_word
-from jcuts.codegen.cuda.recurrence.tile import FIRST
+from jcuts.codegen.cuda.recurrence.tile import FIRST, digits
 from jcuts.codegen.cuda.reduction.column import ColumnReductionKernel, ColumnShape, new_slots
 from jcuts.codegen.cuda.window.sliding_window import SlidingWindowEmitter
 from jcuts.codegen.llvm import elementwise as E
@@ -67,11 +67,8 @@ class StageColumns(ColumnReductionKernel):
         count = L.I32(self.count * self.shape.across)
         self.mine = builder.select(builder.icmp_signed("<", self.thread, count), self.thread, L.I32(0))
         column = builder.add(self.first, builder.urem(self.mine, across))
-        self.row = rest = builder.udiv(self.mine, across)
-        variables = {**self.outer}
-        for axis in reversed(self.rows):
-            variables[axis.name] = builder.urem(rest, L.I32(axis.extent))
-            rest = builder.udiv(rest, L.I32(axis.extent))
+        self.row = builder.udiv(self.mine, across)
+        variables = {**self.outer, **digits(builder, self.row, self.rows)}
         live, last = builder.icmp_signed("<", self.thread, count), L.I32(self.lane.extent - 1)
         if self.lane.extent % self.shape.across:
             inside = builder.icmp_signed("<=", column, last)
@@ -101,7 +98,7 @@ class StageColumns(ColumnReductionKernel):
                 for i, value in enumerate(self._row_total(body, number, point, 0, distances)):
                     at = ((number * most + i) * self.count + row) * slot
                     write_word(builder, there, at, value, size, writes)
-        block_barrier(builder)
+        barrier(builder)
         column = builder.mul(builder.urem(self.mine, L.I32(across)), L.I32(size))
         base = builder.add(builder.add(place, column), builder.mul(self.row, L.I32(slot)))
         (alone,) = points([Extent(a.name, 1) for a in self.phase.axes])

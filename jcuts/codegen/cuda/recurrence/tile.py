@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jcuts.base.errors import CompileRejected
+from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.cuda.ptx.shuffle import WARP
 from jcuts.codegen.cuda.reduction.column import ColumnShape
 from jcuts.codegen.cuda.reduction.split import column_program
+from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index, flatten
 from jcuts.kernel_ir.node import Graph
-from jcuts.kernel_ir.program import Axis, Phase, Program
+from jcuts.kernel_ir.program import Axis, Phase, Program, Red
 from jcuts.lower.recurrence.program import STEP
 from jcuts.schedule.gpu.recurrence.residency import Resident, columns_of, shared_layout, terms_at_once
 
@@ -72,6 +74,15 @@ def column_phase(
     made = column_program(alone)
     terms = int(str(dict(made.params)["terms"]))
     return made, ColumnShape(across, tile.threads // across, tile.threads, flight, terms)
+
+
+def digits(builder: GpuBuilder, number: L.Value, axes: Sequence[Axis | Red]) -> dict[str, L.Value]:
+    """Mixed-radix digits of a number (i32) below the product of the extents, the last axis fastest."""
+    found: dict[str, L.Value] = {}
+    for axis in reversed(axes):
+        found[axis.name] = builder.urem(number, L.I32(axis.extent))
+        number = builder.udiv(number, L.I32(axis.extent))
+    return found
 
 
 def _reading_shared(phase: Phase, kept: Sequence[Resident]) -> Phase:

@@ -6,7 +6,8 @@ Both programs are compiled, from shapes alone, for the row's batch and for twice
 (``memory_analysis``) grows linearly from there, which proposes a batch; that one is compiled too, and made smaller
 until its peak fits.  jcuts chooses kernels by its estimator here (``tune="off"``), the regions that it would replace
 in the race's first program; nothing is timed.  With ``--run`` one step of the largest batch of each runs in the end,
-in a process whose allocator has that memory and no more.
+in a process whose allocator has that memory and no more.  XLA compiles without its autotuner (``AUTOTUNING``), which would
+time candidates in buffers as large as the program's, and takes ten times as long.
 """
 
 from __future__ import annotations
@@ -41,8 +42,13 @@ ALLOCATOR = 0.95
 NEED = 200.0
 """Seconds that a row is taken to need."""
 
-
-ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{ALLOCATOR}"}
+AUTOTUNING = "--xla_gpu_autotune_level=0"
+"""Libraries' algorithms by their own heuristics: their workspaces may differ from an autotuned program's."""
+ENVIRONMENT = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{ALLOCATOR}",
+    "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {AUTOTUNING}".strip(),
+}
 
 
 def compiled_peak(program: str, row: Row, batch: int, *, run: bool = False) -> int:

@@ -199,3 +199,14 @@ def test_optimize_with_large_weights():
     found = jcuts.optimize(gru, tune="off")(*args)
     for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(gru)(*args)), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_single_row_stays_as_precise_as_it_is(rows):
+    """XLA multiplies one row of a step in float32, several on tensor cores (TF32), as it does all steps' rows."""
+    x, w, u, b, v = (normal(*s) for s in ((6, rows, 40), (40, 120), (40, 120), (120,), (40, 40)))
+    divided, count = loop_fission(flat(gru, x, w, u, b, v))
+    assert count == 2
+    asked = [e.params["precision"] for e in divided.jaxpr.eqns if jaxapi.primitive_name(e) == "dot_general"]
+    highest = jax.lax.Precision.HIGHEST
+    assert asked == [(highest, highest) if rows == 1 else None] * 2

@@ -13,17 +13,19 @@ one; behind it go such products that no carry depends on, with all that reads th
 stacked, so a product moves only where a step has fewer rows than half the weights' terms (reading the weights costs
 more than the stack), and where stacks take at most `MOST_STACKED` times the loop's operands and results.  On a CPU
 weights have to be large for a core's L2 cache, too: from there XLA's loop multiplies as fast.
+
+A product of a single row stays as precise as it is (`step_precision`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from jcuts.rewrite.loops.step_precision import precision_over_steps, rows_of, terms_of
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 
@@ -108,10 +110,9 @@ class _Loop:
         fixed = [not jaxapi.is_literal(a) and a in invariant for a in eqn.invars]
         if fixed.count(True) != 1 or any(map(jaxapi.is_literal, eqn.invars)):
             return False
-        (left, _), (batch, _) = eqn.params["dimension_numbers"]
-        moving, weights = eqn.invars[fixed.index(False)], eqn.invars[fixed.index(True)]
-        terms = math.prod(eqn.invars[0].aval.shape[d] for d in left)
-        rows = moving.aval.size // max(1, terms)
+        _, (batch, _) = eqn.params["dimension_numbers"]
+        weights = eqn.invars[fixed.index(True)]
+        rows, terms = rows_of(eqn, fixed.index(False)), terms_of(eqn)
         return not batch and jaxapi.nbytes(weights) > self.least_bytes and 2 * rows < terms
 
 
@@ -211,6 +212,12 @@ def _behind(loop: _Loop) -> Any:
     return jaxapi.call_eqn(divided, loop.eqn.invars, loop.eqn.outvars)
 
 
+def _as_precise(eqn: Any) -> Any:
+    if jaxapi.primitive_name(eqn) != DOT:
+        return eqn
+    return eqn.replace(params={**eqn.params, "precision": precision_over_steps(eqn)})
+
+
 # -- the parts of a loop ----------------------------------------------------------------------------------------------
 def _closed(
     loop: _Loop,
@@ -235,6 +242,7 @@ def _parts(loop: _Loop, operands: Sequence[Any]) -> tuple[list[Any], list[Any], 
 
 def _over_steps(part: jaxapi.Closed, fixed: Sequence[Any], stacks: Sequence[Any]) -> list[Any]:
     """A part's results for all steps: batched over them, which makes one product of a step's."""
+    part = jaxapi.with_eqns(part, [_as_precise(eqn) for eqn in part.jaxpr.eqns])
     step: Callable[..., list[Any]] = lambda *each: jaxapi.eval_closed(part, *fixed, *each)  # noqa: E731
     return jax.vmap(step)(*stacks)
 

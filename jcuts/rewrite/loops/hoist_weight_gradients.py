@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 
+from jcuts.rewrite.loops.step_precision import precision_over_steps
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 from jcuts.trace.loop_carries import ADDITIONS
@@ -184,8 +185,9 @@ def _product(accumulation: _Accumulation, a: Any, b: Any) -> Any:
         return tuple(d + 1 for d in dims)
 
     numbers = ((0, *moved(left)), (0, *moved(right))), (moved(batch_left), moved(batch_right))
+    precision = precision_over_steps(accumulation.dot)
     value = jax.lax.dot_general(
-        a, b, numbers, precision=params["precision"], preferred_element_type=params["preferred_element_type"]
+        a, b, numbers, precision=precision, preferred_element_type=params["preferred_element_type"]
     )
     return _permuted(value, accumulation.permutations, 0)
 

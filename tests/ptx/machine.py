@@ -319,6 +319,8 @@ class Machine:
             self.barriers.store(ins, on)
         elif name in ("red", "trap") or ins.op.startswith("ld.acquire"):
             self._counter(ins, on)
+        elif ins.op in ("ld.relaxed.gpu.global.b64", "st.relaxed.gpu.global.b64"):
+            self._relaxed(ins, on)
         elif name in ("ld", "st"):
             self._access(ins, parts, on)
         elif name == "prefetch":
@@ -402,6 +404,21 @@ class Machine:
             self.set(ins.operands[0], found, on)
         else:
             self.grid.release_add(address, self.value(ins.operands[1], "u32")[live], live)
+
+    def _relaxed(self, ins: Instruction, on: np.ndarray) -> None:
+        """Words that blocks exchange without a barrier, each with its flag."""
+        live, is_load = np.flatnonzero(on), ins.op.startswith("ld")
+        if self.grid is None:
+            raise Fault(f"outside of a cooperative launch: {ins.text}")
+        if not live.size:
+            return
+        address = self.address(ins.operands[is_load].strip("[]"), "u64", live)
+        if is_load:
+            found = np.zeros(self.count, np.uint64)
+            found[live] = self.grid.relaxed_read(address, live, ins.text)
+            self.set(ins.operands[0], found, on)
+        else:
+            self.grid.relaxed_write(address, self.value(ins.operands[1], "u64")[live], live, ins.text)
 
     def _access(self, ins: Instruction, parts: list[str], on: np.ndarray) -> None:
         space, kind = parts[1], parts[-1]

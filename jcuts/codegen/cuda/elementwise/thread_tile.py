@@ -97,6 +97,8 @@ class RegisterTileEmitter:
         """Whether stores may overwrite what the same thread has loaded."""
         self.shared: Mapping[str, L.Value] = {}
         """Buffers in shared memory -> their address (i32)."""
+        self.flagged: Mapping[str, M.Flagged] = {}
+        """Buffers whose stores go elsewhere, with a number."""
         self.ahead: tuple[Tile, Emitter] | None = None
         """The exit graph and what is emitted of it (`load_ahead`)."""
 
@@ -110,6 +112,7 @@ class RegisterTileEmitter:
             live=self.live,
             in_place=self.in_place,
             shared=self.shared,
+            flagged=self.flagged,
         )
 
     def emit(self) -> None:
@@ -128,7 +131,8 @@ class RegisterTileEmitter:
             self.multiples,
             self.by_tile,
         )
-        bare.bare, bare.live, bare.in_place, bare.shared = True, self.live, self.in_place, self.shared
+        bare.bare, bare.live, bare.in_place = True, self.live, self.in_place
+        bare.shared, bare.flagged = self.shared, self.flagged
         with self.builder.if_else(inside, likely=True) as (then, otherwise):
             with then:
                 bare._emit()

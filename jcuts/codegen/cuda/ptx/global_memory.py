@@ -28,6 +28,17 @@ WIDEST = 16  # bytes of one access
 LIMIT = 2**31 - 1  # elements of the largest buffer that 32-bit indices reach
 
 
+@dataclass(frozen=True)
+class Flagged:
+    """Where stores into a buffer go as words of 64 bits, the value below a number (``st.relaxed.gpu.b64``).
+
+    Attributes: buffer: of these words. number: an i32.
+    """
+
+    buffer: str
+    number: L.Value
+
+
 @dataclass
 class Frame:
     """Emission context: builder, loop variables, buffers.
@@ -41,6 +52,7 @@ class Frame:
         live: a condition that every store needs (threads beyond the last tile), or None.
         in_place: whether results may overwrite operands: loads are no ``.nc`` then, and stay in front of the stores.
         shared: buffers that lie in shared memory -> their address (i32): ``ld.shared`` and ``st.shared``.
+        flagged: buffers whose stores go elsewhere, with a number.
         is_streaming: whether stores are ``st.global.cs``: what they write leaves the caches first.
     """
 
@@ -54,6 +66,7 @@ class Frame:
     in_place: bool = False
     is_streaming: bool = False
     shared: Mapping[str, L.Value] = field(default_factory=dict)
+    flagged: Mapping[str, Flagged] = field(default_factory=dict)
     cache: dict[object, L.Value] = field(default_factory=dict)
 
 
@@ -241,6 +254,9 @@ def store(
     """Writes neighbouring elements, given as integers of ``size`` bytes (those of an element, or of several)."""
     builder = frame.builder
     size = size or item
+    if buffer in frame.flagged:
+        _store_flagged(frame, frame.flagged[buffer], offset, values)
+        return
     place, constant = address(frame, buffer, item, offset)
     registers, each = _pieces(len(values), size)
     parts: list[L.Value] = []
@@ -264,6 +280,21 @@ def store(
         text = f"{{ .reg .pred p; setp.ne.b32 p, ${registers + 1}, 0; @p {text} }}"
         args.append(builder.zext(frame.live, I32))
     asm(builder, text, ir.VoidType(), args, effects=True)
+
+
+def _store_flagged(frame: Frame, flagged: Flagged, offset: Index, values: Sequence[L.Value]) -> None:
+    builder = frame.builder
+    number = builder.shl(builder.zext(flagged.number, I64), I64(32))
+    for k, value in enumerate(values):
+        if value.type.width > I32.width:
+            raise IRError(f"{value.type.width} bits with a number in 64")
+        place, constant = address(frame, flagged.buffer, item_size("int64"), offset + k)
+        text = f"st.relaxed.gpu.global.b64 [$0+{constant}], $1;"
+        args = [place, builder.or_(number, builder.zext(value, I64))]
+        if frame.live is not None:
+            text = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; @p {text} }}"
+            args.append(builder.zext(frame.live, I32))
+        asm(builder, text, ir.VoidType(), args, effects=True)
 
 
 def max_vector_width(frame: Frame, size: int, offset: Index, available: int) -> int:

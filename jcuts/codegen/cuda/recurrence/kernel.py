@@ -3,8 +3,9 @@ the stages of a step.
 
 Every block has the same columns of a phase's result in every step.  A product is one of a column reduction
 (`reduction.column`): threads divide its terms, add up by shuffles and through shared memory, and finish the step's
-element-wise operations on what they have summed, the gates of a cell side by side.  Carried values lie in two copies in
-global memory, which the L2 cache holds; a block that is alone has them in shared memory and passes no grid barrier.
+element-wise operations on what they have summed, the gates of a cell side by side.  Carried values lie in two copies
+in global memory, which the L2 cache holds, or pass with flags (`flag_exchange`) in place of a grid barrier; a block
+that is alone has them in shared memory.  Operands that are the same in every step stay in shared memory or registers.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from contextlib import nullcontext
 from jcuts.codegen.cuda.elementwise.thread_tile import RegisterTileEmitter, TileVariant
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
+from jcuts.codegen.cuda.ptx.global_memory import Flagged
 from jcuts.codegen.cuda.ptx.grid_barrier import grid_barrier
 from jcuts.codegen.cuda.ptx.mma import barrier
+from jcuts.codegen.cuda.recurrence.flag_exchange import FlagExchange
 from jcuts.codegen.cuda.recurrence.split import SYNC
 from jcuts.codegen.cuda.recurrence.stage_columns import StageColumns
 from jcuts.codegen.cuda.recurrence.tile import RecurrenceTile, column_phase, digits
@@ -52,9 +55,17 @@ class RecurrenceKernel:
         self.steps = next(g.extent for g in program.grid if g.axis == STEP)
         self.carried = frozenset(s.buffer for p in program.phases for s in p.stores if s.buffer.startswith("s"))
         places = tile.layout(program)[0]
-        self.kept = residents(program, tile.blocks)[: tile.resident]
+        still = residents(program, tile.blocks)
+        self.kept = still[: 0 if tile.held else tile.resident]
+        self.held = {one.operand for one in still} if tile.held else frozenset()
         self.buffers = {**buffers, **{one.buffer.name: one.buffer for one in self.kept}}
         self.shared = {name: builder.add(shared, L.I32(place)) for name, place in places.items()}
+        taken = tile.exchanged(program)
+        self.exchange = (
+            FlagExchange(builder, taken, tile.threads, self.thread, pointers, self.shared) if taken else None
+        )
+        self.flagged: Mapping[str, Flagged] = {}
+        self.products: dict[int, tuple[StageColumns, L.Value | None]] = {}
 
     def emit(self) -> None:
         """All steps."""
@@ -68,6 +79,9 @@ class RecurrenceKernel:
             self._fill_shared(one)
         if first or self.kept:
             barrier(builder)
+        for number, phase in each:
+            if not is_short(phase):
+                self.products[number] = self._columns(number, phase)
         stages = self._stages([p for _, p in each])
         # A number of steps that the compiler does not know: it would unroll a few of them.
         steps = asm(builder, "mov.u32 $0, $1;", L.I32, [L.I32(self.steps)], effects=True)
@@ -78,14 +92,21 @@ class RecurrenceKernel:
         step = builder.phi(L.I32, STEP)
         step.add_incoming(L.I32(0), before)
         passed = builder.mul(step, L.I32(len(set(stages))))
+        if self.exchange is not None:
+            self.exchange.gather(step)
+            self.flagged = self.exchange.stores(step)
         for (number, phase), stage, following in zip(each, stages, [*stages[1:], -1], strict=True):
             self._phase(number, phase, step)
-            if following != stage:
+            if following != stage and self.exchange is None:
                 self._wait(builder.add(passed, L.I32(stage + 1)))
         after = builder.add(step, L.I32(1))
         step.add_incoming(after, builder.block)
         builder.cbranch(builder.icmp_signed("<", after, steps), loop, done)
         builder.position_at_end(done)
+        last = [phase for _, phase in phases if phase.last]
+        if self.exchange is not None and last:
+            self.exchange.gather(L.I32(self.steps))
+            self._wait(L.I32(1))
         for number, phase in phases:
             if phase.last:
                 self._phase(number, phase, L.I32(self.steps - 1))
@@ -116,22 +137,28 @@ class RecurrenceKernel:
     def _phase(self, number: int, phase: Phase, step: L.Value) -> None:
         if is_short(phase):
             self._points(phase, step)
-        else:
-            self._columns(number, phase, step)
+            return
+        products, has_any = self.products[number]
+        products.flagged = self.flagged
+        with self.builder.if_then(has_any) if has_any is not None else nullcontext():
+            products.step(step)
 
-    def _columns(self, number: int, phase: Phase, step: L.Value) -> None:
+    def _columns(self, number: int, phase: Phase) -> tuple[StageColumns, L.Value | None]:
+        """A phase's products, and whether the block has any (i1; None: every block has)."""
         builder = self.builder
         kept = [one for one in self.kept if one.phase == number]
         made, shape = column_phase(self.program, phase, self.tile, kept)
         axes = made.phases[0].axes
         lane, across = axes[-1], columns_of(phase, self.tile.blocks)
         integers = {a.name: L.I32(0) for a in axes}
-        integers |= {STEP: step, lane.name: builder.mul(self.block, L.I32(across)), "thread": self.thread}
+        integers |= {lane.name: builder.mul(self.block, L.I32(across)), "thread": self.thread}
         blocks = -(-lane.extent // across)
         has_any = builder.icmp_signed("<", self.block, L.I32(blocks)) if blocks < self.tile.blocks else None
-        with builder.if_then(has_any) if has_any is not None else nullcontext():
-            symbol = f"{self.symbol}_{number}"
-            StageColumns(builder, made, shape, self.buffers, self.pointers, integers, symbol, self.shared).emit()
+        symbol = f"{self.symbol}_{number}"
+        found = StageColumns(builder, made, shape, self.buffers, self.pointers, integers, symbol, self.shared)
+        if self.held:
+            found.hold(self.held)
+        return found, has_any
 
     def _fill_shared(self, one: Resident) -> None:
         """The block's slice of an operand, by all threads."""
@@ -192,5 +219,5 @@ class RecurrenceKernel:
             {**places, STEP: step},
             {},
         )
-        one.in_place, one.shared = True, self.shared
+        one.in_place, one.shared, one.flagged = True, self.shared, self.flagged
         one.emit()

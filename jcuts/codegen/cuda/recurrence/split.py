@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from jcuts.codegen.cuda.recurrence.flag_exchange import WORD, flags_of
+from jcuts.codegen.cuda.recurrence.tile import recurrence_tile
 from jcuts.codegen.cuda.reduction.split import Split
-from jcuts.kernel_ir.program import Buffer, Phase, Program, Store
+from jcuts.kernel_ir.program import ITEM_SIZE, Buffer, Phase, Program, Store
 
 SYNC = "sync"
 """The counter of the grid barrier."""
@@ -15,28 +18,38 @@ FILL_THREADS = 128
 def split_recurrence(program: Program) -> Split:
     """A kernel per carried value, of which the first clears the counter as well, and the loop's."""
     fills = [phase for phase in program.phases if phase.once]
-    sync = Buffer(SYNC, "int32", (program.buffer(fills[0].stores[0].buffer).size,), "scratch")
+    sync = Buffer(SYNC, "int32", (program.buffer(fills[0].stores[0].buffer).size // 2,), "scratch")
     shared = tuple(replace(b, role="scratch") for b in program.locals)
-    kernels = [_fill(program, phase, sync if number == 0 else None) for number, phase in enumerate(fills)]
+    flags = {b.name: _flags(b) for b in recurrence_tile(program).exchanged(program)}
+    kernels = []
+    for number, phase in enumerate(fills):
+        cleared = [*([sync] if number == 0 else []), *(flags[s.buffer] for s in phase.stores if s.buffer in flags)]
+        kernels.append(_fill(program, phase, cleared))
     loop = replace(
         program,
         name=f"{program.name}_loop",
-        buffers=(*program.inputs, *program.outputs, *shared, sync),
+        buffers=(*program.inputs, *program.outputs, *shared, *flags.values(), sync),
         phases=tuple(phase for phase in program.phases if not phase.once),
     )
-    return [*kernels, loop], [*shared, sync]
+    return [*kernels, loop], [*shared, *flags.values(), sync]
 
 
-def _fill(program: Program, phase: Phase, sync: Buffer | None) -> Program:
-    """The kernel of one carried value."""
+def _flags(carried: Buffer) -> Buffer:
+    """Both copies of a carried value with flags, as words of 32 bits."""
+    return Buffer(flags_of(carried.name), "int32", (WORD // ITEM_SIZE["int32"] * carried.size,), "scratch")
+
+
+def _fill(program: Program, phase: Phase, cleared: Sequence[Buffer]) -> Program:
+    """The kernel of one carried value. Args: cleared: buffers that it fills with zeros, multiples of its points."""
     (store,) = phase.stores
     written = replace(program.buffer(store.buffer), role="out")
     read = {node.buffer for node in phase.exit.nodes if node.op == "load"}
     buffers = [*(b for b in program.inputs if b.name in read), written]
-    stores = [store]
-    if sync is not None:
-        stores.append(Store(SYNC, store.address, phase.exit.const(0, "int32")))
-        buffers.append(replace(sync, role="out"))
+    stores, points = [store], written.size // 2
+    for buffer in cleared:
+        zero = phase.exit.const(0, "int32")
+        stores += [Store(buffer.name, store.address + first, zero) for first in range(0, buffer.size, points)]
+        buffers.append(replace(buffer, role="out"))
     return replace(
         program,
         name=f"{program.name}_{store.buffer}",

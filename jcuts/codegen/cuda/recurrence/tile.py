@@ -13,9 +13,10 @@ from jcuts.codegen.cuda.reduction.split import column_program
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index, flatten
 from jcuts.kernel_ir.node import Graph
-from jcuts.kernel_ir.program import Axis, Phase, Program, Red
+from jcuts.kernel_ir.program import Axis, Buffer, Phase, Program, Red
 from jcuts.lower.recurrence.program import STEP
-from jcuts.schedule.gpu.recurrence.residency import Resident, columns_of, shared_layout, terms_at_once
+from jcuts.schedule.gpu.recurrence.exchange import exchanged, is_flagged
+from jcuts.schedule.gpu.recurrence.residency import HELD, Resident, columns_of, shared_layout, terms_at_once
 
 ONE = "one"
 """An axis of one column, for results without any."""
@@ -29,12 +30,16 @@ class RecurrenceTile:
     blocks: of the grid; one block keeps what is carried in shared memory.
     threads: of a block. flight: terms of a product that a thread loads at once, at most.
     resident: operands that do not change which stay in shared memory: the first so many.
+    held: whether those operands stay in registers instead.
+    flagged: whether blocks exchange carried values with flags in place of a grid barrier.
     """
 
     blocks: int
     threads: int
     flight: int
     resident: int
+    held: bool = False
+    flagged: bool = False
 
     @property
     def is_alone(self) -> bool:
@@ -43,7 +48,14 @@ class RecurrenceTile:
 
     def layout(self, program: Program) -> tuple[dict[str, int], int]:
         """Offsets in dynamic shared memory, and its size [B]."""
-        return shared_layout(program, self.blocks, resident=self.resident)
+        return shared_layout(program, self.blocks, resident=self.resident, exchanged=self.exchanged(program))
+
+    def exchanged(self, program: Program) -> list[Buffer]:
+        """The carried values that blocks exchange with flags. Raises CompileRejected where the loop needs barriers."""
+        found = exchanged(program, self.blocks) if self.flagged else []
+        if self.flagged and not found:
+            raise CompileRejected(f"{program.name}: carried values need a grid barrier")
+        return found
 
 
 def recurrence_tile(program: Program) -> RecurrenceTile:
@@ -52,7 +64,8 @@ def recurrence_tile(program: Program) -> RecurrenceTile:
     blocks, threads, flight = (int(str(params.get(k, 1))) for k in ("split", "threads", "flight"))
     if blocks < 1 or flight < 1 or threads % WARP:
         raise CompileRejected(f"{program.name}: {blocks} blocks of {threads} threads, {flight} terms at once")
-    return RecurrenceTile(blocks, threads, flight, int(str(params.get("resident", 0))))
+    resident = int(str(params.get("resident", 0)))
+    return RecurrenceTile(blocks, threads, flight, resident, params.get(HELD) == 1, is_flagged(program))
 
 
 def column_phase(

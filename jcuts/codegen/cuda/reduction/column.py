@@ -119,11 +119,7 @@ class ColumnReductionKernel:
     def emit(self) -> None:
         """Everything that the thread does."""
         builder, shape = self.builder, self.shape
-        last = L.I32(self.lane.extent // self.lane.unroll - 1)
-        vector = builder.add(self.first, self.x)
-        # Threads beyond the last output follow along on it and store nothing.
-        inside = builder.select(builder.icmp_signed("<", vector, last), vector, last)
-        variables = {**self.outer, self.lane.name: builder.mul(inside, L.I32(self.lane.unroll))}
+        variables = self._column_variables()
         bare = replace(self.program, phases=(drop_guard(self.phase, self.guard),))
         body = self._points(bare.phases[0], variables)
         body._start()
@@ -149,6 +145,14 @@ class ColumnReductionKernel:
             with builder.if_then(wanted[0] if len(wanted) == 1 else builder.and_(*wanted)) if wanted else nullcontext():
                 self._terms(tail, builder.mul(whole, L.I32(step)), pieces, guarded=True)
         self._finish(body)
+
+    def _column_variables(self) -> dict[str, L.Value]:
+        """Where the thread's outputs lie; threads beyond the last output follow along on it and store nothing."""
+        builder = self.builder
+        last = L.I32(self.lane.extent // self.lane.unroll - 1)
+        vector = builder.add(self.first, self.x)
+        inside = builder.select(builder.icmp_signed("<", vector, last), vector, last)
+        return {**self.outer, self.lane.name: builder.mul(inside, L.I32(self.lane.unroll))}
 
     def _points(self, phase: Phase, variables: Mapping[str, L.Value]) -> SlidingWindowEmitter:
         counts = tuple((a.name, a.unroll) for a in phase.axes)
@@ -177,16 +181,22 @@ class ColumnReductionKernel:
 
     def _terms(self, body: SlidingWindowEmitter, base: L.Value, pieces: int, *, guarded: bool) -> None:
         """``pieces`` reduced points of this thread, the first one at ``base + y``."""
+        fixed, bases, reach = self._extents(body, base, pieces, guarded=guarded)
+        if self.walked is not None:
+            body.walk_terms(self.walked, self.shape.ahead, fixed, bases, reach, {TERM: 1})
+            return
+        (body._body if guarded else body._both_bodies)(fixed, bases, reach, {TERM: 1})
+
+    def _extents(
+        self, body: SlidingWindowEmitter, base: L.Value, pieces: int, *, guarded: bool
+    ) -> tuple[dict[str, Extent], dict[str, L.Value], dict[str, int]]:
+        """What ``pieces`` reduced points of this thread are: extents, the first of them, and its exclusive bound."""
         fixed = {r.name: Extent(r.name, r.extent, fixed=True) for r in body.phase.reds if r.name != TERM}
         fixed[TERM] = Extent(TERM, pieces, self.shape.deep)
         step = self.shape.deep * self.shape.flight
         # What bounds base + y; beyond the last term the guards decide, so they must not seem to hold always.
         reach = -(-self.share // step) * step if guarded else self.share - (pieces - 1) * self.shape.deep
-        bases = {TERM: self.builder.add(base, self.y)}
-        if self.walked is not None:
-            body.walk_terms(self.walked, self.shape.ahead, fixed, bases, {TERM: reach}, {TERM: 1})
-            return
-        (body._body if guarded else body._both_bodies)(fixed, bases, {TERM: reach}, {TERM: 1})
+        return fixed, {TERM: self.builder.add(base, self.y)}, {TERM: reach}
 
     # -- across threads -----------------------------------------------------------------------------------------
     def _finish(self, body: RegisterTileEmitter) -> None:

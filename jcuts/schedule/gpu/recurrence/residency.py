@@ -7,7 +7,7 @@ first step: [terms, columns of the block], neighbouring threads at neighbouring 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jcuts.kernel_ir.index import Index
@@ -18,6 +18,8 @@ SHORT = 32
 """Terms of a product, at most, that one thread adds up by itself."""
 LOADED = 64
 """Values of what is carried that a thread has under way."""
+HELD = "held"
+"""The schedule parameter of operands that stay in registers."""
 ALIGNED = 16
 """Bytes that places in shared memory are multiples of."""
 
@@ -89,12 +91,15 @@ def _of_phase(program: Program, number: int, phase: Phase, blocks: int) -> Itera
             yield Resident(number, node, load.buffer, load.index, terms, columns, buffer)
 
 
-def shared_layout(program: Program, blocks: int, *, resident: int) -> tuple[dict[str, int], int]:
+def shared_layout(
+    program: Program, blocks: int, *, resident: int, exchanged: Sequence[Buffer] = ()
+) -> tuple[dict[str, int], int]:
     """Offsets of buffers in a block's dynamic shared memory, and its size [B].
 
-    A block that is alone has what is carried there; ``resident``: so many operands that do not change, too.
+    A block that is alone has what is carried there, others copies of what they exchange; ``resident``: so many operands
+    that do not change, too.
     """
-    buffers = [*(program.locals if blocks == 1 else ())]
+    buffers = [*(program.locals if blocks == 1 else exchanged)]
     buffers += [one.buffer for one in residents(program, blocks)[:resident]]
     places, total = {}, 0
     for buffer in buffers:

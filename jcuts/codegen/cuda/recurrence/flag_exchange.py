@@ -1,0 +1,115 @@
+"""Flag-in-data exchange of carried values between blocks (as NCCL's LL protocol): ``st.relaxed.gpu.b64`` of a value
+with the number of its step, ``ld.relaxed.gpu.b64`` until that number is there.
+
+In place of a grid barrier and a load behind it, one trip through the L2 cache: every block loads all carried values
+that products read, again until each has its step's number, and keeps them in shared memory for the step.  A word of 64
+bits is written and read as one, so a value and its number belong together.
+
+Values lie in two copies.  A block overwrites what was read two steps ago: it has all values of the step in between,
+every block's among them, and a block writes those after it has read the copy before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
+from jcuts.codegen.cuda.ptx.global_memory import Flagged
+from jcuts.codegen.cuda.ptx.grid_barrier import poll
+from jcuts.codegen.cuda.ptx.mma import barrier
+from jcuts.codegen.llvm import lanes as L
+from jcuts.kernel_ir.program import ITEM_SIZE, Buffer
+
+TOGETHER = 8
+"""Words of a thread that are under way."""
+WORD = 8
+"""Bytes of a value with its step's number."""
+Words = Callable[[Buffer, Sequence[L.Value], L.Value], list[L.Value]]
+"""Loads of a buffer's values at some places, for a step."""
+
+
+def flags_of(name: str) -> str:
+    """The buffer of the flagged copies of a carried value."""
+    return f"f{name[1:]}"
+
+
+@dataclass(frozen=True)
+class FlagExchange:
+    """The exchange of one kernel.
+
+    Attributes:
+        builder: at the thread's code. carried: buffers of two copies that are exchanged. threads: of a block.
+        thread: the number of this one. pointers: addresses (i64). shared: those of copies in shared memory (i32).
+    """
+
+    builder: GpuBuilder
+    carried: Sequence[Buffer]
+    threads: int
+    thread: L.Value
+    pointers: Mapping[str, L.Value]
+    shared: Mapping[str, L.Value]
+
+    def stores(self, step: L.Value) -> dict[str, Flagged]:
+        """Where the stores of a step go, with the number of the next one."""
+        number = self.builder.add(step, L.I32(1))
+        return {b.name: Flagged(flags_of(b.name), number) for b in self.carried}
+
+    def gather(self, step: L.Value) -> None:
+        """Brings the values that a step reads into shared memory, all of them, and passes a ``bar.sync``."""
+        builder = self.builder
+        is_first = builder.icmp_signed("==", step, L.I32(0))
+        with builder.if_else(is_first) as (then, otherwise):
+            with then:
+                self._copies(step, self._initial)
+            with otherwise:
+                self._copies(step, self._awaited)
+        barrier(builder)
+
+    def _copies(self, step: L.Value, words_of: Words) -> None:
+        builder = self.builder
+        copy = builder.and_(step, L.I32(1))
+        for buffer in self.carried:
+            count, size = buffer.size // 2, ITEM_SIZE[buffer.dtype]
+            start = builder.mul(copy, L.I32(count))
+            for first in range(0, count, TOGETHER * self.threads):
+                numbers = range(first, min(count, first + TOGETHER * self.threads), self.threads)
+                places = [builder.add(self.thread, L.I32(n)) for n in numbers]
+                inside = [builder.icmp_signed("<", place, L.I32(count)) for place in places]
+                places = [builder.select(i, p, L.I32(count - 1)) for i, p in zip(inside, places, strict=True)]
+                places = [builder.add(start, place) for place in places]
+                for place, live, word in zip(places, inside, words_of(buffer, places, step), strict=True):
+                    there = builder.add(self.shared[buffer.name], builder.mul(place, L.I32(size)))
+                    text = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.shared.b{8 * size} [$0], $1; }}"
+                    value = builder.trunc(word, ir.IntType(8 * size))
+                    asm(builder, text, ir.VoidType(), [there, value, builder.zext(live, L.I32)], effects=True)
+
+    def _initial(self, buffer: Buffer, places: Sequence[L.Value], step: L.Value) -> list[L.Value]:
+        """What a launch before this one has written (`split`)."""
+        size = ITEM_SIZE[buffer.dtype]
+        kind, base = ir.IntType(8 * size), self.pointers[buffer.name]
+        text = f"ld.global.b{8 * size} $0, [$1];"
+        where = [self._address(base, place, size) for place in places]
+        return [asm(self.builder, text, kind, [there], effects=True) for there in where]
+
+    def _awaited(self, buffer: Buffer, places: Sequence[L.Value], step: L.Value) -> list[L.Value]:
+        builder, base = self.builder, self.pointers[flags_of(buffer.name)]
+        where = [self._address(base, place, WORD) for place in places]
+
+        def load() -> tuple[L.Value, list[L.Value]]:
+            text = "ld.relaxed.gpu.global.b64 $0, [$1];"
+            words = [asm(builder, text, L.I64, [there], effects=True) for there in where]
+            missing: L.Value | None = None
+            for word in words:
+                number = builder.trunc(builder.lshr(word, L.I64(32)), L.I32)
+                differs = builder.xor(number, step)
+                missing = differs if missing is None else builder.or_(missing, differs)
+            return builder.icmp_signed("!=", missing, L.I32(0)), words
+
+        return poll(builder, load)
+
+    def _address(self, base: L.Value, place: L.Value, size: int) -> L.Value:
+        builder = self.builder
+        return builder.add(base, builder.mul(builder.zext(place, L.I64), L.I64(size)))

@@ -17,7 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +165,25 @@ def _few_row_samples(
     return found
 
 
+def recurrence_samples(paths: Sequence[Path], gpu: str = "H200") -> list[Sample]:
+    """Persistent recurrences (`benchmarks/gpu_kernels/recurrences.py --schedules`): recorded schedules' times alone."""
+    from benchmarks.gpu_kernels.recurrences import case, programs_of
+    from jcuts.schedule.gpu.machine import GpuMachine
+    from jcuts.schedule.gpu.recurrence.schedules import estimated_time
+
+    machine, clock, found = GpuMachine.named(gpu), clock_hertz(), []
+    for name, row in (item for path in paths for item in json.loads(path.read_text()).items()):
+        programs = programs_of(*case(name)) if len(row.get("schedules", ())) else []
+        for measured in row.get("schedules", ()) if len(programs) == 1 else ():
+            if "us" in measured:
+                made = replace(programs[0], params=tuple(measured["params"].items()))
+                cycles = lambda made=made: clock * estimated_time(made, machine).seconds  # noqa: E731
+                found.append(Sample(name, 1e-6 * measured["us"], cycles))
+    return found
+
+
 FAMILIES = {
+    "recurrence": Family("cost", ("gpu_kernels/recurrence_schedules_h200_2026-11-28.json",), recurrence_samples),
     "gemv": Family("cost", ("gpu_kernels/gpu_gemv_h200_2026-11-24.json",), gemv_samples),
     "attention": Family(
         "cycles",

@@ -117,26 +117,13 @@ def measure(name: str, *, schedules: bool) -> dict[str, Any]:
 def every_schedule(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[dict[str, Any]]:
     """Every schedule of the function's loops as one kernel, alone: parameters, microseconds, predicted ones."""
     from jcuts.base.errors import CompileRejected, Refusal
-    from jcuts.lower.recurrence.program import lower_recurrence
-    from jcuts.lower.tensor_graph import build_graph
-    from jcuts.rewrite.backward.registry import backward_rewrites
-    from jcuts.rewrite.simplify import simplify
     from jcuts.schedule.gpu.kernel_time import kernel_time
     from jcuts.schedule.gpu.recurrence.schedules import recurrence_schedules
-    from jcuts.trace import jaxapi
-    from jcuts.trace.inline import inline
     from jcuts.xla import devices
     from jcuts.xla.kernel_cache import kernel_for
 
-    closed = simplify(inline(jaxapi.closed_jaxpr_of(function, *arguments)))
-    for rewrite in backward_rewrites("cuda", divides=False):
-        closed = rewrite.apply(closed)
-    graph, found, machine = build_graph(closed.jaxpr), [], devices.machine()
-    for number, eqn in enumerate(closed.jaxpr.eqns):
-        if jaxapi.primitive_name(eqn) != "scan":
-            continue
-        ((_, _, body),) = jaxapi.inner_jaxprs(eqn)
-        program = lower_recurrence(graph, graph.nodes[number], eqn, build_graph(body.jaxpr), f"scan_{number}")
+    found, machine = [], devices.machine()
+    for program in programs_of(function, arguments):
         if isinstance(program, Refusal):
             found.append({"refused": str(program)})
             continue
@@ -148,6 +135,27 @@ def every_schedule(function: Callable[..., Any], arguments: tuple[Any, ...]) -> 
                 found[-1]["us"] = 1e6 * alone(kernel_for(made), operands)
             except CompileRejected as error:
                 found[-1]["rejected"] = str(error)
+    return found
+
+
+def programs_of(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
+    """A function's loops as programs without a schedule, or why one has none, as a GPU's rewrites leave them."""
+    from jcuts.lower.recurrence.program import lower_recurrence
+    from jcuts.lower.tensor_graph import build_graph
+    from jcuts.rewrite.backward.registry import backward_rewrites
+    from jcuts.rewrite.simplify import simplify
+    from jcuts.trace import jaxapi
+    from jcuts.trace.inline import inline
+
+    closed = simplify(inline(jaxapi.closed_jaxpr_of(function, *arguments)))
+    for rewrite in backward_rewrites("cuda", divides=False):
+        closed = rewrite.apply(closed)
+    graph, found = build_graph(closed.jaxpr), []
+    for number, eqn in enumerate(closed.jaxpr.eqns):
+        if jaxapi.primitive_name(eqn) != "scan":
+            continue
+        ((_, _, body),) = jaxapi.inner_jaxprs(eqn)
+        found.append(lower_recurrence(graph, graph.nodes[number], eqn, build_graph(body.jaxpr), f"scan_{number}"))
     return found
 
 

@@ -6,8 +6,8 @@ Both programs are compiled, from shapes alone, for the row's batch and for twice
 (``memory_analysis``) grows linearly from there, which proposes a batch; that one is compiled too, and made smaller
 until its peak fits.  jcuts chooses kernels by its estimator here (``tune="off"``), the regions that it would replace
 in the race's first program; nothing is timed.  With ``--run`` one step of the largest batch of each runs in the end,
-in a process whose allocator has that memory and no more.  XLA compiles without its autotuner (``AUTOTUNING``), which would
-time candidates in buffers as large as the program's, and takes ten times as long.
+in a process whose allocator has that memory and no more.  XLA compiles without its autotuner (``AUTOTUNING``), which
+would time candidates in buffers as large as the program's, and takes ten times as long.
 """
 
 from __future__ import annotations
@@ -110,8 +110,14 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     """Both programs' largest batches."""
     limit = options.gigabytes * GIGA
     programs = {}
-    for name in PROGRAMS:
-        programs[name] = largest(lambda batch, name=name: compiled_peak(name, row, batch), row.batch, limit)
+    for name in options.programs or PROGRAMS:
+
+        def peak(batch: int, name: str = name) -> int:
+            found = compiled_peak(name, row, batch)
+            print(row, name, batch, found, flush=True)
+            return found
+
+        programs[name] = largest(peak, row.batch, limit)
         if options.run:
             programs[name]["ran"] = ran(name, row, programs[name]["largest"], options)
         print(row, name, programs[name], flush=True)
@@ -134,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("rows", nargs="+", metavar="ROW", help="NAME:BATCH:FORM[:DTYPE], with the first batch tried")
     parser.add_argument("--out", type=Path, required=True, help="folder of the rows")
     parser.add_argument("--gigabytes", type=float, default=GIGABYTES, help="of memory, 10^9 bytes (%(default)s)")
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, help="of the two, if not both")
     parser.add_argument("--run", action="store_true", help="runs a step of the largest batches")
     parser.add_argument("--total", type=float, help="gigabytes of the GPU, with --run: its allocator gets their share")
     parser.add_argument("--budget", type=float, default=900.0, help="seconds per row (%(default)s)")
@@ -153,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in rows:
         words = ["--child", "--out", options.out, "--gigabytes", options.gigabytes, *(["--run"] * options.run)]
         words += ["--total", options.total] if options.total else []
+        words += ["--programs", *options.programs, "--"] if options.programs else []
         target = options.out / f"largest_{row.file}"
         if not read(target):
             driver.run_row(target, script("largest_batch.py", *words, row), NEED)

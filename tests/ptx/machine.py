@@ -317,10 +317,8 @@ class Machine:
             self._every(ins, 32, on)
         elif ins.op.startswith("st.async"):
             self.barriers.store(ins, on)
-        elif name in ("red", "trap") or ins.op.startswith("ld.acquire"):
-            self._counter(ins, on)
-        elif ins.op in ("ld.relaxed.gpu.global.b64", "st.relaxed.gpu.global.b64"):
-            self._relaxed(ins, on)
+        elif name in ("red", "trap") or parts[1:2] in (["acquire"], ["relaxed"]):
+            (self._relaxed if parts[1:2] == ["relaxed"] else self._counter)(ins, on)
         elif name in ("ld", "st"):
             self._access(ins, parts, on)
         elif name == "prefetch":
@@ -408,7 +406,7 @@ class Machine:
     def _relaxed(self, ins: Instruction, on: np.ndarray) -> None:
         """Words that blocks exchange without a barrier, each with its flag."""
         live, is_load = np.flatnonzero(on), ins.op.startswith("ld")
-        if self.grid is None:
+        if self.grid is None or not ins.op.endswith(".relaxed.gpu.global.b64"):
             raise Fault(f"outside of a cooperative launch: {ins.text}")
         if not live.size:
             return

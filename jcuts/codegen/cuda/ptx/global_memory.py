@@ -32,11 +32,13 @@ LIMIT = 2**31 - 1  # elements of the largest buffer that 32-bit indices reach
 class Flagged:
     """Where stores into a buffer go as words of 64 bits, the value below a number (``st.relaxed.gpu.b64``).
 
-    Attributes: buffer: of these words. number: an i32.
+    Attributes: buffer: of these words. number: an i32. replicas: of the buffer's ``words``, one behind the other.
     """
 
     buffer: str
     number: L.Value
+    replicas: int
+    words: int
 
 
 @dataclass
@@ -285,7 +287,7 @@ def store(
 def _store_flagged(frame: Frame, flagged: Flagged, offset: Index, values: Sequence[L.Value]) -> None:
     builder = frame.builder
     number = builder.shl(builder.zext(flagged.number, I64), I64(32))
-    for k, value in enumerate(values):
+    for k, value in ((k + r * flagged.words, v) for k, v in enumerate(values) for r in range(flagged.replicas)):
         if value.type.width > I32.width:
             raise IRError(f"{value.type.width} bits with a number in 64")
         place, constant = address(frame, flagged.buffer, item_size("int64"), offset + k)

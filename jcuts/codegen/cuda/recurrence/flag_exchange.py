@@ -7,6 +7,9 @@ bits is written and read as one, so a value and its number belong together.
 
 Values lie in two copies.  A block overwrites what was read two steps ago: it has all values of the step in between,
 every block's among them, and a block writes those after it has read the copy before.
+
+All blocks read the same few lines at once, which one slice of the L2 cache serves one after the other: writers store to
+several replicas, of which a block reads one.
 """
 
 from __future__ import annotations
@@ -41,13 +44,16 @@ class FlagExchange:
     """The exchange of one kernel.
 
     Attributes:
-        builder: at the thread's code. carried: buffers of two copies that are exchanged. threads: of a block.
-        thread: the number of this one. pointers: addresses (i64). shared: those of copies in shared memory (i32).
+        builder: at the thread's code. carried: buffers of two copies that are exchanged. replicas: of all copies.
+        threads: of a block. block, thread: the numbers of this one. pointers: addresses (i64). shared: those of copies
+            in shared memory (i32).
     """
 
     builder: GpuBuilder
     carried: Sequence[Buffer]
+    replicas: int
     threads: int
+    block: L.Value
     thread: L.Value
     pointers: Mapping[str, L.Value]
     shared: Mapping[str, L.Value]
@@ -55,7 +61,7 @@ class FlagExchange:
     def stores(self, step: L.Value) -> dict[str, Flagged]:
         """Where the stores of a step go, with the number of the next one."""
         number = self.builder.add(step, L.I32(1))
-        return {b.name: Flagged(flags_of(b.name), number) for b in self.carried}
+        return {b.name: Flagged(flags_of(b.name), number, self.replicas, b.size) for b in self.carried}
 
     def gather(self, step: L.Value) -> None:
         """Brings the values that a step reads into shared memory, all of them, and passes a ``bar.sync``."""
@@ -96,6 +102,8 @@ class FlagExchange:
 
     def _awaited(self, buffer: Buffer, places: Sequence[L.Value], step: L.Value) -> list[L.Value]:
         builder, base = self.builder, self.pointers[flags_of(buffer.name)]
+        if self.replicas > 1:
+            base = self._address(base, builder.urem(self.block, L.I32(self.replicas)), WORD * buffer.size)
         where = [self._address(base, place, WORD) for place in places]
 
         def load() -> tuple[L.Value, list[L.Value]]:

@@ -62,7 +62,9 @@ class RecurrenceKernel:
         self.shared = {name: builder.add(shared, L.I32(place)) for name, place in places.items()}
         taken = tile.exchanged(program)
         self.exchange = (
-            FlagExchange(builder, taken, tile.threads, self.thread, pointers, self.shared) if taken else None
+            FlagExchange(builder, taken, tile.replicas, tile.threads, self.block, self.thread, pointers, self.shared)
+            if taken
+            else None
         )
         self.flagged: Mapping[str, Flagged] = {}
         self.products: dict[int, tuple[StageColumns, L.Value | None]] = {}

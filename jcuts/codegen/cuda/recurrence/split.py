@@ -20,7 +20,8 @@ def split_recurrence(program: Program) -> Split:
     fills = [phase for phase in program.phases if phase.once]
     sync = Buffer(SYNC, "int32", (program.buffer(fills[0].stores[0].buffer).size // 2,), "scratch")
     shared = tuple(replace(b, role="scratch") for b in program.locals)
-    flags = {b.name: _flags(b) for b in recurrence_tile(program).exchanged(program)}
+    tile = recurrence_tile(program)
+    flags = {b.name: _flags(b, tile.replicas) for b in tile.exchanged(program)}
     kernels = []
     for number, phase in enumerate(fills):
         cleared = [*([sync] if number == 0 else []), *(flags[s.buffer] for s in phase.stores if s.buffer in flags)]
@@ -34,9 +35,10 @@ def split_recurrence(program: Program) -> Split:
     return [*kernels, loop], [*shared, *flags.values(), sync]
 
 
-def _flags(carried: Buffer) -> Buffer:
+def _flags(carried: Buffer, replicas: int) -> Buffer:
     """Both copies of a carried value with flags, as words of 32 bits."""
-    return Buffer(flags_of(carried.name), "int32", (WORD // ITEM_SIZE["int32"] * carried.size,), "scratch")
+    size = replicas * WORD // ITEM_SIZE["int32"] * carried.size
+    return Buffer(flags_of(carried.name), "int32", (size,), "scratch")
 
 
 def _fill(program: Program, phase: Phase, cleared: Sequence[Buffer]) -> Program:

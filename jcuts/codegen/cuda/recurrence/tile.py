@@ -15,7 +15,7 @@ from jcuts.kernel_ir.index import Index, flatten
 from jcuts.kernel_ir.node import Graph
 from jcuts.kernel_ir.program import Axis, Buffer, Phase, Program, Red
 from jcuts.lower.recurrence.program import STEP
-from jcuts.schedule.gpu.recurrence.exchange import exchanged, is_flagged
+from jcuts.schedule.gpu.recurrence.exchange import REPLICAS, exchanged, is_flagged
 from jcuts.schedule.gpu.recurrence.residency import HELD, Resident, columns_of, shared_layout, terms_at_once
 
 ONE = "one"
@@ -31,7 +31,7 @@ class RecurrenceTile:
     threads: of a block. flight: terms of a product that a thread loads at once, at most.
     resident: operands that do not change which stay in shared memory: the first so many.
     held: whether those operands stay in registers instead.
-    flagged: whether blocks exchange carried values with flags in place of a grid barrier.
+    flagged: whether blocks exchange carried values with flags in place of a grid barrier. replicas: of these values.
     """
 
     blocks: int
@@ -40,6 +40,7 @@ class RecurrenceTile:
     resident: int
     held: bool = False
     flagged: bool = False
+    replicas: int = 1
 
     @property
     def is_alone(self) -> bool:
@@ -64,8 +65,8 @@ def recurrence_tile(program: Program) -> RecurrenceTile:
     blocks, threads, flight = (int(str(params.get(k, 1))) for k in ("split", "threads", "flight"))
     if blocks < 1 or flight < 1 or threads % WARP:
         raise CompileRejected(f"{program.name}: {blocks} blocks of {threads} threads, {flight} terms at once")
-    resident = int(str(params.get("resident", 0)))
-    return RecurrenceTile(blocks, threads, flight, resident, params.get(HELD) == 1, is_flagged(program))
+    resident, replicas = int(str(params.get("resident", 0))), int(str(params.get(REPLICAS, 1)))
+    return RecurrenceTile(blocks, threads, flight, resident, params.get(HELD) == 1, is_flagged(program), replicas)
 
 
 def column_phase(

@@ -17,6 +17,8 @@ from jcuts.schedule.gpu.recurrence.residency import columns_of, is_short
 
 EXCHANGE, FLAGS = "exchange", "flags"
 """The schedule parameter, and its value."""
+REPLICAS = "replicas"
+"""The schedule parameter of how often blocks write what they exchange."""
 WIDEST = 4
 """Bytes of a value that fits beside its flag in a word of 64 bits."""
 

@@ -1,4 +1,5 @@
-"""Schedules of persistent recurrences: one block where a step is small, else a block per SM and a grid barrier a stage.
+"""Schedules of persistent recurrences: one block where a step is small, else a block per SM, and a grid barrier a stage
+or carried values with flags.
 
 Blocks are never more than the GPU has SMs, one on each: all must be resident at once.
 """
@@ -6,14 +7,16 @@ Blocks are never more than the GPU has SMs, one on each: all must be resident at
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jcuts.estimate.time_model import KernelTime, Resource, repeat, serial, term
-from jcuts.kernel_ir.program import ITEM_SIZE, Phase, Program
+from jcuts.kernel_ir.program import ITEM_SIZE, Buffer, Phase, Program
 from jcuts.lower.recurrence.program import STEP, TEMPLATE
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.machine import SHARED, WARP, Candidate, GpuMachine, scheduled
+from jcuts.schedule.gpu.recurrence.exchange import EXCHANGE, FLAGS, REPLICAS, exchanged, is_flagged
 from jcuts.schedule.gpu.recurrence.residency import (
+    HELD,
     columns_of,
     is_short,
     residents,
@@ -36,6 +39,12 @@ COLUMNS = (1, 2, 4, 8, 16)
 """Columns of a block of a grid."""
 MOST_SUMS = 64
 """Sums of a thread: rows times products side by side."""
+HELD_SHARE = 0.5
+"""Of a thread's registers, that operands may take which stay there."""
+REPLICATED = (1, 4)
+"""Replicas of what blocks exchange with flags."""
+FLAGGED_BYTES = 8
+"""Of a carried value with its flag."""
 MOST_ALONE = 1 << 16
 """Products of a step, at most, that one block is tried for."""
 _COST = fit.coefficients("gpu/recurrence", "cost")
@@ -62,9 +71,45 @@ def _space(program: Program, machine: GpuMachine) -> Iterator[Program]:
         if (blocks == 1 and not small) or max(columns_of(phase, blocks) for phase in program.phases) > most:
             continue
         for threads in ALONE if blocks == 1 else THREADS:
-            if threads <= most and all(_fits(phase, blocks, threads) for phase in program.phases):
-                for flight in _flights(program, blocks, threads):
-                    yield scheduled(program, FORM, threads, *_parameters(program, machine, blocks, flight))
+            if threads > most or not all(_fits(phase, blocks, threads) for phase in program.phases):
+                continue
+            flights = _flights(program, blocks, threads)
+            for flight in flights:
+                yield scheduled(program, FORM, threads, *_parameters(program, machine, blocks, flight))
+            for more in _with_flags(program, machine, blocks, threads, flights[-1]):
+                yield scheduled(program, FORM, threads, *more)
+
+
+def _with_flags(
+    program: Program, machine: GpuMachine, blocks: int, threads: int, flight: int
+) -> Iterator[list[tuple[str, object]]]:
+    """Parameters of schedules without a grid barrier: weights in shared memory, and in registers."""
+    carried = exchanged(program, blocks) if blocks > 1 else []
+    if not carried:
+        return
+    parameters = [*_parameters(program, machine, blocks, flight, carried), (EXCHANGE, FLAGS)]
+    if shared_layout(program, blocks, resident=0, exchanged=carried)[1] <= _dynamic_bytes(machine):
+        yield from _replicated(parameters)
+        registers = min(machine.limits.registers_per_thread, machine.limits.registers_per_sm // threads)
+        if 0 < _held_words(program, blocks, threads, flight) <= HELD_SHARE * registers:
+            yield from _replicated([(k, v) for k, v in parameters if k != "resident"] + [(HELD, 1)])
+
+
+def _replicated(parameters: list[tuple[str, object]]) -> Iterator[list[tuple[str, object]]]:
+    """Schedules with so many replicas of what is exchanged."""
+    for replicas in REPLICATED:
+        yield [*parameters, *([(REPLICAS, replicas)] if replicas > 1 else [])]
+
+
+def _held_words(program: Program, blocks: int, threads: int, flight: int) -> int:
+    """Words of operands that do not change, of a thread; 0 where its terms are several trips."""
+    phases, total = dict(enumerate(program.phases)), 0
+    for one in residents(program, blocks):
+        terms = terms_of_thread(phases[one.phase], blocks, threads)
+        if terms > terms_at_once(phases[one.phase], blocks, threads, flight):
+            return 0
+        total += terms
+    return total
 
 
 def _fits(phase: Phase, blocks: int, threads: int) -> bool:
@@ -79,10 +124,20 @@ def _flights(program: Program, blocks: int, threads: int) -> list[int]:
     return sorted(found.values())
 
 
-def _parameters(program: Program, machine: GpuMachine, blocks: int, flight: int) -> list[tuple[str, object]]:
-    """Of a schedule besides its threads; of what does not change as much is resident as shared memory holds."""
-    most, count = machine.limits.smem_per_block_bytes - PARTIAL, len(residents(program, blocks))
-    while count and shared_layout(program, blocks, resident=count)[1] > most:
+def _dynamic_bytes(machine: GpuMachine) -> int:
+    """Shared memory of a block that its operands may take."""
+    return machine.limits.smem_per_block_bytes - PARTIAL
+
+
+def _parameters(
+    program: Program, machine: GpuMachine, blocks: int, flight: int, carried: Sequence[Buffer] = ()
+) -> list[tuple[str, object]]:
+    """Of a schedule besides its threads; of what does not change as much is resident as shared memory holds.
+
+    Args: carried: what is exchanged with flags, of which shared memory holds copies.
+    """
+    most, count = _dynamic_bytes(machine), len(residents(program, blocks))
+    while count and shared_layout(program, blocks, resident=count, exchanged=carried)[1] > most:
         count -= 1
     split = [("split", blocks)] if blocks > 1 else []
     return [("flight", flight), *split, *([("resident", count)] if count else [])]
@@ -119,12 +174,18 @@ def estimated_time(program: Program, machine: GpuMachine) -> KernelTime:
     blocks, threads = int(str(params.get("split", 1))), int(str(params["threads"]))
     each = [(n, phase) for n, phase in enumerate(program.phases) if not phase.once and not phase.last]
     flight = int(str(params["flight"]))
-    kept = residents(program, blocks)[: int(str(params.get("resident", 0)))]
+    flagged, held = is_flagged(program), HELD in params
+    still = residents(program, blocks)
+    kept = still if held else still[: int(str(params.get("resident", 0)))]
     barrier = _COST.grid_barrier_seconds if blocks > 1 else _COST.block_barrier_seconds
-    parts = [term(Resource.BARRIER, barrier * _stages(program))]
+    parts = [term(Resource.BARRIER, _COST.flag_exchange_seconds if flagged else barrier * _stages(program))]
+    if flagged:
+        words = sum(b.size // 2 for b in exchanged(program, blocks))
+        read = FLAGGED_BYTES * words
+        parts.append(term(Resource.L2, read / _COST.l2_bytes_per_second_sm, read * blocks))
     for number, phase in each:
         waves = -(-_points(phase) // (blocks * threads))
-        if not is_short(phase) and phase.reds:
+        if not is_short(phase) and phase.reds and not flagged:
             trips = -(-terms_of_thread(phase, blocks, threads) // terms_at_once(phase, blocks, threads, flight))
             parts.append(term(Resource.LATENCY, _COST.load_seconds * trips))
         parts.append(term(Resource.CHAIN, _COST.point_seconds * waves))
@@ -132,7 +193,11 @@ def estimated_time(program: Program, machine: GpuMachine) -> KernelTime:
         share = columns / _columns(phase)
         read = ITEM_SIZE["float32"] * _work(phase) / max(1, _points(phase) // _columns(phase)) * share
         inside = min(read, sum(one.buffer.bytes for one in kept if one.phase == number))
-        parts.append(term(Resource.SMEM, inside / _COST.shared_bytes_per_second_sm, inside))
+        from_shared = 0 if held else inside
+        if flagged and not is_short(phase):  # a line of shared memory for every load of a warp
+            loads = terms_of_thread(phase, blocks, threads) * _points(phase) // _columns(phase)
+            from_shared += loads * ITEM_SIZE["float32"] * threads
+        parts.append(term(Resource.SMEM, from_shared / _COST.shared_bytes_per_second_sm, from_shared))
         parts.append(term(Resource.L2, (read - inside) / _COST.l2_bytes_per_second_sm, (read - inside) * blocks))
         warps = max(1.0, _work(phase) * share / WARP)
         per_cycle = machine.arch.flop_per_clock_sm["ffma"] / (2 * WARP)

@@ -39,6 +39,13 @@ def test_all_steps_without_a_barrier(name, blocks, held):
 
 
 @compiled
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_every_block_reads_one_of_several_replicas(replicas):
+    made, operands, wanted = made_of("lstm", 3, 64, 64, ("held", 1), ("replicas", replicas))
+    check(made, operands, wanted)
+
+
+@compiled
 @pytest.mark.parametrize("flight", [1, 5])
 def test_operands_of_several_trips_stay_in_shared_memory(flight):
     made, operands, wanted = made_of("gru", 5, 64, flight, ("resident", 3))

@@ -10,6 +10,7 @@ import pytest
 import jcuts
 from jcuts.base.errors import CompileRejected, Refusal
 from jcuts.schedule.gpu.families import FAMILIES
+from jcuts.schedule.gpu.recurrence.stage_product import PARAMETER
 from jcuts.xla import devices as xla_devices
 from jcuts.xla.cpu_ffi_call import call_kernel
 from jcuts.xla.kernel_cache import kernel_for
@@ -62,6 +63,33 @@ def test_every_schedule(name):
             scale = np.sqrt(np.mean(np.square(theirs, dtype=np.float64))) + np.abs(theirs)
             assert (np.abs(mine - theirs) / scale).max() < 2e-5, made.params
     assert ran
+
+
+@pytest.mark.parametrize("name", [name for name in [*CASES, *LARGE] if "rows" in name or name == "lstm"])
+def test_every_schedule_on_tensor_cores(name):
+    """Operands are rounded to TF32, 2^-11 of them, in every step of a loop whose errors do not grow."""
+    function, arguments = calm(name)
+    with jax.default_matmul_precision("highest"):
+        _, (operands, wanted) = lowered(function, arguments)
+    program, _ = lowered(function, arguments)
+    assert not isinstance(program, Refusal)
+    found = [
+        p for p, _ in FAMILIES["recurrence"].schedules(program, xla_devices.machine()) if PARAMETER in dict(p.params)
+    ]
+    for made in found:
+        try:
+            kernel = kernel_for(made)
+        except CompileRejected:
+            continue
+        run = jax.jit(lambda *xs, k=kernel: call_kernel(k, *xs))
+        first = [np.asarray(x) for x in run(*operands)]
+        for _ in range(RUNS):
+            for mine, again in zip(first, run(*operands), strict=True):
+                np.testing.assert_array_equal(mine, np.asarray(again))
+        for mine, theirs in zip(first, wanted, strict=True):
+            scale = np.sqrt(np.mean(np.square(theirs, dtype=np.float64))) + np.abs(theirs)
+            assert (np.abs(mine - theirs) / scale).max() < 5e-3, made.params
+    assert found or name in CASES  # their products are short
 
 
 def test_beside_other_work():

@@ -161,7 +161,9 @@ class _Lowering:
                     self.sources[tensor] = Source(written[tensor][0][0], Index())
         phases += [self._result(k) for k in range(self.carries) if self.results[k] in self.outs]
         grid = (Grid(STEP, self.steps, self.steps),)
-        return Program(name, (*self.buffers, *local), grid, (STEP,), tuple(phases), 1, TEMPLATE)
+        asked = [p for node in self.inner.nodes if (p := op_rule(node).info.get("precision"))]
+        params = tuple(("precision", p) for p in sorted(asked)[:1])
+        return Program(name, (*self.buffers, *local), grid, (STEP,), tuple(phases), 1, TEMPLATE, params)
 
     def _type(self, tensor: int) -> Any:
         return self.inner.tensors[tensor].type

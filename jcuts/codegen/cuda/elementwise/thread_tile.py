@@ -7,7 +7,7 @@ loads (the rows of a depthwise window stay in registers); longer ones are loops.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jcuts.codegen.cuda.graph.accumulators import acc_start, acc_types, accumulate
@@ -17,7 +17,7 @@ from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.llvm import elementwise as E
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
-from jcuts.kernel_ir.node import Graph, Guard
+from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import Buffer, Phase, Program, Red
 from jcuts.kernel_ir.register_tiling import Extent, Point, Tile, body_tile, exit_tile, points
 from jcuts.ops.window import identity
@@ -279,20 +279,35 @@ class RegisterTileEmitter:
             return False
         return node.value == identity(acc.combine, acc.dtype)
 
-    def load_ahead(self) -> None:
-        """Issues the exit graph's loads before what is reduced is known."""
+    def load_ahead(
+        self, known: Mapping[int, E.Lanes] | None = None, only: Callable[[Node], bool] = lambda load: True
+    ) -> dict[int, E.Lanes]:
+        """Issues the exit graph's loads before what is reduced is known.
+
+        Args: known: values of loads that have been made. only: which of the others to make.
+        Returns: the values that were loaded, by number of the node.
+        """
         tile, emitter = self._exit_tile()
-        emitter.vectorize_loads([value for _, _, value, _, _ in tile.stores])
-        loads = [n for n, node in enumerate(tile.graph.nodes) if node.op == "load" and not node.index.values()]  # type: ignore[union-attr]
+        for number, lanes in (known or {}).items():
+            emitter.bind(number, lanes)
+        wanted = emitter.graph.needed([value for _, _, value, _, _ in tile.stores], emitter.done)
+        emitter.vectorize_loads(wanted)
+        loads = [n for n in wanted if tile.graph.nodes[n].op == "load" and not tile.graph.nodes[n].index.values()]  # type: ignore[union-attr]
+        loads = [n for n in loads if only(tile.graph.nodes[n])]
         emitter.emit(loads)
         self.ahead = tile, emitter
+        return {number: emitter.done[number] for number in loads}
 
-    def _exit_tile(self) -> tuple[Tile, Emitter]:
-        frame = self._frame({}, {}, {})
-        tile = exit_tile(self.phase, self.axes, frame.ranges)
+    def exit_tile(self) -> Tile:
+        """The exit graph of all points."""
+        tile = exit_tile(self.phase, self.axes, self.ranges)
         if self.bare:
             _strip(tile.graph)
-        return tile, self._exit_emitter(frame, tile.graph)
+        return tile
+
+    def _exit_tile(self) -> tuple[Tile, Emitter]:
+        tile = self.exit_tile()
+        return tile, self._exit_emitter(self._frame({}, {}, {}), tile.graph)
 
     def _finish(self) -> None:
         tile, emitter = self.ahead or self._exit_tile()

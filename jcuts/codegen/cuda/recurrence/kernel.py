@@ -23,12 +23,14 @@ from jcuts.codegen.cuda.ptx.mma import barrier
 from jcuts.codegen.cuda.recurrence.flag_exchange import FlagExchange
 from jcuts.codegen.cuda.recurrence.split import SYNC
 from jcuts.codegen.cuda.recurrence.stage_columns import StageColumns
+from jcuts.codegen.cuda.recurrence.stage_mma import StageMma
 from jcuts.codegen.cuda.recurrence.tile import RecurrenceTile, column_phase, digits
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import Buffer, Phase, Program
 from jcuts.lower.recurrence.program import STEP
-from jcuts.schedule.gpu.recurrence.residency import Resident, columns_of, is_short, residents
+from jcuts.schedule.gpu.recurrence.residency import Resident, residents
+from jcuts.schedule.gpu.recurrence.stage_product import columns_of, is_short, mma_stages
 
 MOST_UNROLLED = 4
 """Points of a thread that are straight-line code."""
@@ -68,6 +70,12 @@ class RecurrenceKernel:
         )
         self.flagged: Mapping[str, Flagged] = {}
         self.products: dict[int, tuple[StageColumns, L.Value | None]] = {}
+        self.on_tensor_cores = {
+            stage.number: StageMma(
+                builder, program.phases[stage.number], stage, self.buffers, pointers, integers, self.shared
+            )
+            for stage in mma_stages(program, tile.blocks, tile.threads)
+        }
 
     def emit(self) -> None:
         """All steps."""
@@ -82,7 +90,9 @@ class RecurrenceKernel:
         if first or self.kept:
             barrier(builder)
         for number, phase in each:
-            if not is_short(phase):
+            if number in self.on_tensor_cores:
+                self.on_tensor_cores[number].prepare()
+            elif not is_short(phase):
                 self.products[number] = self._columns(number, phase)
         stages = self._stages([p for _, p in each])
         # A number of steps that the compiler does not know: it would unroll a few of them.
@@ -137,6 +147,9 @@ class RecurrenceKernel:
 
     # -- phases -------------------------------------------------------------------------------------------------------
     def _phase(self, number: int, phase: Phase, step: L.Value) -> None:
+        if number in self.on_tensor_cores:
+            self.on_tensor_cores[number].emit(step)
+            return
         if is_short(phase):
             self._points(phase, step)
             return

@@ -16,7 +16,8 @@ from jcuts.kernel_ir.node import Graph
 from jcuts.kernel_ir.program import Axis, Buffer, Phase, Program, Red
 from jcuts.lower.recurrence.program import STEP
 from jcuts.schedule.gpu.recurrence.exchange import REPLICAS, exchanged, is_flagged
-from jcuts.schedule.gpu.recurrence.residency import HELD, Resident, columns_of, shared_layout, terms_at_once
+from jcuts.schedule.gpu.recurrence.residency import HELD, Resident, shared_layout, terms_at_once
+from jcuts.schedule.gpu.recurrence.stage_product import PARAMETER, columns_of, mma_stages
 
 ONE = "one"
 """An axis of one column, for results without any."""
@@ -65,6 +66,8 @@ def recurrence_tile(program: Program) -> RecurrenceTile:
     blocks, threads, flight = (int(str(params.get(k, 1))) for k in ("split", "threads", "flight"))
     if blocks < 1 or flight < 1 or threads % WARP:
         raise CompileRejected(f"{program.name}: {blocks} blocks of {threads} threads, {flight} terms at once")
+    if PARAMETER in params and not mma_stages(program, blocks, threads):
+        raise CompileRejected(f"{program.name}: no stage for tensor cores of {params[PARAMETER]}")
     resident, replicas = int(str(params.get("resident", 0))), int(str(params.get(REPLICAS, 1)))
     return RecurrenceTile(blocks, threads, flight, resident, params.get(HELD) == 1, is_flagged(program), replicas)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import ITEM_SIZE, Buffer, Phase, Program, Store
 from jcuts.lower.recurrence.program import STEP
-from jcuts.schedule.gpu.recurrence.residency import columns_of, is_short
+from jcuts.schedule.gpu.recurrence.stage_product import columns_of, is_short
 
 EXCHANGE, FLAGS = "exchange", "flags"
 """The schedule parameter, and its value."""

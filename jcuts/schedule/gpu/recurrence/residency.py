@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import ITEM_SIZE, Buffer, Phase, Program
 from jcuts.lower.recurrence.program import STEP
+from jcuts.schedule.gpu.recurrence.stage_product import columns_of, is_short, mma_stages
 
-SHORT = 32
-"""Terms of a product, at most, that one thread adds up by itself."""
 LOADED = 64
 """Values of what is carried that a thread has under way."""
 HELD = "held"
@@ -42,17 +41,6 @@ class Resident:
     buffer: Buffer
 
 
-def columns_of(phase: Phase, blocks: int) -> int:
-    """Neighbouring columns of a block: a power of two."""
-    lane = phase.axes[-1].extent if phase.axes and phase.axes[-1].name != STEP else 1
-    return 1 << (-(-lane // blocks) - 1).bit_length()
-
-
-def is_short(phase: Phase) -> bool:
-    """Whether a thread computes points by itself: no product, or one of few terms."""
-    return math.prod(r.extent for r in phase.reds) <= SHORT
-
-
 def terms_of_thread(phase: Phase, blocks: int, threads: int) -> int:
     """Terms of a product that a thread adds up."""
     deep = max(1, threads // columns_of(phase, blocks))
@@ -67,8 +55,13 @@ def terms_at_once(phase: Phase, blocks: int, threads: int, flight: int) -> int:
 
 
 def residents(program: Program, blocks: int) -> list[Resident]:
-    """The operands of a loop's products that are the same in every step, on a grid of so many blocks."""
-    return [one for number, phase in enumerate(program.phases) for one in _of_phase(program, number, phase, blocks)]
+    """The operands of a loop's products that are the same in every step, on a grid of so many blocks.
+
+    Those that tensor cores multiply stay in registers (`stage_product`).
+    """
+    multiplied = {stage.number for stage in mma_stages(program, blocks, 0)}
+    others = [(number, phase) for number, phase in enumerate(program.phases) if number not in multiplied]
+    return [one for number, phase in others for one in _of_phase(program, number, phase, blocks)]
 
 
 def _of_phase(program: Program, number: int, phase: Phase, blocks: int) -> Iterator[Resident]:
@@ -97,7 +90,7 @@ def shared_layout(
     """Offsets of buffers in a block's dynamic shared memory, and its size [B].
 
     A block that is alone has what is carried there, others copies of what they exchange; ``resident``: so many operands
-    that do not change, too.
+    that do not change, too.  Behind them are the sums of the warps of every stage that tensor cores multiply.
     """
     buffers = [*(program.locals if blocks == 1 else exchanged)]
     buffers += [one.buffer for one in residents(program, blocks)[:resident]]
@@ -105,4 +98,12 @@ def shared_layout(
     for buffer in buffers:
         places[buffer.name] = total
         total += -(-buffer.size * ITEM_SIZE[buffer.dtype] // ALIGNED) * ALIGNED
+    for stage in mma_stages(program, blocks, int(str(dict(program.params).get("threads", 0)))):
+        places[sums_name(stage.number)] = total
+        total += stage.sum_bytes
     return places, total
+
+
+def sums_name(number: int) -> str:
+    """The place of a phase's sums in the layout."""
+    return f"sums{number}"

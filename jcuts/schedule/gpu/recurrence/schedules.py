@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from jcuts.estimate.time_model import KernelTime, Resource, repeat, serial, term
 from jcuts.kernel_ir.program import ITEM_SIZE, Buffer, Phase, Program
 from jcuts.lower.recurrence.program import STEP, TEMPLATE
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.machine import SHARED, WARP, Candidate, GpuMachine, scheduled
+from jcuts.schedule.gpu.recurrence import tensor_core
 from jcuts.schedule.gpu.recurrence.exchange import EXCHANGE, FLAGS, REPLICAS, exchanged, is_flagged
-from jcuts.schedule.gpu.recurrence.residency import (
-    HELD,
-    columns_of,
-    is_short,
-    residents,
-    shared_layout,
-    terms_at_once,
-    terms_of_thread,
-)
+from jcuts.schedule.gpu.recurrence.residency import HELD, residents, shared_layout, terms_at_once, terms_of_thread
+from jcuts.schedule.gpu.recurrence.stage_product import PARAMETER, columns_of, is_short, mma_stages
 
 FORM = "recurrence"
 """The value of the schedule parameter ``cuda``."""
@@ -52,8 +47,7 @@ _COST = fit.coefficients("gpu/recurrence", "cost")
 
 def recurrence_schedules(program: Program, machine: GpuMachine) -> list[Candidate]:
     """Schedules of a loop, best first, with the share of the best's speed."""
-    wide = (phase for phase in program.phases if not is_short(phase) and _sums(phase) > MOST_SUMS)
-    if program.template != TEMPLATE or any(wide):
+    if program.template != TEMPLATE:
         return []
     found = [(made, estimated_time(made, machine).seconds) for made in _space(program, machine)]
     found.sort(key=lambda pair: (pair[1], pair[0].digest))
@@ -61,38 +55,63 @@ def recurrence_schedules(program: Program, machine: GpuMachine) -> list[Candidat
 
 
 def _space(program: Program, machine: GpuMachine) -> Iterator[Program]:
-    products = sum(_work(phase) for phase in program.phases)
     few = any(p.reds and is_short(p) for p in program.phases)
     most = THREADS[0] if few else THREADS[-1]  # a thread's own loops over few terms are unrolled, and want registers
+    grids = _grids(program, machine, most)
+    if all(map(_has_few_sums, program.phases)):
+        for blocks in grids:
+            for threads in ALONE if blocks == 1 else THREADS:
+                if threads <= most and all(_fits(phase, blocks, threads) for phase in program.phases):
+                    yield from _scheduled(program, machine, blocks, threads)
+    for marked in tensor_core.on_tensor_cores(program, machine):
+        for blocks in grids:
+            for threads in tensor_core.block_sizes(marked, blocks):
+                numbers = {stage.number for stage in mma_stages(marked, blocks, threads)}
+                others = [phase for number, phase in enumerate(program.phases) if number not in numbers]
+                if all(_has_few_sums(phase) and _fits(phase, blocks, threads) for phase in others):
+                    yield from _scheduled(marked, machine, blocks, threads)
+
+
+def _grids(program: Program, machine: GpuMachine, most: int) -> list[int]:
+    """Blocks of a grid: one where a step is small, and one for so many columns each, at most ``most``."""
+    products = sum(_work(phase) for phase in program.phases)
     small = products <= MOST_ALONE and sum(buffer.bytes for buffer in program.locals) <= SHARED
     widest = max(_columns(phase) for phase in program.phases)
-    grids = [n for columns in COLUMNS if 1 < (n := -(-widest // columns)) <= machine.sms]
-    for blocks in (1, *(grids or [machine.sms])):
-        if (blocks == 1 and not small) or max(columns_of(phase, blocks) for phase in program.phases) > most:
-            continue
-        for threads in ALONE if blocks == 1 else THREADS:
-            if threads > most or not all(_fits(phase, blocks, threads) for phase in program.phases):
-                continue
-            flights = _flights(program, blocks, threads)
-            for flight in flights:
-                yield scheduled(program, FORM, threads, *_parameters(program, machine, blocks, flight))
-            for more in _with_flags(program, machine, blocks, threads, flights[-1]):
-                yield scheduled(program, FORM, threads, *more)
+    found = [n for columns in COLUMNS if 1 < (n := -(-widest // columns)) <= machine.sms] or [machine.sms]
+    found = [1, *found] if small else found
+    return [n for n in found if max(columns_of(phase, n) for phase in program.phases) <= most]
+
+
+def _has_few_sums(phase: Phase) -> bool:
+    """Whether a thread's registers hold the sums of all rows."""
+    return is_short(phase) or _sums(phase) <= MOST_SUMS
+
+
+def _scheduled(marked: Program, machine: GpuMachine, blocks: int, threads: int) -> Iterator[Program]:
+    """Schedules that differ in the terms that threads load at once, and in how blocks exchange what is carried."""
+    flights = _flights(marked, blocks, threads)
+    for flight in flights:
+        parameters = _parameters(marked, machine, blocks, threads, flight)
+        if parameters is not None:
+            yield scheduled(marked, FORM, threads, *parameters)
+    for parameters in _with_flags(marked, machine, blocks, threads, flights[-1]):
+        yield scheduled(marked, FORM, threads, *parameters)
 
 
 def _with_flags(
-    program: Program, machine: GpuMachine, blocks: int, threads: int, flight: int
+    marked: Program, machine: GpuMachine, blocks: int, threads: int, flight: int
 ) -> Iterator[list[tuple[str, object]]]:
     """Parameters of schedules without a grid barrier: weights in shared memory, and in registers."""
-    carried = exchanged(program, blocks) if blocks > 1 else []
-    if not carried:
+    is_mma = PARAMETER in dict(marked.params)
+    carried = exchanged(marked, blocks) if blocks > 1 and not is_mma else []
+    parameters = _parameters(marked, machine, blocks, threads, flight, carried) if carried else None
+    if parameters is None:
         return
-    parameters = [*_parameters(program, machine, blocks, flight, carried), (EXCHANGE, FLAGS)]
-    if shared_layout(program, blocks, resident=0, exchanged=carried)[1] <= _dynamic_bytes(machine):
-        yield from _replicated(parameters)
-        registers = min(machine.limits.registers_per_thread, machine.limits.registers_per_sm // threads)
-        if 0 < _held_words(program, blocks, threads, flight) <= HELD_SHARE * registers:
-            yield from _replicated([(k, v) for k, v in parameters if k != "resident"] + [(HELD, 1)])
+    parameters.append((EXCHANGE, FLAGS))
+    yield from _replicated(parameters)
+    registers = min(machine.limits.registers_per_thread, machine.limits.registers_per_sm // threads)
+    if 0 < _held_words(marked, blocks, threads, flight) <= HELD_SHARE * registers:
+        yield from _replicated([(k, v) for k, v in parameters if k != "resident"] + [(HELD, 1)])
 
 
 def _replicated(parameters: list[tuple[str, object]]) -> Iterator[list[tuple[str, object]]]:
@@ -117,30 +136,29 @@ def _fits(phase: Phase, blocks: int, threads: int) -> bool:
     return is_short(phase) or _points(phase) // _columns(phase) * columns_of(phase, blocks) <= threads
 
 
-def _flights(program: Program, blocks: int, threads: int) -> list[int]:
+def _flights(marked: Program, blocks: int, threads: int) -> list[int]:
     """Terms that threads load at once, those that make a difference."""
-    products = [phase for phase in program.phases if not is_short(phase)]
+    numbers = {stage.number for stage in mma_stages(marked, blocks, threads)}
+    products = [phase for n, phase in enumerate(marked.phases) if not is_short(phase) and n not in numbers]
     found = {tuple(terms_at_once(p, blocks, threads, flight) for p in products): flight for flight in reversed(FLIGHT)}
     return sorted(found.values())
 
 
-def _dynamic_bytes(machine: GpuMachine) -> int:
-    """Shared memory of a block that its operands may take."""
-    return machine.limits.smem_per_block_bytes - PARTIAL
-
-
 def _parameters(
-    program: Program, machine: GpuMachine, blocks: int, flight: int, carried: Sequence[Buffer] = ()
-) -> list[tuple[str, object]]:
+    marked: Program, machine: GpuMachine, blocks: int, threads: int, flight: int, carried: Sequence[Buffer] = ()
+) -> list[tuple[str, object]] | None:
     """Of a schedule besides its threads; of what does not change as much is resident as shared memory holds.
 
-    Args: carried: what is exchanged with flags, of which shared memory holds copies.
+    None where it does not hold what must be there. Args: carried: what is exchanged with flags.
     """
-    most, count = _dynamic_bytes(machine), len(residents(program, blocks))
-    while count and shared_layout(program, blocks, resident=count, exchanged=carried)[1] > most:
+    most, count = machine.limits.smem_per_block_bytes - PARTIAL, len(residents(marked, blocks))
+    counted = replace(marked, params=(*marked.params, ("threads", threads)))
+    while (size := shared_layout(counted, blocks, resident=count, exchanged=carried)[1]) > most and count:
         count -= 1
     split = [("split", blocks)] if blocks > 1 else []
-    return [("flight", flight), *split, *([("resident", count)] if count else [])]
+    kind = [(name, value) for name, value in marked.params if name == PARAMETER]
+    made = [("flight", flight), *split, *([("resident", count)] if count else []), *kind]
+    return made if size <= most else None
 
 
 def _columns(phase: Phase) -> int:
@@ -160,6 +178,19 @@ def _work(phase: Phase) -> int:
     return len(phase.accs) * _points(phase) * math.prod(r.extent for r in phase.reds)
 
 
+def _carried_bytes(phase: Phase) -> int:
+    """What a block reads of rows that all columns have in common."""
+    lane, reds = phase.axes[-1].name if phase.axes else "", {r.name for r in phase.reds}
+    if is_short(phase):
+        return 0
+    loads = [node for node in phase.body.nodes if node.op == "load" and node.index is not None]
+    rows = [
+        node for node in loads if node.index is not None and lane not in (axes := node.index.axes()) and axes & reds
+    ]
+    terms = math.prod(r.extent for r in phase.reds)
+    return sum(ITEM_SIZE[node.dtype] for node in rows) * terms * _points(phase) // _columns(phase)
+
+
 def _steps(program: Program) -> int:
     return next(g.extent for g in program.grid if g.axis == STEP)
 
@@ -177,6 +208,7 @@ def estimated_time(program: Program, machine: GpuMachine) -> KernelTime:
     flagged, held = is_flagged(program), HELD in params
     still = residents(program, blocks)
     kept = still if held else still[: int(str(params.get("resident", 0)))]
+    stages = {stage.number: stage for stage in mma_stages(program, blocks, threads)}
     barrier = _COST.grid_barrier_seconds if blocks > 1 else _COST.block_barrier_seconds
     parts = [term(Resource.BARRIER, _COST.flag_exchange_seconds if flagged else barrier * _stages(program))]
     if flagged:
@@ -184,6 +216,9 @@ def estimated_time(program: Program, machine: GpuMachine) -> KernelTime:
         read = FLAGGED_BYTES * words
         parts.append(term(Resource.L2, read / _COST.l2_bytes_per_second_sm, read * blocks))
     for number, phase in each:
+        if number in stages:
+            parts += tensor_core.step_terms(stages[number], machine)
+            continue
         waves = -(-_points(phase) // (blocks * threads))
         if not is_short(phase) and phase.reds and not flagged:
             trips = -(-terms_of_thread(phase, blocks, threads) // terms_at_once(phase, blocks, threads, flight))
@@ -194,14 +229,17 @@ def estimated_time(program: Program, machine: GpuMachine) -> KernelTime:
         read = ITEM_SIZE["float32"] * _work(phase) / max(1, _points(phase) // _columns(phase)) * share
         inside = min(read, sum(one.buffer.bytes for one in kept if one.phase == number))
         from_shared = 0 if held else inside
-        if flagged and not is_short(phase):  # a line of shared memory for every load of a warp
-            loads = terms_of_thread(phase, blocks, threads) * _points(phase) // _columns(phase)
+        if flagged:  # a line of shared memory for every load of a warp
+            loads = (
+                0 if is_short(phase) else terms_of_thread(phase, blocks, threads) * _points(phase) // _columns(phase)
+            )
             from_shared += loads * ITEM_SIZE["float32"] * threads
         parts.append(term(Resource.SMEM, from_shared / _COST.shared_bytes_per_second_sm, from_shared))
-        parts.append(term(Resource.L2, (read - inside) / _COST.l2_bytes_per_second_sm, (read - inside) * blocks))
+        outside = read - inside + (_carried_bytes(phase) if blocks > 1 and not flagged else 0)
+        parts.append(term(Resource.L2, outside / _COST.l2_bytes_per_second_sm, outside * blocks))
         warps = max(1.0, _work(phase) * share / WARP)
         per_cycle = machine.arch.flop_per_clock_sm["ffma"] / (2 * WARP)
         parts.append(term(Resource.ISSUE, warps / (machine.arch.clock * per_cycle), warps))
     root = serial([repeat(_steps(program), serial(parts, "step")), term(Resource.LAUNCH, _COST.launch_seconds)])
     moved = sum(b.bytes for b in (*program.inputs, *program.outputs))
-    return KernelTime(root, compulsory=moved)
+    return KernelTime(root, unit=tensor_core.unit_of(program), compulsory=moved)

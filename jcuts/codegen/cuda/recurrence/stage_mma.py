@@ -25,6 +25,7 @@ from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.program import Buffer, Phase
 from jcuts.kernel_ir.register_tiling import Extent, points
 from jcuts.lower.recurrence.program import STEP
+from jcuts.schedule.gpu.recurrence import stage_product
 from jcuts.schedule.gpu.recurrence.residency import sums_name
 from jcuts.schedule.gpu.recurrence.stage_product import HALF_TILE, N_TILE, WORD, WORDS, MmaStage
 
@@ -57,7 +58,7 @@ class StageMma:
         warp, lane = builder.udiv(self.thread, L.I32(WARP)), builder.urem(self.thread, L.I32(WARP))
         self.lanes = lanes_of(builder, stage, lane, warp)
         self.operands = StageOperands(builder, stage, buffers, pointers, shared, self.lanes)
-        self.place = shared[sums_name(stage.number)]
+        self.sums = shared[sums_name(stage.number)]
         self.values = PointValues(builder, buffers)
 
     def prepare(self) -> None:
@@ -69,19 +70,23 @@ class StageMma:
 
     def emit(self, step: L.Value) -> None:
         """A step."""
-        blocks = -(-self.stage.product.lane.extent // self.stage.across)
-        every = blocks >= self.stage.blocks
-        has_any = None if every else self.builder.icmp_signed("<", self.block, L.I32(blocks))
-        with self.builder.if_then(has_any) if has_any is not None else nullcontext():
+        builder, blocks = self.builder, -(-self.stage.product.lane.extent // self.stage.across)
+        has_any = None if blocks >= self.stage.blocks else builder.icmp_signed("<", self.block, L.I32(blocks))
+        with builder.if_then(has_any) if has_any is not None else nullcontext():
             ends = self._points(step)
             self.values.load_ahead([end for end, _ in ends])
             self.values.load_inputs([end for end, _ in self._points(self._following(step))])
-            self._write(self._products(step))
-            ptx_mma.barrier(self.builder)
+            self._write(self._products(step), self._place(step))
+            ptx_mma.barrier(builder)
             for number, (end, place) in enumerate(ends):
                 self._total(end, place)
                 end._finish()
                 self.values.keep_results(number, end)
+
+    def _place(self, step: L.Value) -> L.Value:
+        """Where the sums of a step lie."""
+        builder, copies = self.builder, L.I32(stage_product.SUM_COPIES)
+        return builder.add(self.sums, builder.mul(builder.urem(step, copies), L.I32(self.stage.step_bytes)))
 
     def _points(self, step: L.Value) -> list[tuple[RegisterTileEmitter, L.Value]]:
         threads = self.stage.warps * WARP
@@ -115,13 +120,13 @@ class StageMma:
                 kind = self.stage.product.kind
                 sums[left, column, tile] = ptx_mma.mma_sync(self.builder, kind, fragment, weights, total)
 
-    def _write(self, sums: Sums) -> None:
-        """The warp's sums into shared memory: [tile of columns][row][column]."""
+    def _write(self, sums: Sums, there: L.Value) -> None:
+        """The warp's sums into shared memory: [tile of columns][row][column]. Args: there: the first warp's place."""
         builder, stage = self.builder, self.stage
         row = builder.mul(self.lanes.line, L.I32(N_TILE * WORD))
         place = builder.add(row, builder.mul(self.lanes.part, L.I32(2 * WORD)))
         place = builder.add(place, builder.mul(self.lanes.warp, L.I32(stage.warp_bytes)))
-        place = builder.add(self.place, place)
+        place = builder.add(there, place)
         for (left, column, tile), found in sums.items():
             number = sum(stage.tiles[:left]) + column
             for upper in range(min(2, stage.halves - 2 * tile)):
@@ -149,7 +154,7 @@ class StageMma:
         end.live, end.in_place, end.shared = live, True, self.shared
         tile = builder.mul(builder.udiv(mine, L.I32(N_TILE)), L.I32(stage.tile_bytes))
         place = builder.add(builder.mul(row, L.I32(N_TILE)), builder.urem(mine, L.I32(N_TILE)))
-        return end, builder.add(self.place, builder.add(tile, builder.mul(place, L.I32(WORD))))
+        return end, builder.add(self._place(step), builder.add(tile, builder.mul(place, L.I32(WORD))))
 
     def _total(self, end: RegisterTileEmitter, place: L.Value) -> None:
         """Adds up a point's sums of all warps, neighbours first."""

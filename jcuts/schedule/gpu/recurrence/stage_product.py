@@ -39,6 +39,9 @@ WORD = 4
 """Bytes of a register, and of a sum."""
 OTHER_REGISTERS = 32
 """Of a thread, beside fragments and sums: addresses, counters, what points need besides sums."""
+SUM_COPIES = 1
+"""Of a stage's sums in shared memory: one where every thread of a block passes a barrier behind a step, two, which steps
+write in turn, where it passes only the one between writing and reading them."""
 LEAST_AT_ONCE = 4
 """Groups of terms under way, or all that a warp has: with fewer, steps wait for the L2 cache too often."""
 QUARTERS = 4
@@ -139,9 +142,14 @@ class MmaStage:
         return sum(self.tiles) * self.tile_bytes
 
     @property
-    def sum_bytes(self) -> int:
-        """Of all warps' sums in shared memory."""
+    def step_bytes(self) -> int:
+        """Of all warps' sums of a step."""
         return self.warps * self.warp_bytes
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of the sums in shared memory."""
+        return SUM_COPIES * self.step_bytes
 
     @property
     def points(self) -> int:

@@ -23,6 +23,7 @@ from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.node import Graph, Node
 from jcuts.schedule.gpu.kernel_time import kernel_time
 from jcuts.schedule.gpu.machine import GpuMachine, scheduled
+from jcuts.schedule.gpu.recurrence import stage_product as stage_products
 from jcuts.schedule.gpu.recurrence.schedules import FORM, MOST_SUMS, recurrence_schedules
 from jcuts.schedule.gpu.recurrence.stage_product import PARAMETER, MmaStage, mma_stages, stage_product
 from tests.codegen.cuda.recurrence.test_recurrence import H200, SM80, SM90, check, compiled
@@ -141,6 +142,16 @@ def test_products_of_different_rows_in_one_stage():
 
 
 @compiled
+def test_sums_in_two_copies(monkeypatch):
+    program, (operands, wanted) = case("gru, 3 rows")
+    before = Image.unpack(compiler.compile_program(on_tensor_cores(program, 5, 64), SM90).object_code).launches[-1]
+    monkeypatch.setattr(stage_products, "SUM_COPIES", 2)
+    check_rounded(program, operands, wanted, 5, 64)
+    after = Image.unpack(compiler.compile_program(on_tensor_cores(program, 5, 64), SM90).object_code).launches[-1]
+    assert after.shared == 2 * before.shared
+
+
+@compiled
 def test_loads_in_parts(monkeypatch):
     monkeypatch.setattr(MmaStage, "at_once", 2)
     program, (operands, wanted) = lowered(*lstm(width=70, batch=20, steps=2))
@@ -170,7 +181,7 @@ def test_large_schedules_keep_everything_in_registers(make, rows, blocks, target
         kernel = compiler.compile_program(made, target)
         resources = Image.unpack(kernel.object_code).launches[-1].resources
         (stage,) = mma_stages(made, blocks, dict(made.params)["threads"])
-        assert stage.product.rows == rows and len(stage.pieces) == 1
+        assert stage.product.rows == rows and stage.at_once
         assert resources.stack == 0 and resources.spills == 0
         assert resources.registers > stage.weight_registers + stage.sum_registers
 

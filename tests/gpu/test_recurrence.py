@@ -10,7 +10,7 @@ import pytest
 import jcuts
 from jcuts.base.errors import CompileRejected, Refusal
 from jcuts.schedule.gpu.families import FAMILIES
-from jcuts.schedule.gpu.recurrence.stage_product import PARAMETER
+from jcuts.schedule.gpu.recurrence.parameters import MMA
 from jcuts.xla import devices as xla_devices
 from jcuts.xla.cpu_ffi_call import call_kernel
 from jcuts.xla.kernel_cache import kernel_for
@@ -73,9 +73,7 @@ def test_every_schedule_on_tensor_cores(name):
         _, (operands, wanted) = lowered(function, arguments)
     program, _ = lowered(function, arguments)
     assert not isinstance(program, Refusal)
-    found = [
-        p for p, _ in FAMILIES["recurrence"].schedules(program, xla_devices.machine()) if PARAMETER in dict(p.params)
-    ]
+    found = [p for p, _ in FAMILIES["recurrence"].schedules(program, xla_devices.machine()) if MMA in dict(p.params)]
     for made in found:
         try:
             kernel = kernel_for(made)

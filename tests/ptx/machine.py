@@ -406,17 +406,22 @@ class Machine:
     def _relaxed(self, ins: Instruction, on: np.ndarray) -> None:
         """Words that blocks exchange without a barrier, each with its flag."""
         live, is_load = np.flatnonzero(on), ins.op.startswith("ld")
-        if self.grid is None or not ins.op.endswith(".relaxed.gpu.global.b64"):
+        names = [n.strip() for n in ins.operands[not is_load].strip("{}").split(",")]
+        kind, size = ("u64", 8) if ins.op.endswith(".b64") else ("u32", 4)
+        if self.grid is None or ".relaxed.gpu.global." not in ins.op:
             raise Fault(f"outside of a cooperative launch: {ins.text}")
         if not live.size:
             return
         address = self.address(ins.operands[is_load].strip("[]"), "u64", live)
         if is_load:
-            found = np.zeros(self.count, np.uint64)
-            found[live] = self.grid.relaxed_read(address, live, ins.text)
-            self.set(ins.operands[0], found, on)
+            words = self.grid.relaxed_read(address, size * len(names), live, ins.text).view(f"u{size}")
+            for k, name in enumerate(names):
+                found = np.zeros(self.count, f"u{size}")
+                found[live] = words[:, k]
+                self.set(name, found, on)
         else:
-            self.grid.relaxed_write(address, self.value(ins.operands[1], "u64")[live], live, ins.text)
+            (name,) = names
+            self.grid.relaxed_write(address, self.value(name, kind)[live], live, ins.text)
 
     def _access(self, ins: Instruction, parts: list[str], on: np.ndarray) -> None:
         space, kind = parts[1], parts[-1]

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.elementwise.thread_tile import RegisterTileEmitter, TileVariant
+from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.cuda.ptx.shuffle import WARP, read_word
@@ -25,7 +26,6 @@ from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.program import Buffer, Phase
 from jcuts.kernel_ir.register_tiling import Extent, points
 from jcuts.lower.recurrence.program import STEP
-from jcuts.schedule.gpu.recurrence import stage_product
 from jcuts.schedule.gpu.recurrence.residency import sums_name
 from jcuts.schedule.gpu.recurrence.stage_product import HALF_TILE, N_TILE, WORD, WORDS, MmaStage
 
@@ -45,9 +45,10 @@ class StageMma:
         pointers: Mapping[str, L.Value],
         integers: Mapping[str, L.Value],
         shared: Mapping[str, L.Value],
+        flagged: Mapping[str, str],
     ) -> None:
         """Args: integers: numbers of the block and of the thread; shared: addresses (i32) of what lies in shared
-        memory, the stage's sums among it.
+        memory, the stage's sums among it; flagged: buffers of carried values that are read with flags.
         """
         if builder.capability < AMPERE:
             raise CompileRejected(f"phase {stage.number}: its `mma.sync` needs compute capability 8.0")
@@ -57,7 +58,9 @@ class StageMma:
         self.first = builder.mul(self.block, L.I32(stage.across))
         warp, lane = builder.udiv(self.thread, L.I32(WARP)), builder.urem(self.thread, L.I32(WARP))
         self.lanes = lanes_of(builder, stage, lane, warp)
-        self.operands = StageOperands(builder, stage, buffers, pointers, shared, self.lanes)
+        self.operands = StageOperands(builder, stage, buffers, pointers, shared, self.lanes, flagged)
+        self.flagged: Mapping[str, M.Flagged] = {}
+        """Carried values that the step writes for other blocks."""
         self.sums = shared[sums_name(stage.number)]
         self.values = PointValues(builder, buffers)
 
@@ -85,7 +88,7 @@ class StageMma:
 
     def _place(self, step: L.Value) -> L.Value:
         """Where the sums of a step lie."""
-        builder, copies = self.builder, L.I32(stage_product.SUM_COPIES)
+        builder, copies = self.builder, L.I32(self.stage.copies)
         return builder.add(self.sums, builder.mul(builder.urem(step, copies), L.I32(self.stage.step_bytes)))
 
     def _points(self, step: L.Value) -> list[tuple[RegisterTileEmitter, L.Value]]:
@@ -100,9 +103,9 @@ class StageMma:
 
     def _products(self, step: L.Value) -> Sums:
         """The sums of the warp's terms; as many rows as registers hold are on their way before one is multiplied."""
-        sums, lefts = Sums(), range(len(self.stage.tiles))
+        sums = Sums()
         for tiles, groups in self.stage.pieces:
-            loaded = {(left, t): self.operands.rows(left, t, groups, step) for t in tiles for left in lefts}
+            loaded = self.operands.loaded(tiles, groups, step)
             for group in groups:
                 for (left, tile), words in loaded.items():
                     self._multiply(sums, left, tile, group, words[group])
@@ -151,7 +154,7 @@ class StageMma:
         variables = {**digits(builder, row, stage.product.axes), lane.name: column, STEP: step}
         one = TileVariant(tuple((a.name, 1) for a in self.phase.axes))
         end = RegisterTileEmitter(builder, self.phase, one, self.buffers, self.pointers, variables, {})
-        end.live, end.in_place, end.shared = live, True, self.shared
+        end.live, end.in_place, end.shared, end.flagged = live, True, self.shared, self.flagged
         tile = builder.mul(builder.udiv(mine, L.I32(N_TILE)), L.I32(stage.tile_bytes))
         place = builder.add(builder.mul(row, L.I32(N_TILE)), builder.urem(mine, L.I32(N_TILE)))
         return end, builder.add(self._place(step), builder.add(tile, builder.mul(place, L.I32(WORD))))

@@ -15,9 +15,10 @@ from jcuts.kernel_ir.index import Index, flatten
 from jcuts.kernel_ir.node import Graph
 from jcuts.kernel_ir.program import Axis, Buffer, Phase, Program, Red
 from jcuts.lower.recurrence.program import STEP
-from jcuts.schedule.gpu.recurrence.exchange import REPLICAS, exchanged, is_flagged
-from jcuts.schedule.gpu.recurrence.residency import HELD, Resident, shared_layout, terms_at_once
-from jcuts.schedule.gpu.recurrence.stage_product import PARAMETER, columns_of, mma_stages
+from jcuts.schedule.gpu.recurrence.exchange import exchanged
+from jcuts.schedule.gpu.recurrence.parameters import HELD, MMA, REPLICAS, is_flagged
+from jcuts.schedule.gpu.recurrence.residency import Resident, shared_layout, terms_at_once
+from jcuts.schedule.gpu.recurrence.stage_product import columns_of, mma_stages
 
 ONE = "one"
 """An axis of one column, for results without any."""
@@ -33,6 +34,7 @@ class RecurrenceTile:
     resident: operands that do not change which stay in shared memory: the first so many.
     held: whether those operands stay in registers instead.
     flagged: whether blocks exchange carried values with flags in place of a grid barrier. replicas: of these values.
+    on_tensor_cores: whether stages are multiplied there, which read flagged values from global memory.
     """
 
     blocks: int
@@ -42,6 +44,7 @@ class RecurrenceTile:
     held: bool = False
     flagged: bool = False
     replicas: int = 1
+    on_tensor_cores: bool = False
 
     @property
     def is_alone(self) -> bool:
@@ -50,7 +53,8 @@ class RecurrenceTile:
 
     def layout(self, program: Program) -> tuple[dict[str, int], int]:
         """Offsets in dynamic shared memory, and its size [B]."""
-        return shared_layout(program, self.blocks, resident=self.resident, exchanged=self.exchanged(program))
+        copies = [] if self.on_tensor_cores else self.exchanged(program)
+        return shared_layout(program, self.blocks, resident=self.resident, exchanged=copies)
 
     def exchanged(self, program: Program) -> list[Buffer]:
         """The carried values that blocks exchange with flags. Raises CompileRejected where the loop needs barriers."""
@@ -66,10 +70,11 @@ def recurrence_tile(program: Program) -> RecurrenceTile:
     blocks, threads, flight = (int(str(params.get(k, 1))) for k in ("split", "threads", "flight"))
     if blocks < 1 or flight < 1 or threads % WARP:
         raise CompileRejected(f"{program.name}: {blocks} blocks of {threads} threads, {flight} terms at once")
-    if PARAMETER in params and not mma_stages(program, blocks, threads):
-        raise CompileRejected(f"{program.name}: no stage for tensor cores of {params[PARAMETER]}")
+    if MMA in params and not mma_stages(program, blocks, threads):
+        raise CompileRejected(f"{program.name}: no stage for tensor cores of {params[MMA]}")
     resident, replicas = int(str(params.get("resident", 0))), int(str(params.get(REPLICAS, 1)))
-    return RecurrenceTile(blocks, threads, flight, resident, params.get(HELD) == 1, is_flagged(program), replicas)
+    held, flagged = params.get(HELD) == 1, is_flagged(program)
+    return RecurrenceTile(blocks, threads, flight, resident, held, flagged, replicas, MMA in params)
 
 
 def column_phase(

@@ -13,37 +13,34 @@ from collections.abc import Iterator
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import ITEM_SIZE, Buffer, Phase, Program, Store
 from jcuts.lower.recurrence.program import STEP
-from jcuts.schedule.gpu.recurrence.stage_product import columns_of, is_short
+from jcuts.schedule.gpu.recurrence.stage_product import columns_of, is_short, mma_stages
 
-EXCHANGE, FLAGS = "exchange", "flags"
-"""The schedule parameter, and its value."""
-REPLICAS = "replicas"
-"""The schedule parameter of how often blocks write what they exchange."""
 WIDEST = 4
 """Bytes of a value that fits beside its flag in a word of 64 bits."""
 
 
-def is_flagged(program: Program) -> bool:
-    """Whether a schedule exchanges carried values with flags."""
-    return dict(program.params).get(EXCHANGE) == FLAGS
-
-
 def exchanged(program: Program, blocks: int) -> list[Buffer]:
-    """The carried values that blocks exchange with flags; none where the loop needs grid barriers."""
+    """The carried values that blocks exchange with flags; none where the loop needs grid barriers.
+
+    On tensor cores flags are bits of a TF32 number that an ``mma`` ignores: only products may read others' values then.
+    """
+    stages = {stage.number for stage in mma_stages(program, blocks, 0)}
     phases = [phase for phase in program.phases if not phase.once and not phase.last]
     stores = {s.buffer: (p, s) for p in phases for s in p.stores}
     local = {b.name: b for b in program.buffers if b.role in ("local", "scratch")}
     found: set[str] = set()
-    for phase in phases:
-        for name, index, is_body in _loads(phase):
+    for number, phase in enumerate(program.phases):
+        for name, index, is_body in _loads(phase) if phase in phases else ():
             if name not in local or name not in stores:
                 continue
             if not name.startswith("s"):
                 return []  # kept for a later stage of the same step
             if is_body or not _is_own(phase, index, *stores[name]):
                 found.add(name)
+                if stages and not (is_body and number in stages):
+                    return []
     taken = [buffer for name, buffer in local.items() if name in found]
-    if any(ITEM_SIZE[b.dtype] not in (2, WIDEST) for b in taken):
+    if any(ITEM_SIZE[b.dtype] not in (2, WIDEST) or (stages and b.dtype != "float32") for b in taken):
         return []
     return taken if any(_by_all(stores[b.name][0], blocks) for b in taken) else []
 

@@ -17,8 +17,6 @@ from jcuts.schedule.gpu.recurrence.stage_product import columns_of, is_short, mm
 
 LOADED = 64
 """Values of what is carried that a thread has under way."""
-HELD = "held"
-"""The schedule parameter of operands that stay in registers."""
 ALIGNED = 16
 """Bytes that places in shared memory are multiples of."""
 

@@ -16,9 +16,10 @@ from jcuts.lower.recurrence.program import STEP, TEMPLATE
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.machine import SHARED, WARP, Candidate, GpuMachine, scheduled
 from jcuts.schedule.gpu.recurrence import tensor_core
-from jcuts.schedule.gpu.recurrence.exchange import EXCHANGE, FLAGS, REPLICAS, exchanged, is_flagged
-from jcuts.schedule.gpu.recurrence.residency import HELD, residents, shared_layout, terms_at_once, terms_of_thread
-from jcuts.schedule.gpu.recurrence.stage_product import PARAMETER, columns_of, is_short, mma_stages
+from jcuts.schedule.gpu.recurrence.exchange import exchanged
+from jcuts.schedule.gpu.recurrence.parameters import EXCHANGE, FLAGS, HELD, MMA, REPLICAS, is_flagged
+from jcuts.schedule.gpu.recurrence.residency import residents, shared_layout, terms_at_once, terms_of_thread
+from jcuts.schedule.gpu.recurrence.stage_product import columns_of, is_short, mma_stages
 
 FORM = "recurrence"
 """The value of the schedule parameter ``cuda``."""
@@ -102,9 +103,10 @@ def _with_flags(
     marked: Program, machine: GpuMachine, blocks: int, threads: int, flight: int
 ) -> Iterator[list[tuple[str, object]]]:
     """Parameters of schedules without a grid barrier: weights in shared memory, and in registers."""
-    is_mma = PARAMETER in dict(marked.params)
-    carried = exchanged(marked, blocks) if blocks > 1 and not is_mma else []
-    parameters = _parameters(marked, machine, blocks, threads, flight, carried) if carried else None
+    flagged = replace(marked, params=(*marked.params, (EXCHANGE, FLAGS)))
+    carried = exchanged(marked, blocks) if blocks > 1 else []
+    copies = [] if MMA in dict(marked.params) else carried
+    parameters = _parameters(flagged, machine, blocks, threads, flight, copies) if carried else None
     if parameters is None:
         return
     parameters.append((EXCHANGE, FLAGS))
@@ -156,7 +158,7 @@ def _parameters(
     while (size := shared_layout(counted, blocks, resident=count, exchanged=carried)[1]) > most and count:
         count -= 1
     split = [("split", blocks)] if blocks > 1 else []
-    kind = [(name, value) for name, value in marked.params if name == PARAMETER]
+    kind = [(name, value) for name, value in marked.params if name == MMA]
     made = [("flight", flight), *split, *([("resident", count)] if count else []), *kind]
     return made if size <= most else None
 
@@ -211,7 +213,7 @@ def estimated_time(program: Program, machine: GpuMachine) -> KernelTime:
     stages = {stage.number: stage for stage in mma_stages(program, blocks, threads)}
     barrier = _COST.grid_barrier_seconds if blocks > 1 else _COST.block_barrier_seconds
     parts = [term(Resource.BARRIER, _COST.flag_exchange_seconds if flagged else barrier * _stages(program))]
-    if flagged:
+    if flagged and not stages:
         words = sum(b.size // 2 for b in exchanged(program, blocks))
         read = FLAGGED_BYTES * words
         parts.append(term(Resource.L2, read / _COST.l2_bytes_per_second_sm, read * blocks))

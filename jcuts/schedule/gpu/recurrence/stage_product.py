@@ -18,9 +18,8 @@ from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program, Red
 from jcuts.lower.patterns.gemm import TYPES
 from jcuts.lower.recurrence.program import STEP
 from jcuts.schedule.gpu.machine import ACCESS, WARP
+from jcuts.schedule.gpu.recurrence.parameters import MMA, is_flagged
 
-PARAMETER = "mma"
-"""The schedule parameter that names the operands' type of ``mma``."""
 SHORT = 32
 """Terms of a product, at most, that one thread adds up by itself."""
 MOST_ROWS = 64
@@ -39,9 +38,6 @@ WORD = 4
 """Bytes of a register, and of a sum."""
 OTHER_REGISTERS = 32
 """Of a thread, beside fragments and sums: addresses, counters, what points need besides sums."""
-SUM_COPIES = 1
-"""Of a stage's sums in shared memory: one where every thread of a block passes a barrier behind a step, two, which steps
-write in turn, where it passes only the one between writing and reading them."""
 LEAST_AT_ONCE = 4
 """Groups of terms under way, or all that a warp has: with fewer, steps wait for the L2 cache too often."""
 QUARTERS = 4
@@ -81,6 +77,7 @@ class MmaStage:
     Attributes:
         number: of the phase. blocks: of the grid. across: columns of a block. warps: of a block.
         held: registers of a thread that other stages' weights take.
+        copies: of the sums in shared memory: two where no barrier separates steps.
     """
 
     number: int
@@ -89,6 +86,7 @@ class MmaStage:
     across: int
     warps: int
     held: int = 0
+    copies: int = 1
 
     @property
     def width(self) -> int:
@@ -149,7 +147,7 @@ class MmaStage:
     @property
     def sum_bytes(self) -> int:
         """Of the sums in shared memory."""
-        return SUM_COPIES * self.step_bytes
+        return self.copies * self.step_bytes
 
     @property
     def points(self) -> int:
@@ -228,12 +226,13 @@ def stage_product(program: Program, phase: Phase) -> StageProduct | None:
 
 def mma_stages(program: Program, blocks: int, threads: int) -> list[MmaStage]:
     """The stages of a scheduled loop that tensor cores multiply: those of the type that the schedule names."""
-    kind = dict(program.params).get(PARAMETER)
+    kind = dict(program.params).get(MMA)
     found = []
     for number, phase in enumerate(program.phases) if kind else ():
         product = stage_product(program, phase)
         if product is not None and product.kind == kind:
-            found.append(MmaStage(number, product, blocks, columns_of(phase, blocks), threads // WARP))
+            across, copies = columns_of(phase, blocks), 2 if is_flagged(program) else 1
+            found.append(MmaStage(number, product, blocks, across, threads // WARP, copies=copies))
     if len(found) > 1 and threads:
         total = sum(stage.weight_registers for stage in found)
         found = [replace(stage, held=total - stage.weight_registers) for stage in found]

@@ -1,6 +1,6 @@
 """Schedules of recurrences on tensor cores: warps of a block, so many that their registers hold a stage's weights.
 
-A schedule is the form's with a parameter `stage_product.PARAMETER`.  float32 is rounded to TF32, which is XLA's default
+A schedule is the form's with a parameter `stage_product.MMA`.  float32 is rounded to TF32, which is XLA's default
 on GPUs too: a loop that asks for more has none of these schedules.
 """
 
@@ -13,10 +13,10 @@ from jcuts.estimate.time_model import Resource, TimeTerm, term
 from jcuts.kernel_ir.program import Program
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.machine import WARP, GpuMachine
+from jcuts.schedule.gpu.recurrence.parameters import MMA
 from jcuts.schedule.gpu.recurrence.stage_product import (
     M_TILE,
     N_TILE,
-    PARAMETER,
     MmaStage,
     mma_stages,
     stage_product,
@@ -37,7 +37,7 @@ def on_tensor_cores(program: Program, machine: GpuMachine) -> list[Program]:
         return []
     products = [stage_product(program, phase) for phase in program.phases]
     kinds = sorted({product.kind for product in products if product is not None})
-    return [replace(program, params=((PARAMETER, kind),)) for kind in kinds if UNITS[kind] in _units(machine)]
+    return [replace(program, params=((MMA, kind),)) for kind in kinds if UNITS[kind] in _units(machine)]
 
 
 def block_sizes(marked: Program, blocks: int) -> Iterator[int]:
@@ -54,7 +54,7 @@ def block_sizes(marked: Program, blocks: int) -> Iterator[int]:
 
 def unit_of(program: Program) -> str:
     """The compute unit that a scheduled loop's products are made by."""
-    return UNITS.get(str(dict(program.params).get(PARAMETER)), "ffma")
+    return UNITS.get(str(dict(program.params).get(MMA)), "ffma")
 
 
 def step_terms(stage: MmaStage, machine: GpuMachine) -> list[TimeTerm]:

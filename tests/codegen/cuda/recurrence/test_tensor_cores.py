@@ -17,15 +17,18 @@ import pytest
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import compile as compiler
+from jcuts.codegen.cuda.ptx import global_memory
+from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.node import Graph, Node
 from jcuts.schedule.gpu.kernel_time import kernel_time
 from jcuts.schedule.gpu.machine import GpuMachine, scheduled
-from jcuts.schedule.gpu.recurrence import stage_product as stage_products
+from jcuts.schedule.gpu.recurrence.exchange import exchanged
+from jcuts.schedule.gpu.recurrence.parameters import EXCHANGE, FLAGS, MMA, REPLICAS
 from jcuts.schedule.gpu.recurrence.schedules import FORM, MOST_SUMS, recurrence_schedules
-from jcuts.schedule.gpu.recurrence.stage_product import PARAMETER, MmaStage, mma_stages, stage_product
+from jcuts.schedule.gpu.recurrence.stage_product import MmaStage, mma_stages, stage_product
 from tests.codegen.cuda.recurrence.test_recurrence import H200, SM80, SM90, check, compiled
 from tests.lower.recurrence.cells import gru, lstm, minimal_gated_unit, normal, short_floats
 from tests.lower.recurrence.test_program import lowered
@@ -63,9 +66,9 @@ def case(name):
     return lowered(*CASES[name]())
 
 
-def on_tensor_cores(program, blocks, threads, kind="tf32", flight=2):
+def on_tensor_cores(program, blocks, threads, kind="tf32", flight=2, more=()):
     split = (("split", blocks),) if blocks > 1 else ()
-    return scheduled(program, FORM, threads, ("flight", flight), *split, (PARAMETER, kind))
+    return scheduled(program, FORM, threads, ("flight", flight), *split, (MMA, kind), *more)
 
 
 def rounded(program, blocks, threads):
@@ -89,14 +92,14 @@ def largest_error(program, operands):
     return ROUNDED * max(sums)
 
 
-def found_of(program, operands, blocks, threads, target=SM90):
-    made = on_tensor_cores(program, blocks, threads)
+def found_of(program, operands, blocks, threads, target=SM90, more=()):
+    made = on_tensor_cores(program, blocks, threads, more=more)
     kernel = compiler.compile_program(made, target)
     return ptx_machine.run_kernel(compiler.ptx_of(made, target), kernel, operands, limit=2_000_000)
 
 
-def check_rounded(program, operands, wanted, blocks, threads, target=SM90):
-    found = found_of(program, operands, blocks, threads, target)
+def check_rounded(program, operands, wanted, blocks, threads, target=SM90, more=()):
+    found = found_of(program, operands, blocks, threads, target, more)
     alike = interpret(rounded(program, blocks, threads), operands)
     for mine, theirs, exact in zip(found, alike, wanted, strict=True):
         apart = np.abs(np.asarray(mine, np.float64) - theirs)
@@ -141,14 +144,35 @@ def test_products_of_different_rows_in_one_stage():
     check_rounded(program, operands, wanted, 5, 96)
 
 
+FLAGGED = [(name, *shape) for name, shapes in SCHEDULES.items() for shape in shapes if shape[0] > 1]
+
+
 @compiled
-def test_sums_in_two_copies(monkeypatch):
-    program, (operands, wanted) = case("gru, 3 rows")
-    before = Image.unpack(compiler.compile_program(on_tensor_cores(program, 5, 64), SM90).object_code).launches[-1]
-    monkeypatch.setattr(stage_products, "SUM_COPIES", 2)
-    check_rounded(program, operands, wanted, 5, 64)
-    after = Image.unpack(compiler.compile_program(on_tensor_cores(program, 5, 64), SM90).object_code).launches[-1]
-    assert after.shared == 2 * before.shared
+@pytest.mark.parametrize("replicas", [1, 4])
+@pytest.mark.parametrize(("name", "blocks", "threads"), FLAGGED)
+def test_flags_in_bits_that_tensor_cores_ignore(name, blocks, threads, replicas):
+    program, (operands, wanted) = case(name)
+    more = ((EXCHANGE, FLAGS), (REPLICAS, replicas))
+    if not exchanged(on_tensor_cores(program, blocks, threads, more=more), blocks):
+        pytest.skip("a block has no columns")
+    check_rounded(program, operands, wanted, blocks, threads, more=more)
+
+
+@compiled
+def test_more_steps_than_a_flag_counts(monkeypatch):
+    """Numbers of steps begin again: as many bits as there are here hold 3."""
+    program, (operands, wanted) = lowered(*lstm(40, 2, 12))
+    monkeypatch.setattr(ptx_mma, "TF32_IGNORED", 3)
+    monkeypatch.setattr(global_memory, "TF32_IGNORED", 3)
+    check_rounded(program, operands, wanted, 5, 64, more=((EXCHANGE, FLAGS),))
+
+
+@compiled
+def test_flags_need_two_copies_of_the_sums():
+    program, _ = case("gru, 3 rows")
+    made = [on_tensor_cores(program, 5, 64, more=more) for more in ((), ((EXCHANGE, FLAGS),))]
+    before, after = (Image.unpack(compiler.compile_program(m, SM90).object_code).launches[-1].shared for m in made)
+    assert after == 2 * before
 
 
 @compiled
@@ -174,9 +198,9 @@ def test_bfloat16(width, rows, blocks, threads):
 @pytest.mark.parametrize("target", [SM80, SM90], ids=["sm_80", "sm_90"])
 def test_large_schedules_keep_everything_in_registers(make, rows, blocks, target):
     program, _ = lowered(*make())
-    found = [made for made, _ in recurrence_schedules(program, H200) if PARAMETER in dict(made.params)]
+    found = [made for made, _ in recurrence_schedules(program, H200) if MMA in dict(made.params)]
     mine = [made for made in found if dict(made.params)["split"] == blocks]
-    assert len(mine) > 3 and PARAMETER in dict(recurrence_schedules(program, H200)[0][0].params)
+    assert len(mine) > 3 and MMA in dict(recurrence_schedules(program, H200)[0][0].params)
     for made in mine:
         kernel = compiler.compile_program(made, target)
         resources = Image.unpack(kernel.object_code).launches[-1].resources
@@ -187,7 +211,7 @@ def test_large_schedules_keep_everything_in_registers(make, rows, blocks, target
 
 
 def of_tensor_cores(program):
-    return [made for made, _ in recurrence_schedules(program, H200) if PARAMETER in dict(made.params)]
+    return [made for made, _ in recurrence_schedules(program, H200) if MMA in dict(made.params)]
 
 
 @compiled
@@ -212,7 +236,7 @@ def test_one_row_has_none():
 
 def test_a_gpu_without_them_has_none():
     program, _ = case("lstm, 16 rows")
-    assert not [m for m, _ in recurrence_schedules(program, GpuMachine.named("V100")) if PARAMETER in dict(m.params)]
+    assert not [m for m, _ in recurrence_schedules(program, GpuMachine.named("V100")) if MMA in dict(m.params)]
 
 
 def test_more_rows_than_fused_multiply_adds_have_registers_for():

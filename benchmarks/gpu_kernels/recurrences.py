@@ -37,6 +37,8 @@ CALLS = 10
 """In a row."""
 SECONDS = 1.5
 """Of timing per loop and kind."""
+SECONDS_ALONE = 0.3
+"""Of timing per schedule."""
 LEAST = 7
 """Samples of each program at least."""
 FLAGS: dict[str, dict[str, Any]] = {
@@ -69,10 +71,10 @@ def case(name: str) -> loops.Case:
     return function, tuple(np.asarray(jnp.asarray(a, dtype)) for a in arguments)
 
 
-def timed(calls: dict[str, Callable[[], Any]], each: int) -> dict[str, dict[str, float]]:
+def timed(calls: dict[str, Callable[[], Any]], each: int, seconds: float = SECONDS) -> dict[str, dict[str, float]]:
     """Seconds of a call of programs that take turns, ``each`` calls in a row: quartiles."""
     found: dict[str, list[float]] = {name: [] for name in calls}
-    end = time.perf_counter() + SECONDS
+    end = time.perf_counter() + seconds
     while time.perf_counter() < end or min(map(len, found.values())) < LEAST:
         for name, call in calls.items():
             start = time.perf_counter()
@@ -165,7 +167,7 @@ def alone(kernel: Any, operands: list[Any]) -> float:
 
     run = jax.jit(lambda *xs: call_kernel(kernel, *xs))
     jax.block_until_ready(run(*operands))
-    return timed({"": lambda: run(*operands)}, CALLS)[""]["median"]
+    return timed({"": lambda: run(*operands)}, CALLS, SECONDS_ALONE)[""]["median"]
 
 
 def torch_times(name: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from jcuts.schedule.gpu.recurrence.residency import sums_name
 from jcuts.schedule.gpu.recurrence.stage_product import HALF_TILE, N_TILE, WORD, WORDS, MmaStage
 
 Sums = dict[tuple[int, int, int], list[L.Value]]
-"""Of (load of rows, tile of columns, tile of rows): the four sums of a lane."""
+"""Of (load of rows, tile of columns, tile of rows): the four sums of a lane, of 8 columns and 16 rows, or 16 and 8."""
 
 
 class StageMma:
@@ -112,30 +112,52 @@ class StageMma:
         return sums
 
     def _multiply(self, sums: Sums, left: int, tile: int, group: int, halves: list[Words]) -> None:
-        """A group of terms of 16 rows: two steps of ``mma``."""
+        """A group of terms of 16 rows."""
         rows = [self.operands.rounded(words, self.stage.product.lefts[left].buffer) for words in halves]
-        lower, upper = [*rows, [L.I32(0)] * WORDS][:2]
+        zeros = [L.I32(0)] * WORDS
+        if self.stage.is_turned:
+            for half, words in enumerate(rows):
+                for pair in range(self.stage.pairs[left]):
+                    lower = self.weights[left, 2 * pair][group]
+                    upper = self.weights[left, 2 * pair + 1][group] if 2 * pair + 1 < self.stage.tiles[left] else zeros
+                    self._two_steps(sums, (left, pair, 2 * tile + half), (lower, upper), words)
+            return
+        lower, upper = [*rows, zeros][:2]
+        for column in range(self.stage.tiles[left]):
+            self._two_steps(sums, (left, column, tile), (lower, upper), self.weights[left, column][group])
+
+    def _two_steps(self, sums: Sums, key: tuple[int, int, int], tall: tuple[Words, Words], wide: Words) -> None:
+        """Args: tall: words of the lower and upper eight of the operand with 16 rows; wide: of the other one."""
+        lower, upper = tall
         for at in range(0, WORDS, 2):
             fragment = [lower[at], upper[at], lower[at + 1], upper[at + 1]]
-            for column in range(self.stage.tiles[left]):
-                weights = self.weights[left, column][group][at : at + 2]
-                total = sums.get((left, column, tile), [L.F32(0.0)] * WORDS)
-                kind = self.stage.product.kind
-                sums[left, column, tile] = ptx_mma.mma_sync(self.builder, kind, fragment, weights, total)
+            total = sums.get(key, [L.F32(0.0)] * WORDS)
+            kind = self.stage.product.kind
+            sums[key] = ptx_mma.mma_sync(self.builder, kind, fragment, wide[at : at + 2], total)
 
     def _write(self, sums: Sums, there: L.Value) -> None:
         """The warp's sums into shared memory: [tile of columns][row][column]. Args: there: the first warp's place."""
-        builder, stage = self.builder, self.stage
-        row = builder.mul(self.lanes.line, L.I32(N_TILE * WORD))
-        place = builder.add(row, builder.mul(self.lanes.part, L.I32(2 * WORD)))
-        place = builder.add(place, builder.mul(self.lanes.warp, L.I32(stage.warp_bytes)))
-        place = builder.add(there, place)
-        for (left, column, tile), found in sums.items():
-            number = sum(stage.tiles[:left]) + column
-            for upper in range(min(2, stage.halves - 2 * tile)):
-                at = number * stage.tile_bytes + (2 * tile + upper) * HALF_TILE * N_TILE * WORD
-                words = [builder.bitcast(value, L.I32) for value in found[2 * upper : 2 * upper + 2]]
-                ptx_mma.write_words(builder, place, at, words)
+        builder, stage, line = self.builder, self.stage, N_TILE * WORD
+        if stage.is_turned:  # a lane has two rows of a column
+            place = builder.add(
+                builder.mul(self.lanes.part, L.I32(2 * line)), builder.mul(self.lanes.line, L.I32(WORD))
+            )
+        else:
+            place = builder.add(
+                builder.mul(self.lanes.line, L.I32(line)), builder.mul(self.lanes.part, L.I32(2 * WORD))
+            )
+        place = builder.add(there, builder.add(place, builder.mul(self.lanes.warp, L.I32(stage.warp_bytes))))
+        for (left, column, row), found in sums.items():
+            words, before = [builder.bitcast(value, L.I32) for value in found], sum(stage.tiles[:left])
+            for upper in range(2):
+                both = words[2 * upper : 2 * upper + 2]
+                if stage.is_turned and 2 * column + upper < stage.tiles[left]:
+                    at = (before + 2 * column + upper) * stage.tile_bytes + row * HALF_TILE * line
+                    for odd, word in enumerate(both):
+                        ptx_mma.write_words(builder, place, at + odd * line, [word])
+                elif not stage.is_turned and 2 * row + upper < stage.halves:
+                    at = (before + column) * stage.tile_bytes + (2 * row + upper) * HALF_TILE * line
+                    ptx_mma.write_words(builder, place, at, both)
 
     def _point(self, begin: int, step: L.Value) -> tuple[RegisterTileEmitter, L.Value]:
         """The emitter of a point of this thread, and where its sums of the first warp lie.

@@ -130,6 +130,23 @@ class MmaStage:
         return tuple(-(-count * self.width // N_TILE) for count in counts)
 
     @property
+    def pairs(self) -> tuple[int, ...]:
+        """Tiles of 16 columns for each load of rows."""
+        return tuple(-(-tiles // 2) for tiles in self.tiles)
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether 16 columns of weights are the rows of an ``mma`` and 8 rows its columns: no more of them than in the
+        other order, and a lane's words of a row are the operand as they were loaded.
+        """
+        return sum(self.pairs) * self.halves <= sum(self.tiles) * self.row_tiles
+
+    @property
+    def multiplied(self) -> int:
+        """Products of a warp in a step of ``mma``."""
+        return sum(self.pairs) * self.halves if self.is_turned else sum(self.tiles) * self.row_tiles
+
+    @property
     def tile_bytes(self) -> int:
         """Of a tile of sums in shared memory: [row][column]."""
         return self.halves * HALF_TILE * N_TILE * WORD
@@ -157,12 +174,12 @@ class MmaStage:
     @property
     def weight_registers(self) -> int:
         """Of a thread, over all steps."""
-        return WORDS * self.share * sum(self.tiles)
+        return WORDS * self.share * (2 * sum(self.pairs) if self.is_turned else sum(self.tiles))
 
     @property
     def sum_registers(self) -> int:
         """Of a thread."""
-        return WORDS * self.row_tiles * sum(self.tiles)
+        return WORDS * self.multiplied
 
     @property
     def at_once(self) -> int:

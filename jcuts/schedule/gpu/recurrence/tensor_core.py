@@ -61,8 +61,8 @@ def step_terms(stage: MmaStage, machine: GpuMachine) -> list[TimeTerm]:
     """What a stage takes in a step: its rows from the L2 cache, products, sums of the warps, points."""
     product, sums = stage.product, 2 * stage.step_bytes  # written and read
     read = product.rows * product.red.extent * product.item * len(product.lefts)
-    steps = 2 * stage.share * stage.row_tiles
-    flop = steps * sum(stage.tiles) * stage.warps * M_TILE * N_TILE * stage.group  # half a group in a step, FMAs are 2
+    steps = 2 * stage.share * stage.multiplied
+    flop = steps * stage.warps * M_TILE * N_TILE * stage.group  # half a group in a step, FMAs are 2
     rate = machine.arch.flop_per_clock_sm[UNITS[product.kind]] * machine.arch.clock
     points = -(-stage.points // (stage.warps * WARP))
     if stage.blocks > 1:

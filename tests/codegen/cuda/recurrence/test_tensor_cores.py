@@ -41,6 +41,7 @@ ROUNDED = 2.0**-10
 CASES = {
     "gru, 2 rows": lambda: gru(40, 2, 5),
     "gru, 3 rows": lambda: gru(40, 3, 5),
+    "gru, 16 rows": lambda: gru(40, 16, 4),
     "gru, 17 rows of 77": lambda: gru(77, 17, 3),
     "gru, 40 rows": lambda: gru(40, 40, 3),
     "lstm, 2 rows": lambda: lstm(36, 2, 4),
@@ -51,6 +52,7 @@ CASES = {
 SCHEDULES = {
     "gru, 2 rows": [(1, 96), (5, 96), (14, 64)],
     "gru, 3 rows": [(1, 64), (5, 32), (40, 96)],
+    "gru, 16 rows": [(2, 128), (5, 64), (20, 96)],
     "gru, 17 rows of 77": [(5, 160), (10, 64), (20, 96)],
     "gru, 40 rows": [(3, 96), (5, 64)],
     "lstm, 2 rows": [(1, 96), (5, 64), (18, 96)],
@@ -263,6 +265,13 @@ def test_what_is_no_product_of_rows_and_weights_has_no_form():
     rows = np.ones((4, 64), np.float32)
     program, _ = lowered(scores, (rows, np.ones((3, 64, 64), np.float32)))
     assert all(stage_product(program, phase) is None for phase in program.phases)
+
+
+def test_operands_change_places_where_that_makes_no_more_products():
+    orders = {name: mma_stages(on_tensor_cores(case(name)[0], 5, 64), 5, 64)[0] for name in CASES}
+    found = {name: (stage.is_turned, stage.multiplied) for name, stage in orders.items()}
+    assert found["gru, 3 rows"] == (True, 2) and found["gru, 16 rows"] == (False, 3)
+    assert found["lstm, 16 rows"] == (True, 4) and found["gru, 40 rows"] == (False, 9)
 
 
 def test_registers_limit_what_is_under_way():

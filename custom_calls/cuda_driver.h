@@ -29,7 +29,6 @@ constexpr int kLaunchCooperative = 2;           // CU_LAUNCH_ATTRIBUTE_COOPERATI
 constexpr int kLaunchClusterDimension = 4;      // CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 constexpr int kLaunchProgrammatic = 6;          // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 constexpr int kProgrammaticVersion = 12030;     // CUDA version from which on graphs know such launches
-constexpr unsigned kStaticSharedLimit = 48 * 1024;
 constexpr unsigned kPortableCluster = 8;
 
 struct LaunchAttribute {

@@ -167,7 +167,8 @@ class Image {
       CUkernel kernel = nullptr;
       CUfunction function = nullptr;
       CUresult code = driver.LibraryGetKernel(&kernel, library_, launch.symbol.c_str());
-      if (code == 0 && launch.shared_bytes > kStaticSharedLimit) {
+      // The limit of 48 KiB counts static memory too, whose size is the kernel's own affair.
+      if (code == 0 && launch.shared_bytes > 0) {
         code = driver.KernelSetAttribute(kMaxDynamicSharedSize, static_cast<int>(launch.shared_bytes), kernel, handle);
       }
       if (code == 0 && launch.cluster[0] * launch.cluster[1] * launch.cluster[2] > kPortableCluster) {

@@ -51,6 +51,7 @@ if not found["available"]:
     found["second device"] = launch(kernel("a"), 1)
     found["far device"] = launch(kernel("a"), 99)
     found["large"] = launch(kernel("b", shared=100_000, cluster=(16, 1, 1), cooperative=True))
+    found["small"] = launch(kernel("d", shared=30_000))
     found["early"] = launch(kernel("c", waits=True, second={"waits": True}))
     for name in ("cuLibraryLoadData", "cuLibraryGetKernel", "cuLaunchKernelEx"):
         fake.fake_fail(name.encode())
@@ -115,6 +116,7 @@ def test_the_launcher_drives_a_driver(driver):
     large, error = found["large"]
     assert "cuKernelSetAttribute 8=100000 on 0" in large and "cuKernelSetAttribute 14=1 on 0" in large
     assert any("shared 100000 attributes 2" in c for c in large)
+    assert "cuKernelSetAttribute 8=30000 on 0" in found["small"][0]  # with its static memory it may need more than 48 KiB
 
 
 def test_only_a_kernel_that_waits_may_start_early_and_never_the_first(driver):

@@ -169,7 +169,7 @@ def recurrence_samples(paths: Sequence[Path], gpu: str = "H200") -> list[Sample]
     """Persistent recurrences (`benchmarks/gpu_kernels/recurrences.py --schedules`): recorded schedules' times alone."""
     from benchmarks.gpu_kernels.recurrences import case, programs_of
     from jcuts.schedule.gpu.machine import GpuMachine
-    from jcuts.schedule.gpu.recurrence.schedules import estimated_time
+    from jcuts.schedule.gpu.recurrence.step_time import estimated_time
 
     machine, clock, found = GpuMachine.named(gpu), clock_hertz(), []
     for name, row in (item for path in paths for item in json.loads(path.read_text()).items()):

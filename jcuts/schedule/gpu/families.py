@@ -39,6 +39,7 @@ from jcuts.schedule.gpu.launch_stats import memory_time
 from jcuts.schedule.gpu.machine import Candidate, GpuMachine
 from jcuts.schedule.gpu.problem import CONTRACTIONS, GEMM_TEMPLATES, RECURRENCE, GpuProblem
 from jcuts.schedule.gpu.recurrence import schedules as recurrence_schedules
+from jcuts.schedule.gpu.recurrence import step_time as recurrence_time
 from jcuts.schedule.gpu.reduction import column as reduction_column
 from jcuts.schedule.gpu.reduction import column_time, online_softmax, row_column_sums
 from jcuts.schedule.gpu.reduction import row as reduction_row
@@ -220,7 +221,7 @@ _enter(
         "docs/kernels/recurrence.md",
         (RECURRENCE,),
         lambda p: recurrence_schedules.recurrence_schedules(p.program, p.machine),
-        time=recurrence_schedules.estimated_time,
+        time=recurrence_time.estimated_time,
     ),
 )
 _enter(

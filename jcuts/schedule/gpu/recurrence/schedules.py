@@ -6,20 +6,18 @@ Blocks are never more than the GPU has SMs, one on each: all must be resident at
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from jcuts.estimate.time_model import KernelTime, Resource, repeat, serial, term
-from jcuts.kernel_ir.program import ITEM_SIZE, Buffer, Phase, Program
-from jcuts.lower.recurrence.program import STEP, TEMPLATE
-from jcuts.schedule import fit
-from jcuts.schedule.gpu.machine import SHARED, WARP, Candidate, GpuMachine, scheduled
+from jcuts.kernel_ir.program import Buffer, Phase, Program
+from jcuts.lower.recurrence.program import TEMPLATE
+from jcuts.schedule.gpu.machine import SHARED, Candidate, GpuMachine, scheduled
 from jcuts.schedule.gpu.recurrence import tensor_core
 from jcuts.schedule.gpu.recurrence.exchange import exchanged
-from jcuts.schedule.gpu.recurrence.parameters import EXCHANGE, FLAGS, HELD, MMA, REPLICAS, is_flagged
+from jcuts.schedule.gpu.recurrence.parameters import EXCHANGE, FLAGS, HELD, MMA, REPLICAS
 from jcuts.schedule.gpu.recurrence.residency import residents, shared_layout, terms_at_once, terms_of_thread
 from jcuts.schedule.gpu.recurrence.stage_product import columns_of, is_short, mma_stages
+from jcuts.schedule.gpu.recurrence.step_time import estimated_time, lanes_of, points_of, products_of
 
 FORM = "recurrence"
 """The value of the schedule parameter ``cuda``."""
@@ -37,13 +35,10 @@ MOST_SUMS = 64
 """Sums of a thread: rows times products side by side."""
 HELD_SHARE = 0.5
 """Of a thread's registers, that operands may take which stay there."""
-REPLICATED = (1, 4)
-"""Replicas of what blocks exchange with flags."""
-FLAGGED_BYTES = 8
-"""Of a carried value with its flag."""
+MOST_REPLICAS = 4
+"""Of what blocks exchange with flags; on tensor cores fewer were never faster (`docs/kernels/recurrence.md`)."""
 MOST_ALONE = 1 << 16
 """Products of a step, at most, that one block is tried for."""
-_COST = fit.coefficients("gpu/recurrence", "cost")
 
 
 def recurrence_schedules(program: Program, machine: GpuMachine) -> list[Candidate]:
@@ -75,9 +70,9 @@ def _space(program: Program, machine: GpuMachine) -> Iterator[Program]:
 
 def _grids(program: Program, machine: GpuMachine, most: int) -> list[int]:
     """Blocks of a grid: one where a step is small, and one for so many columns each, at most ``most``."""
-    products = sum(_work(phase) for phase in program.phases)
+    products = sum(products_of(phase) for phase in program.phases)
     small = products <= MOST_ALONE and sum(buffer.bytes for buffer in program.locals) <= SHARED
-    widest = max(_columns(phase) for phase in program.phases)
+    widest = max(lanes_of(phase) for phase in program.phases)
     found = [n for columns in COLUMNS if 1 < (n := -(-widest // columns)) <= machine.sms] or [machine.sms]
     found = [1, *found] if small else found
     return [n for n in found if max(columns_of(phase, n) for phase in program.phases) <= most]
@@ -110,15 +105,15 @@ def _with_flags(
     if parameters is None:
         return
     parameters.append((EXCHANGE, FLAGS))
-    yield from _replicated(parameters)
+    yield from _replicated(parameters, (MOST_REPLICAS,) if copies is not carried else (1, MOST_REPLICAS))
     registers = min(machine.limits.registers_per_thread, machine.limits.registers_per_sm // threads)
     if 0 < _held_words(marked, blocks, threads, flight) <= HELD_SHARE * registers:
-        yield from _replicated([(k, v) for k, v in parameters if k != "resident"] + [(HELD, 1)])
+        yield from _replicated([(k, v) for k, v in parameters if k != "resident"] + [(HELD, 1)], (1, MOST_REPLICAS))
 
 
-def _replicated(parameters: list[tuple[str, object]]) -> Iterator[list[tuple[str, object]]]:
+def _replicated(parameters: list[tuple[str, object]], counts: Sequence[int]) -> Iterator[list[tuple[str, object]]]:
     """Schedules with so many replicas of what is exchanged."""
-    for replicas in REPLICATED:
+    for replicas in counts:
         yield [*parameters, *([(REPLICAS, replicas)] if replicas > 1 else [])]
 
 
@@ -135,7 +130,7 @@ def _held_words(program: Program, blocks: int, threads: int, flight: int) -> int
 
 def _fits(phase: Phase, blocks: int, threads: int) -> bool:
     """Whether a block has a thread for every point of its columns."""
-    return is_short(phase) or _points(phase) // _columns(phase) * columns_of(phase, blocks) <= threads
+    return is_short(phase) or points_of(phase) // lanes_of(phase) * columns_of(phase, blocks) <= threads
 
 
 def _flights(marked: Program, blocks: int, threads: int) -> list[int]:
@@ -163,85 +158,6 @@ def _parameters(
     return made if size <= most else None
 
 
-def _columns(phase: Phase) -> int:
-    return phase.axes[-1].extent if phase.axes and phase.axes[-1].name != STEP else 1
-
-
-def _points(phase: Phase) -> int:
-    return math.prod(a.extent for a in phase.axes if a.name != STEP)
-
-
 def _sums(phase: Phase) -> int:
     """Sums of a thread that has all rows of a column."""
-    return len(phase.accs) * _points(phase) // _columns(phase)
-
-
-def _work(phase: Phase) -> int:
-    return len(phase.accs) * _points(phase) * math.prod(r.extent for r in phase.reds)
-
-
-def _carried_bytes(phase: Phase) -> int:
-    """What a block reads of rows that all columns have in common."""
-    lane, reds = phase.axes[-1].name if phase.axes else "", {r.name for r in phase.reds}
-    if is_short(phase):
-        return 0
-    loads = [node for node in phase.body.nodes if node.op == "load" and node.index is not None]
-    rows = [
-        node for node in loads if node.index is not None and lane not in (axes := node.index.axes()) and axes & reds
-    ]
-    terms = math.prod(r.extent for r in phase.reds)
-    return sum(ITEM_SIZE[node.dtype] for node in rows) * terms * _points(phase) // _columns(phase)
-
-
-def _steps(program: Program) -> int:
-    return next(g.extent for g in program.grid if g.axis == STEP)
-
-
-def _stages(program: Program) -> int:
-    return len({phase.name for phase in program.phases if not phase.once and not phase.last})
-
-
-def estimated_time(program: Program, machine: GpuMachine) -> KernelTime:
-    """The model: launches, and for every step its stages' barriers, operands from the L2 cache and arithmetic."""
-    params = dict(program.params)
-    blocks, threads = int(str(params.get("split", 1))), int(str(params["threads"]))
-    each = [(n, phase) for n, phase in enumerate(program.phases) if not phase.once and not phase.last]
-    flight = int(str(params["flight"]))
-    flagged, held = is_flagged(program), HELD in params
-    still = residents(program, blocks)
-    kept = still if held else still[: int(str(params.get("resident", 0)))]
-    stages = {stage.number: stage for stage in mma_stages(program, blocks, threads)}
-    barrier = _COST.grid_barrier_seconds if blocks > 1 else _COST.block_barrier_seconds
-    parts = [term(Resource.BARRIER, _COST.flag_exchange_seconds if flagged else barrier * _stages(program))]
-    if flagged and not stages:
-        words = sum(b.size // 2 for b in exchanged(program, blocks))
-        read = FLAGGED_BYTES * words
-        parts.append(term(Resource.L2, read / _COST.l2_bytes_per_second_sm, read * blocks))
-    for number, phase in each:
-        if number in stages:
-            parts += tensor_core.step_terms(stages[number], machine)
-            continue
-        waves = -(-_points(phase) // (blocks * threads))
-        if not is_short(phase) and phase.reds and not flagged:
-            trips = -(-terms_of_thread(phase, blocks, threads) // terms_at_once(phase, blocks, threads, flight))
-            parts.append(term(Resource.LATENCY, _COST.load_seconds * trips))
-        parts.append(term(Resource.CHAIN, _COST.point_seconds * waves))
-        columns = -(-_columns(phase) // blocks)
-        share = columns / _columns(phase)
-        read = ITEM_SIZE["float32"] * _work(phase) / max(1, _points(phase) // _columns(phase)) * share
-        inside = min(read, sum(one.buffer.bytes for one in kept if one.phase == number))
-        from_shared = 0 if held else inside
-        if flagged:  # a line of shared memory for every load of a warp
-            loads = (
-                0 if is_short(phase) else terms_of_thread(phase, blocks, threads) * _points(phase) // _columns(phase)
-            )
-            from_shared += loads * ITEM_SIZE["float32"] * threads
-        parts.append(term(Resource.SMEM, from_shared / _COST.shared_bytes_per_second_sm, from_shared))
-        outside = read - inside + (_carried_bytes(phase) if blocks > 1 and not flagged else 0)
-        parts.append(term(Resource.L2, outside / _COST.l2_bytes_per_second_sm, outside * blocks))
-        warps = max(1.0, _work(phase) * share / WARP)
-        per_cycle = machine.arch.flop_per_clock_sm["ffma"] / (2 * WARP)
-        parts.append(term(Resource.ISSUE, warps / (machine.arch.clock * per_cycle), warps))
-    root = serial([repeat(_steps(program), serial(parts, "step")), term(Resource.LAUNCH, _COST.launch_seconds)])
-    moved = sum(b.bytes for b in (*program.inputs, *program.outputs))
-    return KernelTime(root, unit=tensor_core.unit_of(program), compulsory=moved)
+    return len(phase.accs) * points_of(phase) // lanes_of(phase)

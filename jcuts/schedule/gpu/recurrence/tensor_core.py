@@ -57,8 +57,11 @@ def unit_of(program: Program) -> str:
     return UNITS.get(str(dict(program.params).get(MMA)), "ffma")
 
 
-def step_terms(stage: MmaStage, machine: GpuMachine) -> list[TimeTerm]:
-    """What a stage takes in a step: its rows from the L2 cache, products, sums of the warps, points."""
+def step_terms(stage: MmaStage, machine: GpuMachine, *, flagged: bool) -> list[TimeTerm]:
+    """What a stage takes in a step: its rows from the L2 cache, products, sums of the warps, points.
+
+    Args: flagged: rows are loaded until their flags are there.
+    """
     product, sums = stage.product, 2 * stage.step_bytes  # written and read
     read = product.rows * product.red.extent * product.item * len(product.lefts)
     steps = 2 * stage.share * stage.multiplied
@@ -66,13 +69,14 @@ def step_terms(stage: MmaStage, machine: GpuMachine) -> list[TimeTerm]:
     rate = machine.arch.flop_per_clock_sm[UNITS[product.kind]] * machine.arch.clock
     points = -(-stage.points // (stage.warps * WARP))
     if stage.blocks > 1:
+        read *= _COST.polls if flagged else 1
         rows = term(Resource.L2, read / _COST.l2_bytes_per_second_sm, read * stage.blocks)
     else:
         rows = term(Resource.SMEM, read / _COST.shared_bytes_per_second_sm, read)
     return [
         rows,
         term(Resource.LATENCY, _COST.load_seconds * len(stage.pieces)),
-        term(Resource.COMPUTE, flop / (rate * _COST.mma_share), flop),
+        term(Resource.COMPUTE, flop / rate, flop),
         term(Resource.CHAIN, _COST.mma_seconds * 2 * stage.share + _COST.point_seconds * points),
         term(Resource.SMEM, sums / _COST.shared_bytes_per_second_sm, sums),
         term(Resource.BARRIER, _COST.block_barrier_seconds),

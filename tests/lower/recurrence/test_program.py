@@ -11,6 +11,7 @@ from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import read, verify
+from jcuts.lower.recurrence import stages
 from jcuts.lower.recurrence.program import TEMPLATE, lower_recurrence
 from jcuts.lower.tensor_graph import build_graph
 from jcuts.rewrite.simplify import simplify
@@ -59,13 +60,24 @@ def test_a_scan_is_one_program(name):
 
 
 @pytest.mark.parametrize(
-    "name, stages",
+    "name, last",
     [("gru", 1), ("lstm", 1), ("minimal gated unit", 2), ("two layers", 2), ("perceptrons", 2), ("scalar", 0)],
 )
-def test_stages_of_a_step(name, stages):
+def test_stages_of_a_step(name, last):
     program, _ = lowered(*CASES[name]())
     names = {phase.name for phase in program.phases} - {"fill", "result"}
-    assert max(int(one.removeprefix("stage")) for one in names) == stages
+    assert max(int(one.removeprefix("stage")) for one in names) == last
+
+
+def test_a_large_operand_that_every_block_would_compute_is_kept(monkeypatch):
+    """Derivatives of a GRU's gates: element-wise from what is carried, read as a whole by the product behind them."""
+    for kept_from, loads in ((stages.KEPT_FROM, 19), (1, 2)):
+        monkeypatch.setattr(stages, "KEPT_FROM", kept_from)
+        program, (operands, wanted) = lowered(*CASES["gru, gradient"]())
+        (stage,) = (p for p in program.phases if p.name == "stage1")
+        assert sum(node.op == "load" for node in stage.body.nodes) == loads
+        for mine, theirs in zip(interpret(program, operands), wanted, strict=True):
+            assert_close(mine, theirs)
 
 
 def test_gates_are_products_side_by_side():

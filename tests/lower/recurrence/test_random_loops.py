@@ -16,6 +16,7 @@ import pytest
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.verify import verify
+from jcuts.lower.recurrence import stages
 from tests.lower.recurrence.test_program import lowered
 
 COUNT = int(os.environ.get("RANDOM_LOOPS", "60"))
@@ -96,8 +97,10 @@ def check(seed: int) -> bool:
     return True
 
 
+@pytest.mark.parametrize("kept_from", [stages.KEPT_FROM, 1], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("block", range(4))
-def test_random_loops(block):
+def test_random_loops(block, kept_from, monkeypatch):
+    monkeypatch.setattr(stages, "KEPT_FROM", kept_from)
     seeds = range(block, COUNT, 4)
     made = [check(1_000_000 + seed) for seed in seeds]
     assert sum(made) > 0.9 * len(made)

@@ -23,6 +23,7 @@ from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.kernel_ir.interpret import interpret
 from jcuts.kernel_ir.node import Graph, Node
+from jcuts.lower.recurrence import stages
 from jcuts.schedule.gpu.kernel_time import kernel_time
 from jcuts.schedule.gpu.machine import GpuMachine, scheduled
 from jcuts.schedule.gpu.recurrence.exchange import exchanged
@@ -30,7 +31,7 @@ from jcuts.schedule.gpu.recurrence.parameters import EXCHANGE, FLAGS, MMA, REPLI
 from jcuts.schedule.gpu.recurrence.schedules import FORM, MOST_SUMS, recurrence_schedules
 from jcuts.schedule.gpu.recurrence.stage_product import MmaStage, mma_stages, stage_product
 from tests.codegen.cuda.recurrence.test_recurrence import H200, SM80, SM90, check, compiled
-from tests.lower.recurrence.cells import gru, lstm, minimal_gated_unit, normal, short_floats
+from tests.lower.recurrence.cells import gru, gru_gradient, lstm, minimal_gated_unit, normal, short_floats
 from tests.lower.recurrence.test_program import lowered
 from tests.ptx import machine as ptx_machine
 
@@ -175,6 +176,16 @@ def test_flags_need_two_copies_of_the_sums():
     made = [on_tensor_cores(program, 5, 64, more=more) for more in ((), ((EXCHANGE, FLAGS),))]
     before, after = (Image.unpack(compiler.compile_program(m, SM90).object_code).launches[-1].shared for m in made)
     assert after == 2 * before
+
+
+@compiled
+@pytest.mark.parametrize("blocks, threads", [(5, 96), (10, 64)])
+def test_a_backward_loop_whose_derivatives_are_kept(monkeypatch, blocks, threads):
+    monkeypatch.setattr(stages, "KEPT_FROM", 1)
+    program, (operands, wanted) = lowered(*gru_gradient(width=40, batch=3, steps=3))
+    made = on_tensor_cores(program, blocks, threads)
+    assert len(mma_stages(made, blocks, threads)) == 1 and not exchanged(made, blocks)  # two stages: a barrier each
+    check_rounded(program, operands, wanted, blocks, threads)
 
 
 @compiled

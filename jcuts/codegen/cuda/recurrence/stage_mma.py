@@ -9,7 +9,7 @@ point needs besides sums is in registers by then, or on its way (`point_values`)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.elementwise.thread_tile import RegisterTileEmitter, TileVariant
@@ -69,13 +69,13 @@ class StageMma:
         need besides sums.
         """
         self.weights = self.operands.weights(self.first)
-        self.values.prepare([end for end, _ in self._points(L.I32(0))])
+        with self._if_any_column():  # others' points may be written by then
+            self.values.prepare([end for end, _ in self._points(L.I32(0))])
 
     def emit(self, step: L.Value) -> None:
         """A step."""
-        builder, blocks = self.builder, -(-self.stage.product.lane.extent // self.stage.across)
-        has_any = None if blocks >= self.stage.blocks else builder.icmp_signed("<", self.block, L.I32(blocks))
-        with builder.if_then(has_any) if has_any is not None else nullcontext():
+        builder = self.builder
+        with self._if_any_column():
             ends = self._points(step)
             self.values.load_ahead([end for end, _ in ends])
             self.values.load_inputs([end for end, _ in self._points(self._following(step))])
@@ -85,6 +85,13 @@ class StageMma:
                 self._total(end, place)
                 end._finish()
                 self.values.keep_results(number, end)
+
+    def _if_any_column(self) -> AbstractContextManager[object]:
+        """Code for blocks that have columns."""
+        blocks = -(-self.stage.product.lane.extent // self.stage.across)
+        if blocks >= self.stage.blocks:
+            return nullcontext()
+        return self.builder.if_then(self.builder.icmp_signed("<", self.block, L.I32(blocks)))
 
     def _place(self, step: L.Value) -> L.Value:
         """Where the sums of a step lie."""

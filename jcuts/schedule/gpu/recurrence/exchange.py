@@ -23,6 +23,8 @@ def exchanged(program: Program, blocks: int) -> list[Buffer]:
     """The carried values that blocks exchange with flags; none where the loop needs grid barriers.
 
     On tensor cores flags are bits of a TF32 number that an ``mma`` ignores: only products may read others' values then.
+    A block waits for what its next products read, not for all that is exchanged, so that one phase has to write it all:
+    with two, a block that has the first one's results could overwrite what others read in the second.
     """
     stages = {stage.number for stage in mma_stages(program, blocks, 0)}
     phases = [phase for phase in program.phases if not phase.once and not phase.last]
@@ -42,7 +44,10 @@ def exchanged(program: Program, blocks: int) -> list[Buffer]:
     taken = [buffer for name, buffer in local.items() if name in found]
     if any(ITEM_SIZE[b.dtype] not in (2, WIDEST) or (stages and b.dtype != "float32") for b in taken):
         return []
-    return taken if any(_by_all(stores[b.name][0], blocks) for b in taken) else []
+    writers = [stores[b.name][0] for b in taken]
+    if stages and (len(stages) > 1 or any(phase is not program.phases[min(stages)] for phase in writers)):
+        return []
+    return taken if any(_by_all(phase, blocks) for phase in writers) else []
 
 
 def _loads(phase: Phase) -> Iterator[tuple[str, Index, bool]]:

@@ -21,8 +21,10 @@ from jcuts.schedule.gpu.recurrence.step_time import estimated_time, lanes_of, po
 
 FORM = "recurrence"
 """The value of the schedule parameter ``cuda``."""
-THREADS = (256, 512)
+THREADS = (128, 256, 512)
 """Of a block of a grid."""
+MOST_UNROLLED = 256
+"""Of a block whose threads have loops over few terms of their own: they are unrolled, and want registers."""
 ALONE = (32, 128, 256, 512)
 """Of a block that runs all steps."""
 FLIGHT = (4, 16, 64)
@@ -33,7 +35,7 @@ COLUMNS = (1, 2, 4, 8, 16)
 """Columns of a block of a grid."""
 MOST_SUMS = 64
 """Sums of a thread: rows times products side by side."""
-HELD_SHARE = 0.5
+HELD_SHARE = 0.65
 """Of a thread's registers, that operands may take which stay there."""
 MOST_REPLICAS = 4
 """Of what blocks exchange with flags; on tensor cores fewer were never faster (`docs/kernels/recurrence.md`)."""
@@ -52,7 +54,7 @@ def recurrence_schedules(program: Program, machine: GpuMachine) -> list[Candidat
 
 def _space(program: Program, machine: GpuMachine) -> Iterator[Program]:
     few = any(p.reds and is_short(p) for p in program.phases)
-    most = THREADS[0] if few else THREADS[-1]  # a thread's own loops over few terms are unrolled, and want registers
+    most = MOST_UNROLLED if few else THREADS[-1]
     grids = _grids(program, machine, most)
     if all(map(_has_few_sums, program.phases)):
         for blocks in grids:

@@ -74,20 +74,21 @@ def test_every_schedule_on_tensor_cores(name):
     program, _ = lowered(function, arguments)
     assert not isinstance(program, Refusal)
     found = [p for p, _ in FAMILIES["recurrence"].schedules(program, xla_devices.machine()) if MMA in dict(p.params)]
+    ran = 0
     for made in found:
         try:
             kernel = kernel_for(made)
         except CompileRejected:
             continue
         run = jax.jit(lambda *xs, k=kernel: call_kernel(k, *xs))
-        first = [np.asarray(x) for x in run(*operands)]
+        first, ran = [np.asarray(x) for x in run(*operands)], ran + 1
         for _ in range(RUNS):
             for mine, again in zip(first, run(*operands), strict=True):
                 np.testing.assert_array_equal(mine, np.asarray(again))
         for mine, theirs in zip(first, wanted, strict=True):
             scale = np.sqrt(np.mean(np.square(theirs, dtype=np.float64))) + np.abs(theirs)
             assert (np.abs(mine - theirs) / scale).max() < 5e-3, made.params
-    assert found or name in CASES  # their products are short
+    assert ran or name in CASES  # their products are short
 
 
 def test_beside_other_work():

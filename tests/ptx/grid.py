@@ -84,20 +84,27 @@ class Grid:
                 self.clock[block] = np.maximum(self.clock[block], self.released[int(place)])
         return found
 
-    def relaxed_read(self, address: np.ndarray, size: int, threads: np.ndarray, what: str) -> np.ndarray:
-        """``ld.relaxed.gpu.global``: bytes as whoever has written them last; nothing is ordered by it."""
-        where, _ = self._where(address, size, threads, what)
+    def relaxed_read(self, address: np.ndarray, threads: np.ndarray, what: str) -> np.ndarray:
+        """``ld.relaxed.gpu.global.b64``: a word as whoever has written it last; nothing is ordered by it."""
+        where, _ = self._exchanged(address, threads, what)
         place = where + (self.first - self.memory.base)
         if not (self.memory.readable[place] | (self.writer[where] >= 0)).all():
             raise self.memory.fault(f"reads scratch memory that nobody has written: {what}")
-        return np.ascontiguousarray(self.memory.data[place])
+        return np.ascontiguousarray(self.memory.data[place]).view(np.uint64)[:, 0]
 
     def relaxed_write(self, address: np.ndarray, values: np.ndarray, threads: np.ndarray, what: str) -> None:
-        """``st.relaxed.gpu.global``; who reads the word by another instruction is in a race."""
-        size = values.itemsize
-        where, block = self._where(address, size, threads, what)
+        """``st.relaxed.gpu.global.b64``; who reads the word by another instruction is in a race."""
+        where, block = self._exchanged(address, threads, what)
         if len(np.unique(where)) != where.size:
             raise self.memory.fault(f"writes a byte twice: {what}")
+        if ((self.writer[where] >= 0) & (self.writer[where] != block)).any():
+            raise self.memory.fault(f"a word that another block writes, too: {what}")
         self.writer[where], self.epoch[where] = block, self.clock[block, block]
-        data = np.ascontiguousarray(values).view(np.uint8).reshape(-1, size)
+        data = np.ascontiguousarray(values, np.uint64).view(np.uint8).reshape(-1, 8)
         self.memory.data[where + (self.first - self.memory.base)] = data
+
+    def _exchanged(self, address: np.ndarray, threads: np.ndarray, what: str) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of words in scratch memory, and the blocks that want them. Raises Fault for others."""
+        if ((address < self.first) | (address + 8 > self.last)).any():
+            raise self.memory.fault(f"no word that blocks exchange: {what}")
+        return self._where(address, 8, threads, what)

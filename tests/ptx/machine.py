@@ -34,6 +34,10 @@ UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 BASE, GAP = 1 << 20, 4096
 LIMIT = 200_000
 """Instructions of a launch."""
+STALL = 6000
+"""Instructions of a cooperative launch before its late block begins."""
+TURN = 50
+"""Instructions of the late block, and of the others, in turn."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +195,7 @@ class Machine:
     ):
         self.cluster, self.flushes = cluster, flushes
         self.grid: ptx_grid.Grid | None = None
+        self.late: int | None = None
         self.module, self.kernel, self.memory = module, module.kernels[name], memory
         self.blocks, self.threads, count = blocks, threads, blocks * threads
         self.count = count
@@ -213,17 +218,28 @@ class Machine:
         self.read_remotely = np.zeros(blocks, bool)  # blocks whose memory others read since the last cluster barrier
         self.waiting = np.zeros(count, bool)  # at a barrier or shuffle that others of their group have not reached
 
+    def _turn(self, number: int, ready: np.ndarray) -> np.ndarray:
+        """The threads whose turn it is: all, or those of the late block, or of the others."""
+        every = np.ones(self.count, bool)
+        if self.late is None:
+            return every
+        late = self.thread // self.threads == self.late
+        mine = ~late if number < STALL or number // TURN % 2 else late
+        return mine if (ready & mine).any() else ~mine if (ready & ~mine).any() else every
+
     def run(self, limit: int = LIMIT) -> None:
         code, end = self.kernel.code, len(self.kernel.code)
         waiting = self.waiting
-        for _ in range(limit):
+        for number in range(limit):
             ready = (self.pc < end) & ~waiting
+            turn = self._turn(number, ready)
+            ready &= turn
             if not ready.any():
                 if waiting.any():
                     raise Fault(f"only some threads reach {code[int(self.pc[waiting].min())].text}")
                 return
             here = int(self.pc[ready].min())
-            at = self.pc == here
+            at = (self.pc == here) & turn
             instruction = code[here]
             if instruction.op.startswith("mbarrier.try_wait"):  # those go on that need not wait
                 there = self.barriers.ended(at, instruction)
@@ -406,22 +422,17 @@ class Machine:
     def _relaxed(self, ins: Instruction, on: np.ndarray) -> None:
         """Words that blocks exchange without a barrier, each with its flag."""
         live, is_load = np.flatnonzero(on), ins.op.startswith("ld")
-        names = [n.strip() for n in ins.operands[not is_load].strip("{}").split(",")]
-        kind, size = ("u64", 8) if ins.op.endswith(".b64") else ("u32", 4)
-        if self.grid is None or ".relaxed.gpu.global." not in ins.op:
+        if self.grid is None or not ins.op.endswith(".relaxed.gpu.global.b64"):
             raise Fault(f"outside of a cooperative launch: {ins.text}")
         if not live.size:
             return
         address = self.address(ins.operands[is_load].strip("[]"), "u64", live)
         if is_load:
-            words = self.grid.relaxed_read(address, size * len(names), live, ins.text).view(f"u{size}")
-            for k, name in enumerate(names):
-                found = np.zeros(self.count, f"u{size}")
-                found[live] = words[:, k]
-                self.set(name, found, on)
+            found = np.zeros(self.count, np.uint64)
+            found[live] = self.grid.relaxed_read(address, live, ins.text)
+            self.set(ins.operands[0], found, on)
         else:
-            (name,) = names
-            self.grid.relaxed_write(address, self.value(name, kind)[live], live, ins.text)
+            self.grid.relaxed_write(address, self.value(ins.operands[1], "u64")[live], live, ins.text)
 
     def _access(self, ins: Instruction, parts: list[str], on: np.ndarray) -> None:
         space, kind = parts[1], parts[-1]
@@ -844,6 +855,7 @@ def run_kernel(
     array: np.ndarray | None = None,
     flushes: bool = False,
     limit: int | None = None,
+    late: int | None = None,
 ) -> list[np.ndarray]:
     """Runs all launches of a kernel whose PTX this is. Raises Fault for whatever it does wrong.
 
@@ -851,6 +863,8 @@ def run_kernel(
         start: the result is an array, of which it writes a part from so many bytes on (`region.placed`).
         array: what that array is before; else the last operand.
         limit: instructions after which a launch does not end.
+        late: a block of a cooperative launch that begins when the others wait, or behind `STALL` instructions of
+            theirs, and takes turns with them from then on.
         flushes: arithmetic of float64 takes denormal numbers for zeros, as that of XLA's code for CPUs.
     """
     image = Image.unpack(kernel.object_code)
@@ -872,6 +886,7 @@ def run_kernel(
         machine = Machine(module, name, memory, arguments, grid, block, launch.shared, cluster, flushes)
         if launch.cooperative:
             machine.grid = ptx_grid.Grid(memory, memory.places[-1], scratch.nbytes, grid, block)
+            machine.late = late
         machine.run(limit if limit is not None else LIMIT)
         written |= memory.writer >= 0
         memory.settle()

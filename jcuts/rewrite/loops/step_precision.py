@@ -26,6 +26,7 @@ def rows_of(dot: Any, operand: int) -> int:
 def precision_over_steps(dot: Any) -> Any:
     """The precision that a step's product needs outside of its loop."""
     is_vector = min(rows_of(dot, 0), rows_of(dot, 1), terms_of(dot)) == 1
-    if not is_vector or dot.params["precision"] is not None or dot.outvars[0].aval.dtype != "float32":
+    is_float32 = all(operand.aval.dtype == "float32" for operand in dot.invars)
+    if not is_vector or dot.params["precision"] is not None or not is_float32:
         return dot.params["precision"]
     return jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST

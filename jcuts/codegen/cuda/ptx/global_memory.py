@@ -15,7 +15,7 @@ from llvmlite import ir
 
 from jcuts.base.errors import IRError
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
-from jcuts.codegen.cuda.ptx.mma import TF32_IGNORED, to_tf32, with_immediate_offset
+from jcuts.codegen.cuda.ptx.mma import with_immediate_offset
 from jcuts.codegen.llvm import lanes as L
 from jcuts.codegen.llvm.division import floor_division
 from jcuts.kernel_ir.index import Atom, Index
@@ -30,19 +30,15 @@ LIMIT = 2**31 - 1  # elements of the largest buffer that 32-bit indices reach
 
 @dataclass(frozen=True)
 class Flagged:
-    """Where stores into a buffer go with a number: as words of 64 bits, the value below it (``st.relaxed.gpu.b64``).
+    """Where stores into a buffer go as words of 64 bits, the value below a number (``st.relaxed.gpu.b64``).
 
-    Attributes:
-        buffer: of these words. number: an i32. replicas: of the buffer's ``words``, one behind the other.
-        is_tf32: words of 32 bits instead, TF32 numbers with the number's low bits in those that a tensor core ignores;
-            the value is stored where it belongs, too.
+    Attributes: buffer: of these words. number: an i32. replicas: of the buffer's ``words``, one behind the other.
     """
 
     buffer: str
     number: L.Value
     replicas: int
     words: int
-    is_tf32: bool = False
 
 
 @dataclass
@@ -59,7 +55,6 @@ class Frame:
         in_place: whether results may overwrite operands: loads are no ``.nc`` then, and stay in front of the stores.
         shared: buffers that lie in shared memory -> their address (i32): ``ld.shared`` and ``st.shared``.
         flagged: buffers whose stores go elsewhere, with a number.
-        is_relaxed: whether loads are ``ld.relaxed.gpu``, of what other blocks write meanwhile.
         is_streaming: whether stores are ``st.global.cs``: what they write leaves the caches first.
     """
 
@@ -71,7 +66,6 @@ class Frame:
     values: dict[int, L.Value] = field(default_factory=dict)
     live: L.Value | None = None
     in_place: bool = False
-    is_relaxed: bool = False
     is_streaming: bool = False
     shared: Mapping[str, L.Value] = field(default_factory=dict)
     flagged: Mapping[str, Flagged] = field(default_factory=dict)
@@ -212,7 +206,6 @@ def load_words(
     where = f"[${registers}+{constant}]" if constant else f"[${registers}]"
     result = ir.LiteralStructType([kind] * registers) if registers > 1 else kind
     space = "shared" if buffer in frame.shared else "global" if frame.in_place else "global.nc"
-    space = "relaxed.gpu.global" if frame.is_relaxed else space
     if holds is None:
         text = f"ld.{space}{vector}.{typed} {target}, {where};"
         found = asm(builder, text, result, [place], effects=frame.in_place)
@@ -264,9 +257,10 @@ def store(
     builder = frame.builder
     size = size or item
     if buffer in frame.flagged:
+        if size != item:
+            raise IRError(f"words of {size} bytes with a number, elements of {item}")
         _store_flagged(frame, frame.flagged[buffer], offset, values)
-        if not frame.flagged[buffer].is_tf32:
-            return
+        return
     place, constant = address(frame, buffer, item, offset)
     registers, each = _pieces(len(values), size)
     parts: list[L.Value] = []
@@ -294,20 +288,13 @@ def store(
 
 def _store_flagged(frame: Frame, flagged: Flagged, offset: Index, values: Sequence[L.Value]) -> None:
     builder = frame.builder
-    size = ITEM_SIZE["float32" if flagged.is_tf32 else "int64"]
+    number = builder.shl(builder.zext(flagged.number, I64), I64(32))
     for k, value in ((k + r * flagged.words, v) for k, v in enumerate(values) for r in range(flagged.replicas)):
         if value.type.width > I32.width:
             raise IRError(f"{value.type.width} bits with a number in 64")
-        place, constant = address(frame, flagged.buffer, size, offset + k)
-        text = f"st.relaxed.gpu.global.b{8 * size} [$0+{constant}], $1;"
-        if flagged.is_tf32:
-            bits = I32(TF32_IGNORED)
-            number = builder.and_(flagged.number, bits)
-            word = builder.or_(builder.and_(to_tf32(builder, value), builder.not_(bits)), number)
-        else:
-            number = builder.shl(builder.zext(flagged.number, I64), I64(32))
-            word = builder.or_(number, builder.zext(value, I64))
-        args = [place, word]
+        place, constant = address(frame, flagged.buffer, item_size("int64"), offset + k)
+        text = f"st.relaxed.gpu.global.b64 [$0+{constant}], $1;"
+        args = [place, builder.or_(number, builder.zext(value, I64))]
         if frame.live is not None:
             text = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; @p {text} }}"
             args.append(builder.zext(frame.live, I32))

@@ -187,10 +187,6 @@ def read_words(builder: GpuBuilder, place: L.Value, offset: int, count: int) -> 
     return [builder.extract_value(found, k) for k in range(count)]
 
 
-TF32_IGNORED = (1 << 13) - 1
-"""The bits of a float32 that are no part of a TF32 number: a tensor core ignores them."""
-
-
 def to_tf32(builder: GpuBuilder, word: L.Value) -> L.Value:
     """``cvt.rna.tf32.f32``: rounds float32 bits to nearest; the tensor core would truncate.
 

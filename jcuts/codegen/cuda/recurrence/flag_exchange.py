@@ -6,10 +6,8 @@ that products read, again until each has its step's number, and keeps them in sh
 bits is written and read as one, so a value and its number belong together.
 
 Values lie in two copies.  A block overwrites what was read two steps ago: it has all values of the step in between,
-every block's among them, and a block writes those after it has read the copy before.
-
-For products on tensor cores a word has 32 bits: a TF32 number, and the step's number in the bits that ``mma`` ignores
-(`mma_operands`), which nobody keeps in shared memory.
+every block's among them, and a block writes those after it has read the copy before (`schedule.gpu.recurrence.exchange`
+says which loops are so).
 
 All blocks read the same few lines at once, which one slice of the L2 cache serves one after the other: writers store to
 several replicas, of which a block reads one.
@@ -42,11 +40,6 @@ def flags_of(name: str) -> str:
     return f"f{name[1:]}"
 
 
-def replica_of(name: str) -> str:
-    """The replica of these copies that a block reads."""
-    return f"{flags_of(name)}.mine"
-
-
 @dataclass(frozen=True)
 class FlagExchange:
     """The exchange of one kernel.
@@ -66,16 +59,10 @@ class FlagExchange:
     pointers: Mapping[str, L.Value]
     shared: Mapping[str, L.Value]
 
-    def stores(self, step: L.Value, *, is_tf32: bool) -> dict[str, Flagged]:
-        """Where the stores of a step go, with the number of the next one. Args: is_tf32: as of `Flagged`."""
+    def stores(self, step: L.Value) -> dict[str, Flagged]:
+        """Where the stores of a step go, with the number of the next one."""
         number = self.builder.add(step, L.I32(1))
-        return {b.name: Flagged(flags_of(b.name), number, self.replicas, b.size, is_tf32) for b in self.carried}
-
-    def replica(self) -> dict[str, L.Value]:
-        """Addresses (i64) of the block's replica of TF32 numbers with flags, by `replica_of` what is carried."""
-        mine, item = self.builder.urem(self.block, L.I32(self.replicas)), ITEM_SIZE["float32"]
-        bases = {replica_of(b.name): (self.pointers[flags_of(b.name)], b.size * item) for b in self.carried}
-        return {name: self._address(base, mine, size) for name, (base, size) in bases.items()}
+        return {b.name: Flagged(flags_of(b.name), number, self.replicas, b.size) for b in self.carried}
 
     def gather(self, step: L.Value) -> None:
         """Brings the values that a step reads into shared memory, all of them, and passes a ``bar.sync``."""

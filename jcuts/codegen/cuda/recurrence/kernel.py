@@ -20,7 +20,7 @@ from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
 from jcuts.codegen.cuda.ptx.global_memory import Flagged
 from jcuts.codegen.cuda.ptx.grid_barrier import grid_barrier
 from jcuts.codegen.cuda.ptx.mma import barrier
-from jcuts.codegen.cuda.recurrence.flag_exchange import FlagExchange, replica_of
+from jcuts.codegen.cuda.recurrence.flag_exchange import FlagExchange
 from jcuts.codegen.cuda.recurrence.split import SYNC
 from jcuts.codegen.cuda.recurrence.stage_columns import StageColumns
 from jcuts.codegen.cuda.recurrence.stage_mma import StageMma
@@ -70,11 +70,9 @@ class RecurrenceKernel:
         )
         self.flagged: Mapping[str, Flagged] = {}
         self.products: dict[int, tuple[StageColumns, L.Value | None]] = {}
-        flags = {b.name: replica_of(b.name) for b in taken if tile.on_tensor_cores}
-        read = {**pointers, **(self.exchange.replica() if flags and self.exchange else {})}
         self.on_tensor_cores = {
             stage.number: StageMma(
-                builder, program.phases[stage.number], stage, self.buffers, read, integers, self.shared, flags
+                builder, program.phases[stage.number], stage, self.buffers, pointers, integers, self.shared
             )
             for stage in mma_stages(program, tile.blocks, tile.threads)
         }
@@ -107,9 +105,8 @@ class RecurrenceKernel:
         step.add_incoming(L.I32(0), before)
         passed = builder.mul(step, L.I32(len(set(stages))))
         if self.exchange is not None:
-            if not self.on_tensor_cores:
-                self.exchange.gather(step)
-            self.flagged = self.exchange.stores(step, is_tf32=bool(self.on_tensor_cores))
+            self.exchange.gather(step)
+            self.flagged = self.exchange.stores(step)
         for (number, phase), stage, following in zip(each, stages, [*stages[1:], -1], strict=True):
             self._phase(number, phase, step)
             if following != stage and self.exchange is None:
@@ -120,8 +117,7 @@ class RecurrenceKernel:
         builder.position_at_end(done)
         last = [phase for _, phase in phases if phase.last]
         if self.exchange is not None and last:
-            if not self.on_tensor_cores:
-                self.exchange.gather(L.I32(self.steps))
+            self.exchange.gather(L.I32(self.steps))
             self._wait(L.I32(1))
         for number, phase in phases:
             if phase.last:
@@ -152,7 +148,6 @@ class RecurrenceKernel:
     # -- phases -------------------------------------------------------------------------------------------------------
     def _phase(self, number: int, phase: Phase, step: L.Value) -> None:
         if number in self.on_tensor_cores:
-            self.on_tensor_cores[number].flagged = self.flagged
             self.on_tensor_cores[number].emit(step)
             return
         if is_short(phase):

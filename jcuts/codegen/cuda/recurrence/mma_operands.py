@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
-from jcuts.codegen.cuda.ptx.grid_barrier import poll
 from jcuts.codegen.cuda.recurrence.tile import digits
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
@@ -50,12 +49,8 @@ class StageOperands:
         pointers: Mapping[str, L.Value],
         shared: Mapping[str, L.Value],
         lanes: Lanes,
-        flagged: Mapping[str, str],
     ) -> None:
-        """Args: shared: addresses (i32) of buffers that lie in shared memory. flagged: buffers of carried values that
-        are read with flags, from others.
-        """
-        self.flagged, self.missing = flagged, L.I32(0)
+        """Args: shared: addresses (i32) of buffers that lie in shared memory."""
         self.builder, self.stage, self.buffers, self.lanes = builder, stage, buffers, lanes
         self.pointers, self.shared = pointers, shared
         self.red = stage.product.red
@@ -67,24 +62,6 @@ class StageOperands:
             for tile in range(tiles):
                 found[left, tile] = [self._weights(left, tile, group, first) for group in range(self.stage.share)]
         return found
-
-    def loaded(self, tiles: range, groups: range, step: L.Value) -> dict[tuple[int, int], dict[int, list[Words]]]:
-        """(load of rows, tile of 16 rows) -> what `rows` gives, all under way together; with flags, once all are
-        there.
-        """
-        lefts = range(len(self.stage.tiles))
-        self.number, self.bits = step, L.I32(0)
-
-        def load() -> tuple[L.Value, dict[tuple[int, int], dict[int, list[Words]]]]:
-            self.missing = L.I32(0)
-            found = {(left, tile): self.rows(left, tile, groups, step) for tile in tiles for left in lefts}
-            return self.builder.icmp_signed("!=", self.missing, L.I32(0)), found
-
-        if not self.flagged:
-            return load()[1]
-        is_first = self.builder.icmp_signed("==", step, L.I32(0))  # a launch before this one has written whole numbers
-        self.bits = self.builder.select(is_first, L.I32(0), L.I32(ptx_mma.TF32_IGNORED))
-        return poll(self.builder, load)
 
     def rows(self, left: int, tile: int, groups: range, step: L.Value) -> dict[int, list[Words]]:
         """Of a tile of 16 rows, group -> [lower and upper rows, as far as there are]: the words of a lane."""
@@ -101,30 +78,13 @@ class StageOperands:
         parts = []
         for start in range(0, self.stage.vector, width):
             guards = (self._inside(group, start),)
-            buffer = self.flagged.get(load.buffer, load.buffer)
-            words = M.load_words(frame, buffer, item, index + start, width, guards, 0)
-            if self.flagged:
-                self._check(words, M.condition(frame, guards))
-            parts += words
+            parts += M.load_words(frame, load.buffer, item, index + start, width, guards, 0)
         return self._packed(parts)
-
-    def _check(self, words: Words, holds: L.Value | None) -> None:
-        """Notes whether flags are missing. Args: holds: whether the words were loaded (None: they were)."""
-        builder, differ = self.builder, L.I32(0)
-        for word in words:
-            differ = builder.or_(differ, builder.xor(word, self.number))
-        differ = builder.and_(differ, self.bits)
-        if holds is not None:
-            differ = builder.select(holds, differ, L.I32(0))
-        self.missing = builder.or_(self.missing, differ)
 
     def rounded(self, words: Words, buffer: str) -> Words:
         """Words of float32 as TF32."""
         if self.stage.product.kind != "tf32" or self.buffers[buffer].tf32:
             return words
-        if buffer in self.flagged:
-            bits = self.builder.not_(self.bits)
-            words = [self.builder.and_(word, bits) for word in words]
         return [ptx_mma.to_tf32(self.builder, word) for word in words]
 
     def _row_frame(self, half: int, step: L.Value) -> M.Frame:
@@ -143,9 +103,7 @@ class StageOperands:
         ranges |= {self.red.name: reach, STEP: product.steps}
         multiples = {self.red.name: self.stage.vector}
         places = {**variables, self.red.name: self.lanes.term}
-        frame = M.Frame(self.builder, places, self.pointers, ranges, multiples, in_place=True, shared=self.shared)
-        frame.is_relaxed = bool(self.flagged) and STEP in variables
-        return frame
+        return M.Frame(self.builder, places, self.pointers, ranges, multiples, in_place=True, shared=self.shared)
 
     def _inside(self, group: int, place: int) -> Guard:
         """Whether there is a term, so many behind the first one of a lane in a group."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jcuts.codegen.cuda.recurrence.flag_exchange import WORD, flags_of
-from jcuts.codegen.cuda.recurrence.tile import RecurrenceTile, recurrence_tile
+from jcuts.codegen.cuda.recurrence.tile import recurrence_tile
 from jcuts.codegen.cuda.reduction.split import Split
 from jcuts.kernel_ir.program import ITEM_SIZE, Buffer, Phase, Program, Store
 
@@ -21,7 +21,7 @@ def split_recurrence(program: Program) -> Split:
     sync = Buffer(SYNC, "int32", (program.buffer(fills[0].stores[0].buffer).size // 2,), "scratch")
     shared = tuple(replace(b, role="scratch") for b in program.locals)
     tile = recurrence_tile(program)
-    flags = {b.name: _flags(b, tile) for b in tile.exchanged(program)}
+    flags = {b.name: _flags(b, tile.replicas) for b in tile.exchanged(program)}
     kernels = []
     for number, phase in enumerate(fills):
         cleared = [*([sync] if number == 0 else []), *(flags[s.buffer] for s in phase.stores if s.buffer in flags)]
@@ -35,30 +35,22 @@ def split_recurrence(program: Program) -> Split:
     return [*kernels, loop], [*shared, *flags.values(), sync]
 
 
-def _flags(carried: Buffer, tile: RecurrenceTile) -> Buffer:
-    """Both copies of a carried value with flags, as words of 32 bits, which are the values for tensor cores."""
-    if tile.on_tensor_cores:
-        return Buffer(flags_of(carried.name), "float32", (tile.replicas * carried.size,), "scratch")
-    size = tile.replicas * WORD // ITEM_SIZE["int32"] * carried.size
+def _flags(carried: Buffer, replicas: int) -> Buffer:
+    """Both copies of a carried value with flags, as words of 32 bits."""
+    size = replicas * WORD // ITEM_SIZE["int32"] * carried.size
     return Buffer(flags_of(carried.name), "int32", (size,), "scratch")
 
 
 def _fill(program: Program, phase: Phase, cleared: Sequence[Buffer]) -> Program:
-    """The kernel of one carried value.
-
-    Args: cleared: buffers of a multiple of its points that it fills with zeros, or with the value and zeros in turn.
-    """
+    """The kernel of one carried value. Args: cleared: buffers of a multiple of its points, for zeros."""
     (store,) = phase.stores
     written = replace(program.buffer(store.buffer), role="out")
     read = {node.buffer for node in phase.exit.nodes if node.op == "load"}
     buffers = [*(b for b in program.inputs if b.name in read), written]
     stores, points = [store], written.size // 2
     for buffer in cleared:
-        zero = phase.exit.const(0, buffer.dtype)
-        turns = [store.value, zero] if buffer.dtype != "int32" else [zero]
-        stores += [
-            Store(buffer.name, store.address + k * points, turns[k % len(turns)]) for k in range(buffer.size // points)
-        ]
+        zero = phase.exit.const(0, "int32")
+        stores += [Store(buffer.name, store.address + first, zero) for first in range(0, buffer.size, points)]
         buffers.append(replace(buffer, role="out"))
     return replace(
         program,

@@ -26,9 +26,7 @@ from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.program import Buffer, Phase, Program
 from jcuts.kernel_ir.register_tiling import Extent, body_tile, points
 from jcuts.lower.recurrence.program import STEP
-
-PARTIAL = 40 << 10
-"""Bytes of shared memory that partial sums of a block may take."""
+from jcuts.schedule.gpu.recurrence.residency import PARTIAL
 
 
 class StageColumns(ColumnReductionKernel):

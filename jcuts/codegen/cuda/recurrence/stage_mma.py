@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.elementwise.thread_tile import RegisterTileEmitter, TileVariant
-from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.cuda.ptx.shuffle import WARP, read_word
@@ -45,10 +44,9 @@ class StageMma:
         pointers: Mapping[str, L.Value],
         integers: Mapping[str, L.Value],
         shared: Mapping[str, L.Value],
-        flagged: Mapping[str, str],
     ) -> None:
         """Args: integers: numbers of the block and of the thread; shared: addresses (i32) of what lies in shared
-        memory, the stage's sums among it; flagged: buffers of carried values that are read with flags.
+        memory, the stage's sums among it.
         """
         if builder.capability < AMPERE:
             raise CompileRejected(f"phase {stage.number}: its `mma.sync` needs compute capability 8.0")
@@ -58,9 +56,7 @@ class StageMma:
         self.first = builder.mul(self.block, L.I32(stage.across))
         warp, lane = builder.udiv(self.thread, L.I32(WARP)), builder.urem(self.thread, L.I32(WARP))
         self.lanes = lanes_of(builder, stage, lane, warp)
-        self.operands = StageOperands(builder, stage, buffers, pointers, shared, self.lanes, flagged)
-        self.flagged: Mapping[str, M.Flagged] = {}
-        """Carried values that the step writes for other blocks."""
+        self.operands = StageOperands(builder, stage, buffers, pointers, shared, self.lanes)
         self.sums = shared[sums_name(stage.number)]
         self.values = PointValues(builder, buffers)
 
@@ -69,7 +65,7 @@ class StageMma:
         need besides sums.
         """
         self.weights = self.operands.weights(self.first)
-        with self._if_any_column():  # others' points may be written by then
+        with self._if_any_column():
             self.values.prepare([end for end, _ in self._points(L.I32(0))])
 
     def emit(self, step: L.Value) -> None:
@@ -79,7 +75,7 @@ class StageMma:
             ends = self._points(step)
             self.values.load_ahead([end for end, _ in ends])
             self.values.load_inputs([end for end, _ in self._points(self._following(step))])
-            self._write(self._products(step), self._place(step))
+            self._write(self._products(step), self.sums)
             ptx_mma.barrier(builder)
             for number, (end, place) in enumerate(ends):
                 self._total(end, place)
@@ -93,11 +89,6 @@ class StageMma:
             return nullcontext()
         return self.builder.if_then(self.builder.icmp_signed("<", self.block, L.I32(blocks)))
 
-    def _place(self, step: L.Value) -> L.Value:
-        """Where the sums of a step lie."""
-        builder, copies = self.builder, L.I32(self.stage.copies)
-        return builder.add(self.sums, builder.mul(builder.urem(step, copies), L.I32(self.stage.step_bytes)))
-
     def _points(self, step: L.Value) -> list[tuple[RegisterTileEmitter, L.Value]]:
         threads = self.stage.warps * WARP
         return [self._point(number * threads, step) for number in range(-(-self.stage.points // threads))]
@@ -110,9 +101,9 @@ class StageMma:
 
     def _products(self, step: L.Value) -> Sums:
         """The sums of the warp's terms; as many rows as registers hold are on their way before one is multiplied."""
-        sums = Sums()
+        sums, lefts = Sums(), range(len(self.stage.tiles))
         for tiles, groups in self.stage.pieces:
-            loaded = self.operands.loaded(tiles, groups, step)
+            loaded = {(left, t): self.operands.rows(left, t, groups, step) for t in tiles for left in lefts}
             for group in groups:
                 for (left, tile), words in loaded.items():
                     self._multiply(sums, left, tile, group, words[group])
@@ -183,10 +174,10 @@ class StageMma:
         variables = {**digits(builder, row, stage.product.axes), lane.name: column, STEP: step}
         one = TileVariant(tuple((a.name, 1) for a in self.phase.axes))
         end = RegisterTileEmitter(builder, self.phase, one, self.buffers, self.pointers, variables, {})
-        end.live, end.in_place, end.shared, end.flagged = live, True, self.shared, self.flagged
+        end.live, end.in_place, end.shared = live, True, self.shared
         tile = builder.mul(builder.udiv(mine, L.I32(N_TILE)), L.I32(stage.tile_bytes))
         place = builder.add(builder.mul(row, L.I32(N_TILE)), builder.urem(mine, L.I32(N_TILE)))
-        return end, builder.add(self._place(step), builder.add(tile, builder.mul(place, L.I32(WORD))))
+        return end, builder.add(self.sums, builder.add(tile, builder.mul(place, L.I32(WORD))))
 
     def _total(self, end: RegisterTileEmitter, place: L.Value) -> None:
         """Adds up a point's sums of all warps, neighbours first."""

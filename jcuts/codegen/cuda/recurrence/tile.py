@@ -34,7 +34,6 @@ class RecurrenceTile:
     resident: operands that do not change which stay in shared memory: the first so many.
     held: whether those operands stay in registers instead.
     flagged: whether blocks exchange carried values with flags in place of a grid barrier. replicas: of these values.
-    on_tensor_cores: whether stages are multiplied there, which read flagged values from global memory.
     """
 
     blocks: int
@@ -44,7 +43,6 @@ class RecurrenceTile:
     held: bool = False
     flagged: bool = False
     replicas: int = 1
-    on_tensor_cores: bool = False
 
     @property
     def is_alone(self) -> bool:
@@ -53,8 +51,7 @@ class RecurrenceTile:
 
     def layout(self, program: Program) -> tuple[dict[str, int], int]:
         """Offsets in dynamic shared memory, and its size [B]."""
-        copies = [] if self.on_tensor_cores else self.exchanged(program)
-        return shared_layout(program, self.blocks, resident=self.resident, exchanged=copies)
+        return shared_layout(program, self.blocks, resident=self.resident, exchanged=self.exchanged(program))
 
     def exchanged(self, program: Program) -> list[Buffer]:
         """The carried values that blocks exchange with flags. Raises CompileRejected where the loop needs barriers."""
@@ -68,13 +65,14 @@ def recurrence_tile(program: Program) -> RecurrenceTile:
     """The tile of a schedule. Raises CompileRejected where its parameters are inconsistent."""
     params = dict(program.params)
     blocks, threads, flight = (int(str(params.get(k, 1))) for k in ("split", "threads", "flight"))
-    if blocks < 1 or flight < 1 or threads % WARP:
+    if blocks < 1 or flight < 1 or threads < WARP or threads % WARP:
         raise CompileRejected(f"{program.name}: {blocks} blocks of {threads} threads, {flight} terms at once")
     if MMA in params and not mma_stages(program, blocks, threads):
         raise CompileRejected(f"{program.name}: no stage for tensor cores of {params[MMA]}")
     resident, replicas = int(str(params.get("resident", 0))), int(str(params.get(REPLICAS, 1)))
-    held, flagged = params.get(HELD) == 1, is_flagged(program)
-    return RecurrenceTile(blocks, threads, flight, resident, held, flagged, replicas, MMA in params)
+    if replicas < 1:
+        raise CompileRejected(f"{program.name}: {replicas} replicas of what is exchanged")
+    return RecurrenceTile(blocks, threads, flight, resident, params.get(HELD) == 1, is_flagged(program), replicas)
 
 
 def column_phase(

@@ -7,13 +7,13 @@ steps ahead.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import ITEM_SIZE, Buffer, Phase, Program, Store
 from jcuts.lower.recurrence.program import STEP
-from jcuts.schedule.gpu.recurrence.stage_product import columns_of, is_short, mma_stages
+from jcuts.schedule.gpu.recurrence.parameters import MMA
+from jcuts.schedule.gpu.recurrence.stage_product import columns_in, columns_of, is_short
 
 WIDEST = 4
 """Bytes of a value that fits beside its flag in a word of 64 bits."""
@@ -22,32 +22,27 @@ WIDEST = 4
 def exchanged(program: Program, blocks: int) -> list[Buffer]:
     """The carried values that blocks exchange with flags; none where the loop needs grid barriers.
 
-    On tensor cores flags are bits of a TF32 number that an ``mma`` ignores: only products may read others' values then.
-    A block waits for what its next products read, not for all that is exchanged, so that one phase has to write it all:
-    with two, a block that has the first one's results could overwrite what others read in the second.
+    Tensor cores read carried values straight from global memory, behind a barrier: polling whole fragments for flags
+    was slower (`docs/kernels/recurrence.md`).
     """
-    stages = {stage.number for stage in mma_stages(program, blocks, 0)}
+    if MMA in dict(program.params):
+        return []
     phases = [phase for phase in program.phases if not phase.once and not phase.last]
     stores = {s.buffer: (p, s) for p in phases for s in p.stores}
     local = {b.name: b for b in program.buffers if b.role in ("local", "scratch")}
     found: set[str] = set()
-    for number, phase in enumerate(program.phases):
-        for name, index, is_body in _loads(phase) if phase in phases else ():
+    for phase in phases:
+        for name, index, is_body in _loads(phase):
             if name not in local or name not in stores:
                 continue
             if not name.startswith("s"):
                 return []  # kept for a later stage of the same step
             if is_body or not _is_own(phase, index, *stores[name]):
                 found.add(name)
-                if stages and not (is_body and number in stages):
-                    return []
     taken = [buffer for name, buffer in local.items() if name in found]
-    if any(ITEM_SIZE[b.dtype] not in (2, WIDEST) or (stages and b.dtype != "float32") for b in taken):
+    if any(ITEM_SIZE[b.dtype] not in (2, WIDEST) for b in taken):
         return []
-    writers = [stores[b.name][0] for b in taken]
-    if stages and (len(stages) > 1 or any(phase is not program.phases[min(stages)] for phase in writers)):
-        return []
-    return taken if any(_by_all(phase, blocks) for phase in writers) else []
+    return taken if any(_by_all(stores[b.name][0], blocks) for b in taken) else []
 
 
 def _loads(phase: Phase) -> Iterator[tuple[str, Index, bool]]:
@@ -69,5 +64,4 @@ def _by_all(phase: Phase, blocks: int) -> bool:
     """Whether every block writes results of a phase, behind the products that read what is carried."""
     if is_short(phase) or not any(buffer.startswith("s") for buffer, _, is_body in _loads(phase) if is_body):
         return False
-    lane = phase.axes[-1].extent if phase.axes[-1].name != STEP else 1
-    return math.ceil(lane / columns_of(phase, blocks)) == blocks
+    return -(-columns_in(phase) // columns_of(phase, blocks)) == blocks

@@ -17,6 +17,8 @@ from jcuts.schedule.gpu.recurrence.stage_product import columns_of, is_short, mm
 
 LOADED = 64
 """Values of what is carried that a thread has under way."""
+PARTIAL = 40 << 10
+"""Bytes of (static) shared memory that the sums of a block's threads may take beside what is resident."""
 ALIGNED = 16
 """Bytes that places in shared memory are multiples of."""
 

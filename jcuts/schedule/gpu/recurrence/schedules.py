@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from jcuts.kernel_ir.program import Buffer, Phase, Program
+from jcuts.kernel_ir.program import ITEM_SIZE, Buffer, Phase, Program
 from jcuts.lower.recurrence.program import TEMPLATE
-from jcuts.schedule.gpu.machine import SHARED, Candidate, GpuMachine, scheduled
+from jcuts.schedule.gpu.machine import SHARED, WARP, Candidate, GpuMachine, scheduled
 from jcuts.schedule.gpu.recurrence import tensor_core
 from jcuts.schedule.gpu.recurrence.exchange import exchanged
 from jcuts.schedule.gpu.recurrence.parameters import EXCHANGE, FLAGS, HELD, MMA, REPLICAS
-from jcuts.schedule.gpu.recurrence.residency import residents, shared_layout, terms_at_once, terms_of_thread
-from jcuts.schedule.gpu.recurrence.stage_product import columns_of, is_short, mma_stages
-from jcuts.schedule.gpu.recurrence.step_time import estimated_time, lanes_of, points_of, products_of
+from jcuts.schedule.gpu.recurrence.residency import PARTIAL, residents, shared_layout, terms_at_once, terms_of_thread
+from jcuts.schedule.gpu.recurrence.stage_product import columns_in, columns_of, is_short, mma_stages
+from jcuts.schedule.gpu.recurrence.step_time import estimated_time, points_of, products_of
 
 FORM = "recurrence"
 """The value of the schedule parameter ``cuda``."""
@@ -29,16 +29,14 @@ ALONE = (32, 128, 256, 512)
 """Of a block that runs all steps."""
 FLIGHT = (4, 16, 64)
 """Terms of a product that a thread loads at once."""
-PARTIAL = 48 << 10
-"""Bytes of shared memory that sums of a block's threads may take beside what is resident."""
 COLUMNS = (1, 2, 4, 8, 16)
 """Columns of a block of a grid."""
 MOST_SUMS = 64
 """Sums of a thread: rows times products side by side."""
 HELD_SHARE = 0.65
 """Of a thread's registers, that operands may take which stay there."""
-MOST_REPLICAS = 4
-"""Of what blocks exchange with flags; on tensor cores fewer were never faster (`docs/kernels/recurrence.md`)."""
+REPLICATED = (1, 4)
+"""Replicas of what blocks exchange with flags."""
 MOST_ALONE = 1 << 16
 """Products of a step, at most, that one block is tried for."""
 
@@ -48,7 +46,7 @@ def recurrence_schedules(program: Program, machine: GpuMachine) -> list[Candidat
     if program.template != TEMPLATE:
         return []
     found = [(made, estimated_time(made, machine).seconds) for made in _space(program, machine)]
-    found.sort(key=lambda pair: (pair[1], pair[0].digest))
+    found.sort(key=lambda pair: (pair[1], -int(str(dict(pair[0].params)["flight"])), pair[0].digest))
     return [(made, found[0][1] / seconds) for made, seconds in found]
 
 
@@ -74,7 +72,7 @@ def _grids(program: Program, machine: GpuMachine, most: int) -> list[int]:
     """Blocks of a grid: one where a step is small, and one for so many columns each, at most ``most``."""
     products = sum(products_of(phase) for phase in program.phases)
     small = products <= MOST_ALONE and sum(buffer.bytes for buffer in program.locals) <= SHARED
-    widest = max(lanes_of(phase) for phase in program.phases)
+    widest = max(columns_in(phase) for phase in program.phases)
     found = [n for columns in COLUMNS if 1 < (n := -(-widest // columns)) <= machine.sms] or [machine.sms]
     found = [1, *found] if small else found
     return [n for n in found if max(columns_of(phase, n) for phase in program.phases) <= most]
@@ -87,6 +85,8 @@ def _has_few_sums(phase: Phase) -> bool:
 
 def _scheduled(marked: Program, machine: GpuMachine, blocks: int, threads: int) -> Iterator[Program]:
     """Schedules that differ in the terms that threads load at once, and in how blocks exchange what is carried."""
+    if sum(_partial_bytes(phase, blocks, threads) for phase in _added_by_threads(marked, blocks, threads)) > PARTIAL:
+        return
     flights = _flights(marked, blocks, threads)
     for flight in flights:
         parameters = _parameters(marked, machine, blocks, threads, flight)
@@ -97,25 +97,23 @@ def _scheduled(marked: Program, machine: GpuMachine, blocks: int, threads: int) 
 
 
 def _with_flags(
-    marked: Program, machine: GpuMachine, blocks: int, threads: int, flight: int
+    program: Program, machine: GpuMachine, blocks: int, threads: int, flight: int
 ) -> Iterator[list[tuple[str, object]]]:
     """Parameters of schedules without a grid barrier: weights in shared memory, and in registers."""
-    flagged = replace(marked, params=(*marked.params, (EXCHANGE, FLAGS)))
-    carried = exchanged(marked, blocks) if blocks > 1 else []
-    copies = [] if MMA in dict(marked.params) else carried
-    parameters = _parameters(flagged, machine, blocks, threads, flight, copies) if carried else None
+    carried = exchanged(program, blocks) if blocks > 1 else []
+    parameters = _parameters(program, machine, blocks, threads, flight, carried) if carried else None
     if parameters is None:
         return
     parameters.append((EXCHANGE, FLAGS))
-    yield from _replicated(parameters, (MOST_REPLICAS,) if copies is not carried else (1, MOST_REPLICAS))
+    yield from _replicated(parameters)
     registers = min(machine.limits.registers_per_thread, machine.limits.registers_per_sm // threads)
-    if 0 < _held_words(marked, blocks, threads, flight) <= HELD_SHARE * registers:
-        yield from _replicated([(k, v) for k, v in parameters if k != "resident"] + [(HELD, 1)], (1, MOST_REPLICAS))
+    if 0 < _held_words(program, blocks, threads, flight) <= HELD_SHARE * registers:
+        yield from _replicated([(k, v) for k, v in parameters if k != "resident"] + [(HELD, 1)])
 
 
-def _replicated(parameters: list[tuple[str, object]], counts: Sequence[int]) -> Iterator[list[tuple[str, object]]]:
+def _replicated(parameters: list[tuple[str, object]]) -> Iterator[list[tuple[str, object]]]:
     """Schedules with so many replicas of what is exchanged."""
-    for replicas in counts:
+    for replicas in REPLICATED:
         yield [*parameters, *([(REPLICAS, replicas)] if replicas > 1 else [])]
 
 
@@ -130,15 +128,27 @@ def _held_words(program: Program, blocks: int, threads: int, flight: int) -> int
     return total
 
 
+def _added_by_threads(marked: Program, blocks: int, threads: int) -> list[Phase]:
+    """Phases whose products threads add up, and not tensor cores."""
+    numbers = {stage.number for stage in mma_stages(marked, blocks, threads)}
+    return [phase for n, phase in enumerate(marked.phases) if not is_short(phase) and n not in numbers]
+
+
+def _partial_bytes(phase: Phase, blocks: int, threads: int) -> int:
+    """Shared memory of a phase's partial sums: a line of the block's columns for every warp, or row of threads."""
+    across = columns_of(phase, blocks)
+    lines = threads // WARP if WARP % across == 0 else threads // across
+    return ITEM_SIZE["float32"] * _sums(phase) * lines * across
+
+
 def _fits(phase: Phase, blocks: int, threads: int) -> bool:
     """Whether a block has a thread for every point of its columns."""
-    return is_short(phase) or points_of(phase) // lanes_of(phase) * columns_of(phase, blocks) <= threads
+    return is_short(phase) or points_of(phase) // columns_in(phase) * columns_of(phase, blocks) <= threads
 
 
 def _flights(marked: Program, blocks: int, threads: int) -> list[int]:
     """Terms that threads load at once, those that make a difference."""
-    numbers = {stage.number for stage in mma_stages(marked, blocks, threads)}
-    products = [phase for n, phase in enumerate(marked.phases) if not is_short(phase) and n not in numbers]
+    products = _added_by_threads(marked, blocks, threads)
     found = {tuple(terms_at_once(p, blocks, threads, flight) for p in products): flight for flight in reversed(FLIGHT)}
     return sorted(found.values())
 
@@ -162,4 +172,4 @@ def _parameters(
 
 def _sums(phase: Phase) -> int:
     """Sums of a thread that has all rows of a column."""
-    return len(phase.accs) * points_of(phase) // lanes_of(phase)
+    return len(phase.accs) * points_of(phase) // columns_in(phase)

@@ -18,7 +18,7 @@ from jcuts.kernel_ir.program import ITEM_SIZE, Axis, Phase, Program, Red
 from jcuts.lower.patterns.gemm import TYPES
 from jcuts.lower.recurrence.program import STEP
 from jcuts.schedule.gpu.machine import ACCESS, WARP
-from jcuts.schedule.gpu.recurrence.parameters import MMA, is_flagged
+from jcuts.schedule.gpu.recurrence.parameters import MMA
 
 SHORT = 32
 """Terms of a product, at most, that one thread adds up by itself."""
@@ -77,7 +77,6 @@ class MmaStage:
     Attributes:
         number: of the phase. blocks: of the grid. across: columns of a block. warps: of a block.
         held: registers of a thread that other stages' weights take.
-        copies: of the sums in shared memory: two where no barrier separates steps.
     """
 
     number: int
@@ -86,7 +85,6 @@ class MmaStage:
     across: int
     warps: int
     held: int = 0
-    copies: int = 1
 
     @property
     def width(self) -> int:
@@ -157,14 +155,9 @@ class MmaStage:
         return sum(self.tiles) * self.tile_bytes
 
     @property
-    def step_bytes(self) -> int:
-        """Of all warps' sums of a step."""
-        return self.warps * self.warp_bytes
-
-    @property
     def sum_bytes(self) -> int:
         """Of the sums in shared memory."""
-        return self.copies * self.step_bytes
+        return self.warps * self.warp_bytes
 
     @property
     def points(self) -> int:
@@ -202,10 +195,14 @@ class MmaStage:
         return [(range(k, min(k + high, tiles)), range(groups)) for k in range(0, tiles, high)]
 
 
+def columns_in(phase: Phase) -> int:
+    """Columns of a phase's result."""
+    return phase.axes[-1].extent if phase.axes and phase.axes[-1].name != STEP else 1
+
+
 def columns_of(phase: Phase, blocks: int) -> int:
     """Neighbouring columns of a block: a power of two."""
-    lane = phase.axes[-1].extent if phase.axes and phase.axes[-1].name != STEP else 1
-    return 1 << (-(-lane // blocks) - 1).bit_length()
+    return 1 << (-(-columns_in(phase) // blocks) - 1).bit_length()
 
 
 def is_short(phase: Phase) -> bool:
@@ -248,8 +245,7 @@ def mma_stages(program: Program, blocks: int, threads: int) -> list[MmaStage]:
     for number, phase in enumerate(program.phases) if kind else ():
         product = stage_product(program, phase)
         if product is not None and product.kind == kind:
-            across, copies = columns_of(phase, blocks), 2 if is_flagged(program) else 1
-            found.append(MmaStage(number, product, blocks, across, threads // WARP, copies=copies))
+            found.append(MmaStage(number, product, blocks, columns_of(phase, blocks), threads // WARP))
     if len(found) > 1 and threads:
         total = sum(stage.weight_registers for stage in found)
         found = [replace(stage, held=total - stage.weight_registers) for stage in found]

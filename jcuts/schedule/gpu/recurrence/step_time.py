@@ -14,16 +14,11 @@ from jcuts.schedule.gpu.recurrence import tensor_core
 from jcuts.schedule.gpu.recurrence.exchange import exchanged
 from jcuts.schedule.gpu.recurrence.parameters import HELD, REPLICAS, is_flagged
 from jcuts.schedule.gpu.recurrence.residency import residents, terms_of_thread
-from jcuts.schedule.gpu.recurrence.stage_product import is_short, mma_stages
+from jcuts.schedule.gpu.recurrence.stage_product import columns_in, is_short, mma_stages
 
 FLAGGED_BYTES = 8
 """Of a carried value with its flag."""
 _COST = fit.coefficients("gpu/recurrence", "cost")
-
-
-def lanes_of(phase: Phase) -> int:
-    """Columns of a phase's result."""
-    return phase.axes[-1].extent if phase.axes and phase.axes[-1].name != STEP else 1
 
 
 def points_of(phase: Phase) -> int:
@@ -42,10 +37,10 @@ def estimated_time(program: Program, machine: GpuMachine) -> KernelTime:
     blocks, threads = int(str(params.get("split", 1))), int(str(params["threads"]))
     each = [number for number, phase in enumerate(program.phases) if not phase.once and not phase.last]
     stages = {stage.number: stage for stage in mma_stages(program, blocks, threads)}
-    parts = [*_exchange(program, blocks, threads, on_tensor_cores=bool(stages))]
+    parts = [*_exchange(program, blocks, threads)]
     for number in each:
         if number in stages:
-            parts += tensor_core.step_terms(stages[number], machine, flagged=is_flagged(program))
+            parts += tensor_core.step_terms(stages[number], machine)
         else:
             parts += _fused_multiply_adds(program, number, machine, blocks, threads)
     steps = next(g.extent for g in program.grid if g.axis == STEP)
@@ -54,7 +49,7 @@ def estimated_time(program: Program, machine: GpuMachine) -> KernelTime:
     return KernelTime(root, unit=tensor_core.unit_of(program), compulsory=moved)
 
 
-def _exchange(program: Program, blocks: int, threads: int, *, on_tensor_cores: bool) -> Iterator[TimeTerm]:
+def _exchange(program: Program, blocks: int, threads: int) -> Iterator[TimeTerm]:
     """What passes between the blocks of a step's stages."""
     stages = len({phase.name for phase in program.phases if not phase.once and not phase.last})
     yield term(Resource.BARRIER, _COST.warp_seconds * threads / WARP)
@@ -66,9 +61,8 @@ def _exchange(program: Program, blocks: int, threads: int, *, on_tensor_cores: b
     yield term(Resource.BARRIER, _COST.flag_exchange_seconds)
     replicas = int(str(dict(program.params).get(REPLICAS, 1)))
     yield term(Resource.BARRIER, _COST.replica_seconds * (replicas - 1))
-    if not on_tensor_cores:
-        read = FLAGGED_BYTES * sum(b.size // 2 for b in exchanged(program, blocks))
-        yield term(Resource.L2, read / _COST.l2_bytes_per_second_sm, read * blocks)
+    read = FLAGGED_BYTES * sum(b.size // 2 for b in exchanged(program, blocks))
+    yield term(Resource.L2, read / _COST.l2_bytes_per_second_sm, read * blocks)
 
 
 def _fused_multiply_adds(
@@ -76,12 +70,12 @@ def _fused_multiply_adds(
 ) -> Iterator[TimeTerm]:
     """A phase whose products are column reductions, or points without any."""
     phase, params = program.phases[number], dict(program.params)
-    flagged, held = is_flagged(program), HELD in params
+    flagged, held = is_flagged(program), params.get(HELD) == 1
     still = residents(program, blocks)
     kept = still if held else still[: int(str(params.get("resident", 0)))]
     yield term(Resource.CHAIN, _COST.point_seconds * -(-points_of(phase) // (blocks * threads)))
-    rows = points_of(phase) // lanes_of(phase)
-    share = -(-lanes_of(phase) // blocks) / lanes_of(phase)
+    rows = points_of(phase) // columns_in(phase)
+    share = -(-columns_in(phase) // blocks) / columns_in(phase)
     read = ITEM_SIZE["float32"] * products_of(phase) / max(1, rows) * share
     inside = min(read, sum(one.buffer.bytes for one in kept if one.phase == number))
     loads = 0 if is_short(phase) else terms_of_thread(phase, blocks, threads) * rows * threads

@@ -1,6 +1,6 @@
 """Schedules of recurrences on tensor cores: warps of a block, so many that their registers hold a stage's weights.
 
-A schedule is the form's with a parameter `stage_product.MMA`.  float32 is rounded to TF32, which is XLA's default
+A schedule is the form's with a parameter `parameters.MMA`.  float32 is rounded to TF32, which is XLA's default
 on GPUs too: a loop that asks for more has none of these schedules.
 """
 
@@ -57,19 +57,15 @@ def unit_of(program: Program) -> str:
     return UNITS.get(str(dict(program.params).get(MMA)), "ffma")
 
 
-def step_terms(stage: MmaStage, machine: GpuMachine, *, flagged: bool) -> list[TimeTerm]:
-    """What a stage takes in a step: its rows from the L2 cache, products, sums of the warps, points.
-
-    Args: flagged: rows are loaded until their flags are there.
-    """
-    product, sums = stage.product, 2 * stage.step_bytes  # written and read
+def step_terms(stage: MmaStage, machine: GpuMachine) -> list[TimeTerm]:
+    """What a stage takes in a step: its rows from the L2 cache, products, sums of the warps, points."""
+    product, sums = stage.product, 2 * stage.sum_bytes  # written and read
     read = product.rows * product.red.extent * product.item * len(product.lefts)
     steps = 2 * stage.share * stage.multiplied
     flop = steps * stage.warps * M_TILE * N_TILE * stage.group  # half a group in a step, FMAs are 2
     rate = machine.arch.flop_per_clock_sm[UNITS[product.kind]] * machine.arch.clock
     points = -(-stage.points // (stage.warps * WARP))
     if stage.blocks > 1:
-        read *= _COST.polls if flagged else 1
         rows = term(Resource.L2, read / _COST.l2_bytes_per_second_sm, read * stage.blocks)
     else:
         rows = term(Resource.SMEM, read / _COST.shared_bytes_per_second_sm, read)

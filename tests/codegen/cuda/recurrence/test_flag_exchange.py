@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jcuts.base.errors import CompileRejected
@@ -11,7 +13,7 @@ from jcuts.schedule.gpu.machine import scheduled
 from jcuts.schedule.gpu.recurrence.exchange import exchanged
 from jcuts.schedule.gpu.recurrence.schedules import FORM, recurrence_schedules
 from tests.codegen.cuda.recurrence.test_recurrence import H200, SM80, SM90, check, compiled
-from tests.lower.recurrence.cells import gru, lstm, minimal_gated_unit, perceptrons
+from tests.lower.recurrence.cells import gru, lstm, minimal_gated_unit, normal, perceptrons
 from tests.lower.recurrence.test_program import lowered
 from tests.ptx import machine as ptx_machine
 
@@ -36,6 +38,28 @@ def test_all_steps_without_a_barrier(name, blocks, held):
     made, operands, wanted = made_of(name, blocks, 64 if "90" not in name else 256, 64, *([("held", 1)] * held))
     launch = check(made, operands, wanted).launches[-1]
     assert launch.cooperative and launch.grid[0] == blocks
+
+
+@compiled
+@pytest.mark.parametrize("late", [0, 2, 4])
+@pytest.mark.parametrize("name", ["gru", "lstm"])
+def test_a_block_that_is_late(name, late):
+    made, operands, wanted = made_of(name, 5, 64, 64, ("held", 1))
+    check(made, operands, wanted, late=late)
+
+
+@compiled
+def test_values_that_no_product_reads_are_waited_for():
+    """A block is waited for by all others, even where products read a part of what is carried."""
+
+    def part(h, xs, w):
+        return jax.lax.scan(lambda h, x: (jnp.tanh(h[:, :40] @ w + x), None), h, xs)[0]
+
+    program, (operands, wanted) = lowered(part, (normal(2, 80), normal(5, 2, 80), normal(40, 80, scale=0.2)))
+    assert exchanged(program, 10)
+    made = scheduled(program, FORM, 64, ("flight", 64), ("split", 10), ("exchange", "flags"))
+    for late in (0, 9):
+        check(made, operands, wanted, late=late)
 
 
 @compiled

@@ -38,9 +38,9 @@ def case(name):
     return lowered(*(CASES[name]() if name in CASES else WIDE[name][0]()))
 
 
-def check(program, operands, wanted, target=SM90):
+def check(program, operands, wanted, target=SM90, late=None):
     kernel = compiler.compile_program(program, target)
-    found = ptx_machine.run_kernel(compiler.ptx_of(program, target), kernel, operands, limit=2_000_000)
+    found = ptx_machine.run_kernel(compiler.ptx_of(program, target), kernel, operands, limit=2_000_000, late=late)
     for mine, theirs in zip(found, wanted, strict=True):
         assert_close(mine, theirs)
     return Image.unpack(kernel.object_code)
@@ -76,6 +76,15 @@ def test_a_block_takes_columns_that_are_no_multiple_of_its_threads():
     program, (operands, wanted) = case("gru, 40 wide")
     check(scheduled(program, FORM, 96, ("flight", 3), ("split", 7)), operands, wanted)
     check(scheduled(program, FORM, 128, ("flight", 4)), operands, wanted, SM80)
+
+
+@compiled
+@pytest.mark.parametrize("late", [0, 1, 4])
+def test_a_block_that_is_late(late):
+    for name in WIDE:
+        program, (operands, wanted) = case(name)
+        made = scheduled(program, FORM, 64, ("flight", 2), ("split", 5))
+        check(made, operands, wanted, late=late)
 
 
 def faulty(change):

@@ -17,8 +17,6 @@ import pytest
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda import compile as compiler
-from jcuts.codegen.cuda.ptx import global_memory
-from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.kernel_ir.interpret import interpret
@@ -27,7 +25,7 @@ from jcuts.lower.recurrence import stages
 from jcuts.schedule.gpu.kernel_time import kernel_time
 from jcuts.schedule.gpu.machine import GpuMachine, scheduled
 from jcuts.schedule.gpu.recurrence.exchange import exchanged
-from jcuts.schedule.gpu.recurrence.parameters import EXCHANGE, FLAGS, MMA, REPLICAS
+from jcuts.schedule.gpu.recurrence.parameters import EXCHANGE, FLAGS, MMA
 from jcuts.schedule.gpu.recurrence.schedules import FORM, MOST_SUMS, recurrence_schedules
 from jcuts.schedule.gpu.recurrence.stage_product import MmaStage, mma_stages, stage_product
 from tests.codegen.cuda.recurrence.test_recurrence import H200, SM80, SM90, check, compiled
@@ -147,35 +145,11 @@ def test_products_of_different_rows_in_one_stage():
     check_rounded(program, operands, wanted, 5, 96)
 
 
-FLAGGED = [(name, *shape) for name, shapes in SCHEDULES.items() for shape in shapes if shape[0] > 1]
-
-
-@compiled
-@pytest.mark.parametrize("replicas", [1, 4])
-@pytest.mark.parametrize(("name", "blocks", "threads"), FLAGGED)
-def test_flags_in_bits_that_tensor_cores_ignore(name, blocks, threads, replicas):
-    program, (operands, wanted) = case(name)
-    more = ((EXCHANGE, FLAGS), (REPLICAS, replicas))
-    if not exchanged(on_tensor_cores(program, blocks, threads, more=more), blocks):
-        pytest.skip("a block has no columns")
-    check_rounded(program, operands, wanted, blocks, threads, more=more)
-
-
-@compiled
-def test_more_steps_than_a_flag_counts(monkeypatch):
-    """Numbers of steps begin again: as many bits as there are here hold 3."""
-    program, (operands, wanted) = lowered(*lstm(40, 2, 12))
-    monkeypatch.setattr(ptx_mma, "TF32_IGNORED", 3)
-    monkeypatch.setattr(global_memory, "TF32_IGNORED", 3)
-    check_rounded(program, operands, wanted, 5, 64, more=((EXCHANGE, FLAGS),))
-
-
-@compiled
-def test_flags_need_two_copies_of_the_sums():
+def test_flags_are_not_for_tensor_cores():
     program, _ = case("gru, 3 rows")
-    made = [on_tensor_cores(program, 5, 64, more=more) for more in ((), ((EXCHANGE, FLAGS),))]
-    before, after = (Image.unpack(compiler.compile_program(m, SM90).object_code).launches[-1].shared for m in made)
-    assert after == 2 * before
+    assert exchanged(program, 5) and not exchanged(on_tensor_cores(program, 5, 64), 5)
+    with pytest.raises(CompileRejected, match="grid barrier"):
+        compiler.compile_program(on_tensor_cores(program, 5, 64, more=((EXCHANGE, FLAGS),)), SM90)
 
 
 @compiled

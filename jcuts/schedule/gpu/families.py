@@ -217,7 +217,7 @@ _enter(
     ScheduleFamily(
         "recurrence",
         recurrence_schedules.FORM,
-        "Persistent recurrences: all steps of a `scan` in a cooperative launch, grid barriers or flags in data between.",
+        "Persistent recurrences: all steps of a `scan` in a cooperative launch, grid barriers or flags between.",
         "docs/kernels/recurrence.md",
         (RECURRENCE,),
         lambda p: recurrence_schedules.recurrence_schedules(p.program, p.machine),

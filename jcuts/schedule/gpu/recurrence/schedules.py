@@ -33,8 +33,8 @@ COLUMNS = (1, 2, 4, 8, 16)
 """Columns of a block of a grid."""
 MOST_SUMS = 64
 """Sums of a thread: rows times products side by side."""
-HELD_SHARE = 0.65
-"""Of a thread's registers, that operands may take which stay there."""
+OTHER_REGISTERS = 96
+"""Of a thread, beside operands that stay there."""
 REPLICATED = (1, 4)
 """Replicas of what blocks exchange with flags."""
 MOST_ALONE = 1 << 16
@@ -107,7 +107,7 @@ def _with_flags(
     parameters.append((EXCHANGE, FLAGS))
     yield from _replicated(parameters)
     registers = min(machine.limits.registers_per_thread, machine.limits.registers_per_sm // threads)
-    if 0 < _held_words(program, blocks, threads, flight) <= HELD_SHARE * registers:
+    if 0 < _held_words(program, blocks, threads, flight) <= registers - OTHER_REGISTERS:
         yield from _replicated([(k, v) for k, v in parameters if k != "resident"] + [(HELD, 1)])
 
 

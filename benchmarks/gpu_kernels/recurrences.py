@@ -55,6 +55,13 @@ CELLS: dict[str, Sizes] = {
     "LSTM, 256 units, b16, 100 steps": ("LSTM", 256, 256, 16, 100, "float32"),
 }
 """Cell, inputs, units, batch, steps, type."""
+GRADIENT = ", gradients"
+"""Behind the name of a cell: gradients of a sum of squares by all arguments, forward pass included."""
+WITH_GRADIENTS = (
+    "GRU, 800 units, b16, 200 steps",
+    "GRU, 768 units, b16, 1024 steps, bfloat16",
+    "LSTM, 768 units, b16, 1024 steps, bfloat16",
+)
 OTHERS: dict[str, Callable[[], loops.Case]] = {
     "Kalman filter, 16 states, 1000 steps": lambda: loops.kalman(16, 1000),
     "MLP in a scan, width 256, b1, 200 steps": lambda: loops.perceptrons(256, 1, 200),
@@ -66,6 +73,13 @@ def case(name: str) -> loops.Case:
     """A loop and its arguments."""
     if name in OTHERS:
         return OTHERS[name]()
+    if name.endswith(GRADIENT):
+        function, arguments = case(name.removesuffix(GRADIENT))
+
+        def loss(*values: Any) -> Any:
+            return sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(function(*values)))
+
+        return jax.grad(loss, argnums=tuple(range(len(arguments)))), arguments
     cell, _, units, batch, steps, dtype = CELLS[name]
     function, arguments = (loops.gru if cell == "GRU" else loops.lstm)(units, batch, steps)
     return function, tuple(np.asarray(jnp.asarray(a, dtype)) for a in arguments)
@@ -174,18 +188,21 @@ def torch_times(name: str) -> dict[str, Any]:
     """cuDNN's recurrence of the same sizes, by torch, in this process."""
     import torch
 
-    cell, inputs, units, batch, steps, dtype = CELLS[name]
+    cell, inputs, units, batch, steps, dtype = CELLS[name.removesuffix(GRADIENT)]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     kind = getattr(torch, dtype)
     layer = getattr(torch.nn, cell)(inputs, units).to("cuda", kind)
-    x = torch.randn(steps, batch, inputs, device="cuda", dtype=kind)
+    backward = name.endswith(GRADIENT)
+    x = torch.randn(steps, batch, inputs, device="cuda", dtype=kind, requires_grad=backward)
     samples = []
-    with torch.no_grad():
+    with torch.set_grad_enabled(backward):
         for _ in range(LEAST + 2):
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(CALLS):
-                layer(x)
+                result, _ = layer(x)
+                if backward:
+                    result.float().square().sum().backward()
             torch.cuda.synchronize()
             samples.append((time.perf_counter() - start) / CALLS)
     return {
@@ -209,7 +226,7 @@ def in_process(name: str, *words: str) -> dict[str, Any]:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    every = [*CELLS, *OTHERS]
+    every = [*CELLS, *OTHERS, *(name + GRADIENT for name in WITH_GRADIENTS)]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {'; '.join(every)}; all, if none is given")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--schedules", action="store_true", help="every schedule of the persistent kernel, too")
@@ -223,7 +240,7 @@ def main() -> None:
     rows: dict[str, Any] = {}
     for name in options.names or every:
         rows[name] = in_process(name, *(["--schedules"] * options.schedules))
-        if name in CELLS:
+        if name.removesuffix(GRADIENT) in CELLS:
             rows[name]["torch"] = in_process(name, "--torch")
         times = rows[name].get("back_to_back", {})
         text = ", ".join(f"{label} {1e3 * t['median']:.3f}" for label, t in times.items())

@@ -20,17 +20,19 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
+from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder, asm
-from jcuts.codegen.cuda.ptx.global_memory import Flagged
 from jcuts.codegen.cuda.ptx.grid_barrier import poll
 from jcuts.codegen.cuda.ptx.mma import barrier
 from jcuts.codegen.llvm import lanes as L
+from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import ITEM_SIZE, Buffer
+from jcuts.schedule.gpu.recurrence.exchange import FLAGGED_BYTES
 
 TOGETHER = 8
 """Words of a thread that are under way."""
-WORD = 8
-"""Bytes of a value with its step's number."""
+PLACE = "place"
+"""Of a value, in addresses."""
 Words = Callable[[Buffer, Sequence[L.Value], L.Value], list[L.Value]]
 """Loads of a buffer's values at some places, for a step."""
 
@@ -59,10 +61,10 @@ class FlagExchange:
     pointers: Mapping[str, L.Value]
     shared: Mapping[str, L.Value]
 
-    def stores(self, step: L.Value) -> dict[str, Flagged]:
+    def stores(self, step: L.Value) -> dict[str, M.Flagged]:
         """Where the stores of a step go, with the number of the next one."""
         number = self.builder.add(step, L.I32(1))
-        return {b.name: Flagged(flags_of(b.name), number, self.replicas, b.size) for b in self.carried}
+        return {b.name: M.Flagged(flags_of(b.name), number, self.replicas, b.size) for b in self.carried}
 
     def gather(self, step: L.Value) -> None:
         """Brings the values that a step reads into shared memory, all of them, and passes a ``bar.sync``."""
@@ -88,24 +90,20 @@ class FlagExchange:
                 places = [builder.select(i, p, L.I32(count - 1)) for i, p in zip(inside, places, strict=True)]
                 places = [builder.add(start, place) for place in places]
                 for place, live, word in zip(places, inside, words_of(buffer, places, step), strict=True):
-                    there = builder.add(self.shared[buffer.name], builder.mul(place, L.I32(size)))
-                    text = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.shared.b{8 * size} [$0], $1; }}"
-                    value = builder.trunc(word, ir.IntType(8 * size))
-                    asm(builder, text, ir.VoidType(), [there, value, builder.zext(live, L.I32)], effects=True)
+                    frame = M.Frame(builder, {PLACE: place}, {}, {}, {}, live=live, shared=self.shared)
+                    M.store(frame, buffer.name, size, Index.axis(PLACE), [builder.trunc(word, ir.IntType(8 * size))])
 
     def _initial(self, buffer: Buffer, places: Sequence[L.Value], step: L.Value) -> list[L.Value]:
         """What a launch before this one has written (`split`)."""
-        size = ITEM_SIZE[buffer.dtype]
-        kind, base = ir.IntType(8 * size), self.pointers[buffer.name]
-        text = f"ld.global.b{8 * size} $0, [$1];"
-        where = [self._address(base, place, size) for place in places]
-        return [asm(self.builder, text, kind, [there], effects=True) for there in where]
+        frames = [M.Frame(self.builder, {PLACE: place}, self.pointers, {}, {}, in_place=True) for place in places]
+        size, here = ITEM_SIZE[buffer.dtype], Index.axis(PLACE)
+        return [word for frame in frames for word in M.load(frame, buffer.name, size, here, 1, (), 0)]
 
     def _awaited(self, buffer: Buffer, places: Sequence[L.Value], step: L.Value) -> list[L.Value]:
         builder, base = self.builder, self.pointers[flags_of(buffer.name)]
         if self.replicas > 1:
-            base = self._address(base, builder.urem(self.block, L.I32(self.replicas)), WORD * buffer.size)
-        where = [self._address(base, place, WORD) for place in places]
+            base = self._address(base, builder.urem(self.block, L.I32(self.replicas)), FLAGGED_BYTES * buffer.size)
+        where = [self._address(base, place, FLAGGED_BYTES) for place in places]
 
         def load() -> tuple[L.Value, list[L.Value]]:
             text = "ld.relaxed.gpu.global.b64 $0, [$1];"

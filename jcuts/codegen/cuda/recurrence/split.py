@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jcuts.codegen.cuda.recurrence.flag_exchange import WORD, flags_of
+from jcuts.codegen.cuda.recurrence.flag_exchange import flags_of
 from jcuts.codegen.cuda.recurrence.tile import recurrence_tile
 from jcuts.codegen.cuda.reduction.split import Split
 from jcuts.kernel_ir.program import ITEM_SIZE, Buffer, Phase, Program, Store
+from jcuts.schedule.gpu.recurrence.exchange import FLAGGED_BYTES
 
 SYNC = "sync"
 """The counter of the grid barrier."""
@@ -37,7 +38,7 @@ def split_recurrence(program: Program) -> Split:
 
 def _flags(carried: Buffer, replicas: int) -> Buffer:
     """Both copies of a carried value with flags, as words of 32 bits."""
-    size = replicas * WORD // ITEM_SIZE["int32"] * carried.size
+    size = replicas * FLAGGED_BYTES // ITEM_SIZE["int32"] * carried.size
     return Buffer(flags_of(carried.name), "int32", (size,), "scratch")
 
 

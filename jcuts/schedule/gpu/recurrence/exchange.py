@@ -15,6 +15,8 @@ from jcuts.lower.recurrence.program import STEP
 from jcuts.schedule.gpu.recurrence.parameters import MMA
 from jcuts.schedule.gpu.recurrence.stage_product import columns_in, columns_of, is_short
 
+FLAGGED_BYTES = 8
+"""Of a carried value with its flag, the number of its step."""
 WIDEST = 4
 """Bytes of a value that fits beside its flag in a word of 64 bits."""
 

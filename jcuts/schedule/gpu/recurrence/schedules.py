@@ -62,8 +62,7 @@ def _space(program: Program, machine: GpuMachine) -> Iterator[Program]:
     for marked in tensor_core.on_tensor_cores(program, machine):
         for blocks in grids:
             for threads in tensor_core.block_sizes(marked, blocks):
-                numbers = {stage.number for stage in mma_stages(marked, blocks, threads)}
-                others = [phase for number, phase in enumerate(program.phases) if number not in numbers]
+                others = _added_by_threads(marked, blocks, threads)
                 if all(_has_few_sums(phase) and _fits(phase, blocks, threads) for phase in others):
                     yield from _scheduled(marked, machine, blocks, threads)
 

@@ -11,13 +11,11 @@ from jcuts.lower.recurrence.program import STEP
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.machine import WARP, GpuMachine
 from jcuts.schedule.gpu.recurrence import tensor_core
-from jcuts.schedule.gpu.recurrence.exchange import exchanged
+from jcuts.schedule.gpu.recurrence.exchange import FLAGGED_BYTES, exchanged
 from jcuts.schedule.gpu.recurrence.parameters import HELD, REPLICAS, is_flagged
 from jcuts.schedule.gpu.recurrence.residency import residents, terms_of_thread
 from jcuts.schedule.gpu.recurrence.stage_product import columns_in, is_short, mma_stages
 
-FLAGGED_BYTES = 8
-"""Of a carried value with its flag."""
 _COST = fit.coefficients("gpu/recurrence", "cost")
 
 
@@ -54,9 +52,8 @@ def _exchange(program: Program, blocks: int, threads: int) -> Iterator[TimeTerm]
     stages = len({phase.name for phase in program.phases if not phase.once and not phase.last})
     yield term(Resource.BARRIER, _COST.warp_seconds * threads / WARP)
     if not is_flagged(program):
-        yield term(
-            Resource.BARRIER, stages * (_COST.grid_barrier_seconds if blocks > 1 else _COST.block_barrier_seconds)
-        )
+        barrier = _COST.grid_barrier_seconds if blocks > 1 else _COST.block_barrier_seconds
+        yield term(Resource.BARRIER, stages * barrier)
         return
     yield term(Resource.BARRIER, _COST.flag_exchange_seconds)
     replicas = int(str(dict(program.params).get(REPLICAS, 1)))

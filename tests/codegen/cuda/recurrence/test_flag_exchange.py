@@ -12,7 +12,7 @@ from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.schedule.gpu.machine import scheduled
 from jcuts.schedule.gpu.recurrence.exchange import exchanged
 from jcuts.schedule.gpu.recurrence.schedules import FORM, recurrence_schedules
-from tests.codegen.cuda.recurrence.test_recurrence import H200, SM80, SM90, check, compiled
+from tests.codegen.cuda.recurrence.test_recurrence import H200, SM80, SM90, check, compiled, run_changed
 from tests.lower.recurrence.cells import gru, lstm, minimal_gated_unit, normal, perceptrons
 from tests.lower.recurrence.test_program import lowered
 from tests.ptx import machine as ptx_machine
@@ -100,10 +100,7 @@ def test_a_block_without_columns_of_its_own_needs_a_barrier():
 
 def faulty(change):
     made, operands, _ = made_of("gru", 3)
-    kernel, ptx = compiler.compile_program(made, SM90), compiler.ptx_of(made, SM90)
-    changed = "\n".join(map(change, ptx.splitlines()))
-    assert changed != ptx
-    return ptx_machine.run_kernel(changed, kernel, operands, limit=50_000)
+    return run_changed(made, operands, change)
 
 
 @compiled

@@ -87,14 +87,18 @@ def test_a_block_that_is_late(late):
         check(made, operands, wanted, late=late)
 
 
-def faulty(change):
-    """A GRU's kernel on three blocks with changed PTX."""
-    program, (operands, _) = case("gru, 40 wide")
-    made = scheduled(program, FORM, 64, ("flight", 2), ("split", 3))
+def run_changed(made, operands, change):
+    """A kernel with changed lines of PTX."""
     kernel, ptx = compiler.compile_program(made, SM90), compiler.ptx_of(made, SM90)
     changed = "\n".join(map(change, ptx.splitlines()))
     assert changed != ptx
     return ptx_machine.run_kernel(changed, kernel, operands, limit=50_000)
+
+
+def faulty(change):
+    """A GRU's kernel on three blocks with changed PTX."""
+    program, (operands, _) = case("gru, 40 wide")
+    return run_changed(scheduled(program, FORM, 64, ("flight", 2), ("split", 3)), operands, change)
 
 
 @compiled

@@ -52,10 +52,10 @@ REWRITES = (
     BackwardRewrite("one-hot scatters", lambda closed: one_hot_scatters(closed)[0]),
     BackwardRewrite("sparse updates", lambda closed: sparse_updates(closed)[0], gains_alone=True),
     BackwardRewrite("row gathers", lambda closed: gathers_before_elementwise(closed)[0]),
-    BackwardRewrite("weight gradients", lambda closed: hoist_weight_gradients(closed)[0]),
     BackwardRewrite(
         "projections", lambda closed, cache: loop_fission(closed, cache)[0], gains_alone=True, by_cache=True
     ),
+    BackwardRewrite("weight gradients", lambda closed: hoist_weight_gradients(closed)[0]),
     BackwardRewrite("padding", lambda closed: fold_padding(closed)[0], makes_asymmetric=True),
     BackwardRewrite("transposed filters", lambda closed: transposed_filter_gradients(closed)[0], gains_alone=True),
     BackwardRewrite("patches", lambda closed: patch_gradients(closed)[0], gains_alone=True),

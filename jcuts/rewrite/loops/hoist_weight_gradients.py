@@ -2,13 +2,17 @@
 accumulation).
 
     for t: w += a[t]^T b[t]          becomes        w + a^T b,  contracted over steps and rows
+    for t: v += sum of b[t]'s rows   becomes        v + sum of b's rows, of all steps
 
 Automatic differentiation carries the gradient of a recurrent weight through the loop: every step multiplies two thin
 matrices, and reads and writes the whole gradient (``dot_general`` and ``add_any`` on a carry of ``lax.scan``).  Behind
 the loop it is one product with steps * rows terms, as cuDNN's recurrences have it, and the loop carries less.
 
-Both operands must be there for all steps: what the loop scans over, what it stacks as a result, or what it can stack in
-no more memory than the carry takes.  The order of the sum changes, not its terms.
+Operands must be there for all steps: what the loop scans over, what it stacks as a result, or what it can stack.  It
+stacks an operand where a step's part is smaller than the carry (which every step would read and write), and where all
+new stacks take no more memory than the carries that go, or than what the loop scans over: a backward pass's residuals.
+The sum of a bias' gradient leaves the loop where its operand is stacked for a product.  The order of the sum changes,
+not its terms.
 """
 
 from __future__ import annotations
@@ -25,10 +29,13 @@ from jcuts.trace.inline import inline
 from jcuts.trace.loop_carries import ADDITIONS
 
 DOT = "dot_general"
+SUM = "reduce_sum"
 TRANSPOSE = "transpose"
+RESHAPE = "reshape"
 
 
-Permutations = tuple[tuple[int, ...], ...]
+Views = tuple[tuple[str, tuple[int, ...]], ...]
+"""Transpositions (with their permutations) and reshapes (with their new shapes) that follow each other."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +45,12 @@ class _Stack:
     Attributes:
         kind: ``scanned``, ``result``, ``new`` (to be stacked), or "" where there is nothing.
         value: number of what is scanned or of the result; the value itself that is to be stacked.
-        permutations: between that and the operand.
+        views: between that and the operand.
     """
 
     kind: str
     value: Any = None
-    permutations: Permutations = ()
+    views: Views = ()
 
     @property
     def step_bytes(self) -> int:
@@ -53,15 +60,28 @@ class _Stack:
 
 @dataclass(frozen=True)
 class _Accumulation:
-    """A carry that a product is added to in every step.
+    """A carry that a product, or a sum, is added to in every step.
 
-    Attributes: carry: its number. dot: the equation of the product. permutations: of the product, before it is added.
+    Attributes:
+        carry: its number.
+        eqn: what is added: the product or the sum.
+        views: of its result, before it is added.
+        operands: of the equation, over all steps.
     """
 
     carry: int
-    dot: Any
-    permutations: Permutations
-    operands: tuple[_Stack, _Stack]
+    eqn: Any
+    views: Views
+    operands: tuple[_Stack, ...]
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a product."""
+        return jaxapi.primitive_name(self.eqn) == DOT
+
+    def new_values(self) -> dict[Any, int]:
+        """What is to be stacked, with the bytes of a step."""
+        return {s.value: s.step_bytes for s in self.operands if s.kind == "new"}
 
 
 def hoist_weight_gradients(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
@@ -96,51 +116,73 @@ def _accumulations(eqn: Any) -> list[_Accumulation]:
         before, after = jaxpr.invars[fixed + number], jaxpr.outvars[number]
         added = _added(before, after, made, uses)
         if added is not None:
-            dot, permutations = added
-            left, right = (_over_steps(a, jaxpr, made, fixed, carries) for a in dot.invars)
-            stacked = eqn.params["length"] * (left.step_bytes + right.step_bytes)
-            if left.kind and right.kind and stacked <= jaxapi.nbytes(before):
-                found.append(_Accumulation(number, dot, permutations, (left, right)))
-    return found
+            source, views = added
+            operands = tuple(_over_steps(a, jaxpr, made, fixed, carries) for a in source.invars)
+            if all(stack.kind for stack in operands):
+                found.append(_Accumulation(number, source, views, operands))
+    return _affordable(eqn, found)
 
 
-def _added(before: Any, after: Any, made: dict[Any, Any], uses: dict[Any, int]) -> tuple[Any, Permutations] | None:
-    """The product that a carry's next value adds to it, and its transpositions; None where it is anything else."""
+def _affordable(eqn: Any, found: Sequence[_Accumulation]) -> list[_Accumulation]:
+    """Accumulations whose operands may be stacked; products first, then sums of what is stacked anyway."""
+    fixed, carries, steps = jaxapi.scan_constants(eqn), jaxapi.scan_carries(eqn), eqn.params["length"]
+    scanned = sum(map(jaxapi.nbytes, eqn.invars[fixed + carries :]))
+    taken: list[_Accumulation] = []
+    stacked: dict[Any, int] = {}
+    gone = 0
+    for one in sorted(found, key=lambda a: not a.is_product):
+        more = {value: size for value, size in one.new_values().items() if value not in stacked}
+        carry = jaxapi.nbytes(eqn.invars[fixed + one.carry])
+        needed = steps * (sum(stacked.values()) + sum(more.values()))
+        fits = sum(more.values()) <= carry and needed <= max(gone + carry, scanned)
+        if not more or (one.is_product and fits):
+            taken.append(one)
+            stacked |= more
+            gone += carry
+    return taken
+
+
+def _added(before: Any, after: Any, made: dict[Any, Any], uses: dict[Any, int]) -> tuple[Any, Views] | None:
+    """The product or sum that a carry's next value adds to it, and its views; None for anything else."""
     addition = None if jaxapi.is_literal(after) else made.get(after)
     if addition is None or jaxapi.primitive_name(addition) not in ADDITIONS:
         return None
     if before not in addition.invars or uses.get(before) != 1 or uses.get(after) != 1:
         return None
     term = addition.invars[1] if addition.invars[0] is before else addition.invars[0]
-    source, permutations = _transposed(term, made)
-    dot = None if jaxapi.is_literal(source) else made.get(source)
-    if dot is None or jaxapi.primitive_name(dot) != DOT or uses[term] != 1 or uses[source] != 1:
+    source, views = _viewed(term, made)
+    eqn = None if jaxapi.is_literal(source) else made.get(source)
+    if eqn is None or jaxapi.primitive_name(eqn) not in (DOT, SUM) or uses[term] != 1 or uses[source] != 1:
         return None
-    return dot, permutations
+    return eqn, views
 
 
-def _transposed(atom: Any, made: dict[Any, Any]) -> tuple[Any, Permutations]:
-    """What a value is a transposition of, and the permutations from there to it."""
-    permutations: list[tuple[int, ...]] = []
+def _viewed(atom: Any, made: dict[Any, Any]) -> tuple[Any, Views]:
+    """What a value is a transposition or reshape of, and the views from there to it."""
+    views: list[tuple[str, tuple[int, ...]]] = []
     while not jaxapi.is_literal(atom) and (eqn := made.get(atom)) is not None:
-        if jaxapi.primitive_name(eqn) != TRANSPOSE:
+        name = jaxapi.primitive_name(eqn)
+        if name == TRANSPOSE:
+            views.insert(0, (name, tuple(eqn.params["permutation"])))
+        elif name == RESHAPE and eqn.params["dimensions"] is None:
+            views.insert(0, (name, tuple(eqn.outvars[0].aval.shape)))
+        else:
             break
-        permutations.insert(0, tuple(eqn.params["permutation"]))
         atom = eqn.invars[0]
-    return atom, tuple(permutations)
+    return atom, tuple(views)
 
 
 def _over_steps(atom: Any, jaxpr: Any, made: dict[Any, Any], fixed: int, carries: int) -> _Stack:
     """What stands for a value of all steps; nothing for a literal and what is the same in every step."""
     scanned, results = jaxpr.invars[fixed + carries :], jaxpr.outvars[carries:]
-    source, permutations = _transposed(atom, made)
+    source, views = _viewed(atom, made)
     if jaxapi.is_literal(source) or source in jaxpr.invars[:fixed]:
         return _Stack("")
     if source in scanned:
-        return _Stack("scanned", scanned.index(source), permutations)
+        return _Stack("scanned", scanned.index(source), views)
     if source in results:
-        return _Stack("result", results.index(source), permutations)
-    return _Stack("new", source, permutations)
+        return _Stack("result", results.index(source), views)
+    return _Stack("new", source, views)
 
 
 def _hoisted(eqn: Any, found: Sequence[_Accumulation]) -> Any:
@@ -150,7 +192,7 @@ def _hoisted(eqn: Any, found: Sequence[_Accumulation]) -> Any:
     kept = [n for n in range(carries) if n not in gone]
     new: list[Any] = []
     for accumulation in found:
-        new += [s.value for s in accumulation.operands if s.kind == "new" and s.value not in new]
+        new += [value for value in accumulation.new_values() if value not in new]
     inputs = [*jaxpr.invars[:fixed], *(jaxpr.invars[fixed + n] for n in kept), *jaxpr.invars[fixed + carries :]]
     outputs = [*(jaxpr.outvars[n] for n in kept), *jaxpr.outvars[carries:], *new]
     lean = jaxapi.dce(jaxapi.make_closed([], inputs, outputs, jaxpr.eqns, [], like=_body(eqn)))
@@ -169,31 +211,44 @@ def _hoisted(eqn: Any, found: Sequence[_Accumulation]) -> Any:
         results, more = stacks[: len(stacks) - len(new)], stacks[len(stacks) - len(new) :]
         sources = {"scanned": scanned, "result": results, "new": dict(zip(new, more, strict=True))}
         for accumulation in found:
-            a, b = (_permuted(sources[s.kind][s.value], s.permutations, 1) for s in accumulation.operands)
-            final[accumulation.carry] = carried[accumulation.carry] + _product(accumulation, a, b)
+            operands = [_seen(sources[s.kind][s.value], s.views, 1) for s in accumulation.operands]
+            final[accumulation.carry] = carried[accumulation.carry] + _over_all(accumulation, *operands)
         return [*final, *results]
 
     return jaxapi.call_eqn(looped, eqn.invars, eqn.outvars)
 
 
-def _product(accumulation: _Accumulation, a: Any, b: Any) -> Any:
-    """The sum of the products of all steps. Args: a, b: operands with the steps in front."""
-    params = accumulation.dot.params
-    (left, right), (batch_left, batch_right) = params["dimension_numbers"]
+def _over_all(accumulation: _Accumulation, *operands: Any) -> Any:
+    """The sum of the products, or sums, of all steps. Args: operands: with the steps in front."""
+    value = (_product if accumulation.is_product else _sum)(accumulation.eqn, *operands)
+    return _seen(value, accumulation.views, 0)
 
-    def moved(dims: Sequence[int]) -> tuple[int, ...]:
-        return tuple(d + 1 for d in dims)
 
-    numbers = ((0, *moved(left)), (0, *moved(right))), (moved(batch_left), moved(batch_right))
-    precision = precision_over_steps(accumulation.dot)
-    value = jax.lax.dot_general(
-        a, b, numbers, precision=precision, preferred_element_type=params["preferred_element_type"]
+def _sum(eqn: Any, operand: Any) -> Any:
+    return jax.lax.reduce_sum(operand, (0, *_moved(eqn.params["axes"])))
+
+
+def _product(eqn: Any, a: Any, b: Any) -> Any:
+    (left, right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
+    numbers = ((0, *_moved(left)), (0, *_moved(right))), (_moved(batch_left), _moved(batch_right))
+    return jax.lax.dot_general(
+        a,
+        b,
+        numbers,
+        precision=precision_over_steps(eqn),
+        preferred_element_type=eqn.params["preferred_element_type"],
     )
-    return _permuted(value, accumulation.permutations, 0)
 
 
-def _permuted(value: Any, permutations: Permutations, leading: int) -> Any:
-    """A value transposed behind some leading dimensions."""
-    for permutation in permutations:
-        value = jax.lax.transpose(value, (*range(leading), *(d + leading for d in permutation)))
+def _moved(dims: Sequence[int]) -> tuple[int, ...]:
+    return tuple(d + 1 for d in dims)
+
+
+def _seen(value: Any, views: Views, leading: int) -> Any:
+    """A value through views of what is behind some leading dimensions."""
+    for kind, numbers in views:
+        if kind == TRANSPOSE:
+            value = jax.lax.transpose(value, (*range(leading), *(d + leading for d in numbers)))
+        else:
+            value = jax.lax.reshape(value, (*value.shape[:leading], *numbers))
     return value

@@ -90,7 +90,9 @@ def largest(peak: Callable[[int], int], batch: int, limit: float) -> dict[str, A
     peaks = {b: peak(b) for b in (batch, 2 * batch)}
     for _ in range(TRIES):
         (low, few), (high, many) = sorted((b, p) for b, p in peaks.items() if p < TOO_MUCH)[-2:]
-        proposed = low + int((limit - few) * (high - low) / max(1, many - few))
+        if many <= few:  # regions that were kernels at the smaller batch are not beyond 2^31 elements
+            low, few = 0, 0
+        proposed = low + int((limit - few) * (high - low) / (many - few))
         fits = max([0, *(b for b, p in peaks.items() if p <= limit)])
         over = min([b for b, p in peaks.items() if p > limit], default=None)
         if over is not None:

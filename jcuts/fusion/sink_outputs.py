@@ -4,7 +4,8 @@
 
 The greedy partition merges an equation into the region of its producer, even where both the operand and the result are
 written then: a residual that only the backward pass reads, a gradient times a scale beside the gradient itself, a
-product that another kernel only sums.  The reader computes it from what is in memory anyway.
+product that another kernel only sums.  The reader computes it from what is in memory anyway.  A mask of what is in
+memory anyway goes to its reader at any traffic: it would be kept from the forward pass to the backward one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from jcuts.lower.patterns.row_column_sums import TEMPLATE as ROW_COLUMN_SUMS
 from jcuts.lower.reduction.row_column_sums import lower_region_or_sums
 from jcuts.lower.tensor_graph import TensorGraph
 
+MASK = "bool"
 LEAST_BYTES = 1 << 16
 """Fewer bytes are not worth two other kernels."""
 
@@ -83,7 +85,10 @@ def _moved(
     """Moves the operations of some results to their reader; gives what is left, None where that saves nothing."""
     cone = _cone(graph, numbers, members)
     rest, joined = members - cone, reader | cone
-    if not rest or traffic(graph, members, reader) - traffic(graph, rest, joined) < LEAST_BYTES:
+    if not rest:
+        return None
+    saved = traffic(graph, members, reader) - traffic(graph, rest, joined)
+    if saved < LEAST_BYTES and not _is_mask_of_stored(graph, numbers, members, rest):
         return None
     first, second = lower_region_or_sums(graph, rest), lower_region_or_sums(graph, joined)
     if isinstance(first, Refusal) or isinstance(second, Refusal):
@@ -104,6 +109,14 @@ def _is_plain(graph: TensorGraph, number: int) -> bool:
     """Whether an equation is element-wise."""
     op = graph.nodes[number].op
     return op is not None and op.family in PER_ELEMENT
+
+
+def _is_mask_of_stored(graph: TensorGraph, numbers: Sequence[int], members: NodeSet, rest: NodeSet) -> bool:
+    """Whether results are masks of at least `LEAST_BYTES` that are made of what a region stores without them, too."""
+    made = [t for number in numbers for t in graph.nodes[number].outputs]
+    if any(graph.tensors[t].type.dtype != MASK or _bytes(graph, t) < LEAST_BYTES for t in made):
+        return False
+    return set(graph.subset_outputs(rest)) <= set(graph.subset_outputs(members))
 
 
 def _is_operand(graph: TensorGraph, number: int, reader: NodeSet) -> bool:

@@ -26,3 +26,9 @@ def test_refused() -> None:
     found = largest(lambda b: 10 + 3 * b if b < 300 else TOO_MUCH, 8, 1000)
     assert 280 <= found["largest"] < 300
     assert found["peaks"][str(found["largest"])] <= 1000
+
+
+def test_a_peak_that_falls() -> None:
+    """Kernels end where arrays pass 2^31 elements; a larger batch may need less then."""
+    found = largest(lambda b: 25 * b if b <= 32 else 20 * b, 16, 850)
+    assert found["largest"] == 42

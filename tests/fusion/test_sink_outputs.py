@@ -131,3 +131,20 @@ def test_others_stay(rows, further):
     before, after = covers(made)
     assert rows == 1024 or LEAST_BYTES > 8 * 64 * 4
     assert dict(before).keys() == dict(after).keys()
+
+
+def masks(cover, graph):
+    return [t for members, _ in cover for t in graph.subset_outputs(members) if graph.tensors[t].type.dtype == "bool"]
+
+
+@pytest.mark.parametrize(("rows", "stays"), [(2048, 0), (64, 1)])
+def test_masks_of_what_is_stored_go_to_their_reader_at_any_traffic(rows, stays):
+    def function(x, w):
+        y = jax.nn.relu(x @ w)
+        return jnp.sum(jnp.where(y > 0, jnp.sort(y, 0), 0.5), 1)
+
+    made = traced(function, values(rows, 32), values(32, 64))
+    before, after = covers(made)
+    assert len(masks(before, made.graph)) == 1
+    assert len(masks(after, made.graph)) == stays
+    check_programs(made, after)

@@ -17,6 +17,7 @@ from jcuts.rewrite.backward.rematerialize_conversions import rematerialize_conve
 from jcuts.rewrite.backward.separate_deviations import separate_deviations
 from jcuts.rewrite.backward.separate_sums import separate_sums
 from jcuts.rewrite.backward.sparse_updates import sparse_updates
+from jcuts.rewrite.backward.stored_residuals import stored_residuals
 from jcuts.rewrite.backward.transposed_filter_gradients import transposed_filter_gradients
 from jcuts.rewrite.loops.fission import loop_fission
 from jcuts.rewrite.loops.hoist_weight_gradients import hoist_weight_gradients
@@ -61,6 +62,7 @@ REWRITES = (
     BackwardRewrite("patches", lambda closed: patch_gradients(closed)[0], gains_alone=True),
     BackwardRewrite("deviation sums", lambda closed: deviation_sums(closed)[0]),
     BackwardRewrite("residuals", lambda closed: rematerialize(closed)[0], gpu_only=True),
+    BackwardRewrite("stored residuals", lambda closed: stored_residuals(closed)[0], gpu_only=True, with_kernels=True),
     BackwardRewrite("deviations", separate_deviations, gpu_only=True),
     BackwardRewrite(
         "conversions", lambda closed: rematerialize_conversions(closed)[0], gpu_only=True, with_kernels=True

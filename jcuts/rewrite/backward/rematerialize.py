@@ -5,7 +5,8 @@
 Automatic differentiation keeps every value that its rules need: five of them for a GELU, all made of one h.  Each is
 written by the forward kernel and read by the backward one.  Where what they are made of has fewer bytes, these are kept
 instead, and the element-wise operations are repeated in the kernel that reads them, whose arithmetic units wait for
-memory anyway (`jax.checkpoint` with a policy that saves products does the same by hand).
+memory anyway (`jax.checkpoint` with a policy that saves products does the same by hand).  Of an exact GELU three
+functions of an h are kept, and h itself is not: it is kept in their place.
 
 A value crosses where a product, or another operation that is neither element-wise nor a reduction, lies between it and
 its reader.  Values that a product reads are in memory in any case, and stay what they are; so does the first value of
@@ -28,7 +29,7 @@ from jcuts.trace import jaxapi
 
 MASKS = {"and", "eq", "ge", "gt", "le", "lt", "ne", "not", "or"}
 """Comparisons, and what combines them."""
-ELEMENTWISE = VECTOR_OPS | MASKS | {"add_any", "clamp", "cos", "erf", "log1p", "select_n", "sign", "sin"}
+ELEMENTWISE = VECTOR_OPS | MASKS | {"add_any", "clamp", "cos", "erf", "erfc", "log1p", "select_n", "sign", "sin"}
 TYPES = ("float32", "bfloat16", "float16")
 MASK = "bool"
 CONVERSION = "convert_element_type"
@@ -88,7 +89,31 @@ class Crossing:
         return {self.level[u] for u in self.far(value)}
 
     def sources(self) -> dict[Any, Any]:
-        """The one large value that an element-wise value is made of, for all that are made of one."""
+        """The one large value that an element-wise value is made of, for all that are made of one.
+
+        Where several values would be stored that are made of one that is not, it is stored in their place.
+        """
+        instead: dict[Any, list[Any]] = defaultdict(list)
+        found = self._sources(set(), instead)
+        common = {self._last_common(one, values): values for one, values in instead.items() if len(values) > 1}
+        shared = {one for one, values in common.items() if sum(map(jaxapi.nbytes, values)) > jaxapi.nbytes(one)}
+        return self._sources(shared, instead) if shared else found
+
+    def _last_common(self, source: Any, values: list[Any]) -> Any:
+        """The last value that all of some values are made of, and of which they are made without their source."""
+        cones = [{v for n in self.cone(value, source) for v in self.eqns[n].outvars} for value in values]
+        for one in sorted(set.intersection(*cones), key=lambda v: -self.made[v]):
+            if one in values or not is_large(one):
+                continue
+            inputs = {
+                a for v in values for n in self.cone(v, one) for a in self.eqns[n].invars if not jaxapi.is_literal(a)
+            }
+            if source not in inputs:
+                return one
+        return source
+
+    def _sources(self, shared: set[Any], instead: dict[Any, list[Any]]) -> dict[Any, Any]:
+        """Args: shared: what is stored for others. instead: filled: values that are stored in place of one's."""
         found: dict[Any, Any] = {}
         narrow: set[Any] = set()  # stored in place of what is converted from them
         for eqn in self.eqns:
@@ -97,14 +122,16 @@ class Crossing:
             large = {a for a in eqn.invars if not jaxapi.is_literal(a) and is_large(a) and not self.is_wide(a)}
             source = {found.get(a, a) for a in large}
             (value,) = eqn.outvars
-            if len(source) != 1 or self.is_kept(value):
+            if len(source) != 1 or self.is_kept(value) or value in shared:
                 continue
             if is_widening(eqn) and self.far(value):
                 source = large
                 narrow |= large
             (one,) = source
-            if one in narrow or self.is_stored(one) or not self.far(value):
-                found[value] = one  # else it is stored itself, and others are made of it
+            if one in narrow or one in shared or self.is_stored(one) or not self.far(value):
+                found[value] = one
+            else:  # it is stored itself, and others are made of it
+                instead[one].append(value)
         return found
 
     def is_stored(self, value: Any) -> bool:

@@ -211,8 +211,8 @@ def _hoisted(eqn: Any, found: Sequence[_Accumulation]) -> Any:
         results, more = stacks[: len(stacks) - len(new)], stacks[len(stacks) - len(new) :]
         sources = {"scanned": scanned, "result": results, "new": dict(zip(new, more, strict=True))}
         for accumulation in found:
-            operands = [_seen(sources[s.kind][s.value], s.views, 1) for s in accumulation.operands]
-            final[accumulation.carry] = carried[accumulation.carry] + _over_all(accumulation, *operands)
+            over_steps = [_seen(sources[s.kind][s.value], s.views, 1) for s in accumulation.operands]
+            final[accumulation.carry] = carried[accumulation.carry] + _over_all(accumulation, *over_steps)
         return [*final, *results]
 
     return jaxapi.call_eqn(looped, eqn.invars, eqn.outvars)

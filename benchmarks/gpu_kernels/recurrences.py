@@ -6,8 +6,9 @@ Each loop runs in a process of its own, tuned within ``JCUTS_TUNE_SECONDS`` (30 
 database. `back to back` is the time of one of `CALLS` calls in a row, `waited` that of single ones, medians with
 quartiles of programs that take turns; `torch` (cuDNN, the same sizes, TF32 allowed) in a process of its own where torch
 is installed.
-Errors are the largest of any result, over its largest entry, against float64.  ``--schedules`` times every schedule of
-the persistent kernel besides, as samples for `benchmarks/refit.py`.
+Errors are the largest of any result, over its largest entry, against float64. `profile` has a call's kernels with their
+times, as the profiler saw them.  ``--schedules`` times every schedule of the persistent kernel besides, as samples for
+`benchmarks/refit.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import numpy as np  # noqa: E402
 
 from benchmarks.cpu_kernels import loops  # noqa: E402
 from benchmarks.networks.baseline import environment  # noqa: E402
+from benchmarks.networks.device_profile import profiled  # noqa: E402
 
 CALLS = 10
 """In a row."""
@@ -124,10 +126,19 @@ def measure(name: str, *, schedules: bool) -> dict[str, Any]:
         "reason": decision and decision.reason,
         "back_to_back": timed(calls, CALLS),
         "waited": timed(calls, 1),
+        "profile": {label: profile(calls[label]) for label in ("jax.jit", "jcuts")},
         "errors_to_float64": loops.errors(function, arguments, {"jax.jit": plain, "jcuts": ours}),
         "schedules": every_schedule(function, arguments) if schedules else [],
         **environment(),
     }
+
+
+def profile(call: Callable[[], Any]) -> dict[str, Any]:
+    """Kernels of a call and their time, the largest by name; nothing without a GPU."""
+    if jax.default_backend() != "gpu":
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        return profiled(call, Path(folder) / "profile")
 
 
 def every_schedule(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[dict[str, Any]]:

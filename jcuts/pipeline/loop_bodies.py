@@ -12,14 +12,24 @@ import logging
 from collections.abc import Sequence
 
 from jcuts.base.errors import Refusal
+from jcuts.kernel_ir.program import Program
 from jcuts.lower.recurrence.program import lower_recurrence
+from jcuts.lower.tensor_graph import build_graph
 from jcuts.pipeline import partition_store
 from jcuts.pipeline.computation import NOT_ASKED, Computation, Region, add_candidates, has_gpu_kernel
 from jcuts.pipeline.measured_partition import library_seconds, measured_seconds
+from jcuts.schedule.gpu import candidates as gpu_candidates
+from jcuts.schedule.gpu.kernel_time import kernel_time
+from jcuts.schedule.gpu.machine import GpuMachine
 from jcuts.trace import jaxapi
+from jcuts.xla import devices as xla_devices
 
 log = logging.getLogger("jcuts.pipeline.loop_bodies")
 
+RANKED = 4
+"""Schedules of a loop, best first, of which the fastest counts."""
+MOST_LOOPS = 256
+"""Loops whose predicted times a process remembers."""
 MOST_SMALL = 4
 """Distinct subsets with little work that this form tries."""
 
@@ -85,6 +95,42 @@ def _take(body: Computation) -> bool:
         body.leave_all_to_xla(NOT_ASKED)
         return False
     return True
+
+
+def gain_as_one(apart: Sequence[jaxapi.Closed], merged: jaxapi.Closed) -> bool:
+    """Whether the time model prefers one persistent kernel of two scans to one of each (`rewrite.loops.horizontal`)."""
+    together, seconds = _kernel_seconds(merged), [_kernel_seconds(one) for one in apart]
+    return together is not None and all(s is not None and s for s in seconds) and together < sum(filter(None, seconds))
+
+
+def _kernel_seconds(closed: jaxapi.Closed) -> float | None:
+    """Predicted time of the one scan of a program as a persistent kernel on this GPU, with that of reversing stacks for
+    it; None where it has no kernel.
+    """
+    graph, machine = build_graph(closed.jaxpr), xla_devices.machine()
+    seconds, moved = None, 0
+    for number, eqn in enumerate(closed.jaxpr.eqns):
+        name = jaxapi.primitive_name(eqn)
+        moved += 2 * jaxapi.nbytes(eqn.outvars[0]) if name == "rev" else 0
+        if name == "scan":
+            ((_, _, body),) = jaxapi.inner_jaxprs(eqn)
+            program = lower_recurrence(graph, graph.nodes[number], eqn, build_graph(body.jaxpr), f"scan_{number}")
+            seconds = None if isinstance(program, Refusal) else _fastest(program, machine)
+    return None if seconds is None else seconds + moved / machine.arch.bw_global
+
+
+def _fastest(program: Program, machine: GpuMachine) -> float | None:
+    key = program.digest, repr(machine)
+    if key not in _seconds:
+        if len(_seconds) >= MOST_LOOPS:
+            _seconds.clear()
+        found = gpu_candidates.candidates(program, machine, RANKED)
+        _seconds[key] = min((kernel_time(made, machine).seconds for made, _ in found), default=None)
+    return _seconds[key]
+
+
+_seconds: dict[tuple[str, str], float | None] = {}
+"""Of loops by their program and GPU: the loops of a network are few kinds, and every variant of it asks."""
 
 
 def take_recurrences(top: Computation, *, fuse: bool) -> None:

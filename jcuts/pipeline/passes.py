@@ -97,10 +97,10 @@ def _rewrite(state: State) -> State:
     if rules:
         rewrites = _once(f"{state.digest} {rules}", form, lambda: rewritten(inlined, rules))
     closed = _once(f"{state.digest} {rules} numbers", form, lambda: splat_constants(rewrites.closed))
-    divides = microbatch_convs.is_asked(state.settings)
+    divides, gains = microbatch_convs.is_asked(state.settings), False
     has_kernels = form is None or form.regions != "none"
-    gains, cache = False, host_arch().l2
-    for further in backward_rewrites(state.platform, divides=divides, has_kernels=has_kernels, cache_bytes=cache):
+    uses = {"cache_bytes": host_arch().l2, "gains": None if state.unusable else loop_bodies.gain_as_one}
+    for further in backward_rewrites(state.platform, divides=divides, has_kernels=has_kernels, **uses):
         key = f"{state.digest} {rules} {further.name} {divides}"
         before, closed = closed, _once(key, form, functools.partial(further.apply, closed))
         gains |= further.gains_alone and closed is not before

@@ -21,6 +21,7 @@ from jcuts.rewrite.backward.stored_residuals import stored_residuals
 from jcuts.rewrite.backward.transposed_filter_gradients import transposed_filter_gradients
 from jcuts.rewrite.loops.fission import loop_fission
 from jcuts.rewrite.loops.hoist_weight_gradients import hoist_weight_gradients
+from jcuts.rewrite.loops.horizontal import Gains, merge_loops
 from jcuts.rewrite.position_masks import position_masks
 from jcuts.trace import jaxapi
 
@@ -37,6 +38,7 @@ class BackwardRewrite:
         with_kernels: whether it serves variants with kernels alone.
         gains_alone: whether XLA's own code is much faster behind it, so that the program races without kernels too.
         by_cache: whether ``apply`` also takes the bytes of a core's L2 cache (0 on a GPU).
+        by_model: whether ``apply`` also takes ``gains`` (`loops.horizontal.Gains`).
     """
 
     name: str
@@ -46,6 +48,7 @@ class BackwardRewrite:
     with_kernels: bool = False
     gains_alone: bool = False
     by_cache: bool = False
+    by_model: bool = False
 
 
 REWRITES = (
@@ -57,6 +60,13 @@ REWRITES = (
         "projections", lambda closed, cache: loop_fission(closed, cache)[0], gains_alone=True, by_cache=True
     ),
     BackwardRewrite("weight gradients", lambda closed: hoist_weight_gradients(closed)[0]),
+    BackwardRewrite(
+        "merged loops",
+        lambda closed, gains: merge_loops(closed, gains)[0],
+        gpu_only=True,
+        with_kernels=True,
+        by_model=True,
+    ),
     BackwardRewrite("padding", lambda closed: fold_padding(closed)[0], makes_asymmetric=True),
     BackwardRewrite("transposed filters", lambda closed: transposed_filter_gradients(closed)[0], gains_alone=True),
     BackwardRewrite("patches", lambda closed: patch_gradients(closed)[0], gains_alone=True),
@@ -74,20 +84,23 @@ REWRITES = (
 
 
 def backward_rewrites(
-    platform: str, *, divides: bool, has_kernels: bool = True, cache_bytes: int = 0
+    platform: str, *, divides: bool, has_kernels: bool = True, cache_bytes: int = 0, gains: Gains | None = None
 ) -> Iterator[BackwardRewrite]:
     """Those for a platform.
 
     Args:
         divides: whether convolutions are divided under a workspace limit. has_kernels: whether the variant has any.
         cache_bytes: of a core's L2 cache, on a CPU.
+        gains: the time model of loops; None: rewrites that ask it are left out.
     """
     for rewrite in REWRITES:
         if rewrite.by_cache:
             rewrite = replace(
                 rewrite, apply=functools.partial(rewrite.apply, cache=cache_bytes if platform == "cpu" else 0)
             )
-        if rewrite.gpu_only and platform == "cpu":
+        if rewrite.by_model and gains is not None:
+            rewrite = replace(rewrite, apply=functools.partial(rewrite.apply, gains=gains))
+        if (rewrite.gpu_only and platform == "cpu") or (rewrite.by_model and gains is None):
             continue
         if not (rewrite.makes_asymmetric and divides) and (has_kernels or not rewrite.with_kernels):
             yield rewrite

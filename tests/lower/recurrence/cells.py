@@ -101,6 +101,25 @@ def two_layers(width: int = 12, batch: int = 2, steps: int = 4) -> Case:
     )
 
 
+def both_directions(width: int = 24, batch: int = 1, steps: int = 5) -> Case:
+    """Two loops that know nothing of each other in one, as `rewrite.loops.horizontal` merges them."""
+    _, (x, h, u) = gru(width, batch, steps)
+
+    def cell(h: Any, row: Any, u: Any) -> Any:
+        mine, own = jnp.split(row, 3, -1), jnp.split(h @ u, 3, -1)
+        r, z = jax.nn.sigmoid(mine[0] + own[0]), jax.nn.sigmoid(mine[1] + own[1])
+        return (1 - z) * jnp.tanh(mine[2] + r * own[2]) + z * h
+
+    def run(x: Any, y: Any, h: Any, g: Any, u: Any, w: Any) -> Any:
+        def step(carry: Any, rows: Any) -> Any:
+            carry = cell(carry[0], rows[0], u), cell(carry[1], rows[1], w)
+            return carry, carry
+
+        return jax.lax.scan(step, (h, g), (x, y[::-1]))
+
+    return run, (x, normal(*x.shape, seed=3), h, normal(*h.shape, seed=4), u, normal(*u.shape, seed=5, scale=0.2))
+
+
 def perceptrons(width: int = 16, batch: int = 2, steps: int = 3) -> Case:
     def run(h: Any, w1: Any, w2: Any, b1: Any) -> Any:
         def step(h: Any, _: Any) -> Any:
@@ -197,6 +216,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "minimal gated unit": minimal_gated_unit,
     "kalman": kalman,
     "two layers": two_layers,
+    "both directions": both_directions,
+    "both directions, 3 rows": lambda: both_directions(width=40, batch=3),
     "perceptrons": perceptrons,
     "scalar": scalar,
     "diagonal ssm": diagonal_ssm,

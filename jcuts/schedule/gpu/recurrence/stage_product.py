@@ -211,11 +211,13 @@ def is_short(phase: Phase) -> bool:
 
 
 def stage_product(program: Program, phase: Phase) -> StageProduct | None:
-    """A phase's products in this form; None where any has another, or where there is one row."""
+    """A phase's products in this form; None where any has another, or where there is one float32 row: it is multiplied as
+    it is (`rewrite.loops.step_precision`).
+    """
     if is_short(phase) or len(phase.reds) != 1 or not phase.axes or phase.axes[-1].name == STEP:
         return None
     lane, rows = phase.axes[-1], tuple(axis for axis in phase.axes[:-1] if axis.name != STEP)
-    if not 1 < math.prod(axis.extent for axis in rows) <= MOST_ROWS:
+    if math.prod(axis.extent for axis in rows) > MOST_ROWS:
         return None
     lefts: list[Node] = []
     weights: list[tuple[int, Node]] = []
@@ -234,6 +236,8 @@ def stage_product(program: Program, phase: Phase) -> StageProduct | None:
     if len(kinds) != 1 or not kinds <= TYPES.keys():
         return None
     (dtype,) = kinds
+    if dtype == "float32" and math.prod(axis.extent for axis in rows) == 1:
+        return None
     steps = phase.ranges().get(STEP, 1)
     return StageProduct(TYPES[dtype], ITEM_SIZE[dtype], steps, rows, lane, phase.reds[0], tuple(lefts), tuple(weights))
 

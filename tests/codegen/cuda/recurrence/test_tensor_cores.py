@@ -172,7 +172,9 @@ def test_loads_in_parts(monkeypatch):
 
 
 @compiled
-@pytest.mark.parametrize("width, rows, blocks, threads", [(36, 3, 5, 64), (77, 17, 10, 96), (64, 8, 4, 128)])
+@pytest.mark.parametrize(
+    "width, rows, blocks, threads", [(36, 3, 5, 64), (77, 17, 10, 96), (64, 8, 4, 128), (77, 1, 10, 96), (64, 1, 1, 64)]
+)
 def test_bfloat16(width, rows, blocks, threads):
     program, (operands, wanted) = lowered(*short_floats(lstm(width, rows, 3)))
     check(on_tensor_cores(program, blocks, threads, "bf16"), operands, wanted)

@@ -211,8 +211,9 @@ def is_short(phase: Phase) -> bool:
 
 
 def stage_product(program: Program, phase: Phase) -> StageProduct | None:
-    """A phase's products in this form; None where any has another, or where there is one float32 row: it is multiplied as
-    it is (`rewrite.loops.step_precision`).
+    """A phase's products in this form; None where any has another, or where there is one float32 row.
+
+    XLA does not round the operands of that (`rewrite.loops.step_precision`).
     """
     if is_short(phase) or len(phase.reds) != 1 or not phase.axes or phase.axes[-1].name == STEP:
         return None

@@ -28,12 +28,16 @@ SHAPES = {
     "odd": ((3, 37, 5, 40), (3, 53, 5, 40)),
     "cross": ((1, 130, 4, 128), (1, 1000, 4, 128)),
     "long": ((1, 1024, 2, 32), (1, 1024, 2, 32)),
+    "few rows": ((1, 4, 8, 64), (1, 2048, 8, 64)),
+    "one query": ((2, 1, 16, 128), (2, 2048, 16, 128)),
 }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_candidate(name, dtype):
+    if name == "one query" and dtype == "float32":
+        pytest.skip("one query in float32 is no attention of matrix units")
     rng = np.random.default_rng(len(name))
     query, key = SHAPES[name]
     arrays = [rng.standard_normal(s, dtype=np.float32).astype(jnp.dtype(dtype)) for s in (query, key, key)]

@@ -259,7 +259,8 @@ _enter(
         launch_per_block(
             attention_shape,
             lambda tile: f"attention_{tile.rows}x{tile.keys}",
-            lambda program, tile: math.prod(tile.blocks),
+            lambda program, tile: tile.block_count,
+            cluster=lambda tile: tile.cluster,
             least=lambda tile: 1,
         ),
     ),

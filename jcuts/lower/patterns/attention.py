@@ -3,8 +3,8 @@
     out[b, m, f] = epilogue(sum_n softmax_n(score_mod(sum_k query[b, m, k] key[b, n, k])) * value[b, n, f])
 
 Queries are rows ``m``, keys are columns ``n`` of the first GEMM; the features ``f`` are the columns ``n`` of the
-second.  Strides are free as long as k of queries and keys and f of values are contiguous, so Q, K and V may be slices
-of one array.
+second.  One query per head (decoding) has no axis of rows: they are one.  Strides are free as long as k of queries and
+keys and f of values are contiguous, so Q, K and V may be slices of one array.
 """
 
 from __future__ import annotations
@@ -233,9 +233,9 @@ def _operands(program: Program, scores: Phase, result: Phase, weights: str) -> A
     if len({n.dtype for n in (query, key, value)}) > 1 or query.dtype not in TYPES:
         return _reject(f"operands of {query.dtype}, {key.dtype} and {value.dtype}")
     free = [a for a in outer if depends_on(query, a) and not depends_on(key, a) and not depends_on(value, a)]
-    if not free:
-        return _reject("it has no axis of queries alone")
-    row = max(free, key=lambda a: (a.extent, a.name))
+    if not free and TYPES[query.dtype] == "tf32":
+        return _reject("one query per head is multiplied in float32, not rounded to TF32")
+    row = max(free, key=lambda a: (a.extent, a.name), default=Axis(ROWS, 1))
     batch = tuple(a for a in outer if a is not row)
     sides = []
     for node, axis, along in ((query, row, depth), (key, key_axis, depth), (value, key_axis, feature)):

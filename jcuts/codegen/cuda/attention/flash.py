@@ -11,6 +11,8 @@ Where a mask of positions leaves a warp no weight in a tile, the warp leaves it 
 operands are bounded (`masked_tiles`).
 
 Warps that split the keys of a tile merge their softmax states through shared memory at the end (`FlashTile.warps`).
+Blocks of a cluster that have a slice of the keys each (`FlashTile.cluster`) leave them in distributed shared memory, of
+which the first block merges them, in their order.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from jcuts.codegen.cuda.attention.online_softmax import (
     FOUR,
     OnlineSoftmaxState,
     is_negligible,
+    load_state,
     merge_states,
     quad_reduce,
     scaled,
@@ -74,7 +77,10 @@ class FlashAttentionKernel:
         self.part = builder.udiv(warp, L.I32(tile.warps[0]))
         self.band = builder.urem(warp, L.I32(tile.warps[0]))
         _, groups = tile.blocks
-        block = integers["block"]
+        block, self.rank = integers["block"], L.I32(0)
+        if tile.cluster > 1:
+            self.rank = builder.urem(block, L.I32(tile.cluster))
+            block = builder.udiv(block, L.I32(tile.cluster))
         head = builder.udiv(block, L.I32(groups))
         row = builder.mul(builder.urem(block, L.I32(groups)), L.I32(tile.rows))
         self.row = builder.add(row, builder.mul(self.band, L.I32(tile.warp[0])))
@@ -91,7 +97,7 @@ class FlashAttentionKernel:
         ]
         ahead = max(1, shape.stages - 1)
         for number in range(ahead):
-            if number < shape.tiles:
+            if number < shape.walked:
                 self._start(L.I32(number), L.I32(number * shape.stage))
             ptx_mma.cp_async_commit(builder)
         first = builder.mul(self.part, L.I32(shape.warp[1]))
@@ -109,14 +115,20 @@ class FlashAttentionKernel:
         self.queries = queries(self.frame, shape, self.row, self.lane)
         self.rows_bounded = self._rows_are_bounded()
         state = self._walk(ahead)
-        if shape.warps[1] == 1:
+        if shape.warps[1] == shape.cluster == 1:
             self._finish(state)
         else:
             self.merge_split_keys(state)
 
-    def _start(self, tile: L.Value, stage: L.Value) -> None:
+    def _start(self, number: L.Value, stage: L.Value) -> None:
+        tile = self._tile_number(number)
         for copier in self.copiers:
             copier.start(tile, stage)
+
+    def _tile_number(self, number: L.Value) -> L.Value:
+        """The tile of keys that is the block's ``number``-th."""
+        builder, shape = self.builder, self.shape
+        return number if shape.cluster == 1 else builder.add(number, builder.mul(self.rank, L.I32(shape.walked)))
 
     # -- the walk over the keys ---------------------------------------------------------------------------------
     def _walk(self, ahead: int) -> OnlineSoftmaxState:
@@ -136,7 +148,7 @@ class FlashAttentionKernel:
             return [*after, *state]
 
         start = [L.I32(0), L.I32(ahead % shape.stages * shape.stage), *OnlineSoftmaxState.none(shape).values()]
-        return OnlineSoftmaxState.of(counted_loop(builder, "keys", shape.tiles, start, body)[2:], shape)
+        return OnlineSoftmaxState.of(counted_loop(builder, "keys", shape.walked, start, body)[2:], shape)
 
     def _arrived(self, under_way: int, stage: L.Value) -> L.Value:
         """Waits (``cp.async.wait_group``, block barrier) until the tile of this stage is visible to all threads; gives
@@ -153,11 +165,11 @@ class FlashAttentionKernel:
         words = [word for copier in self.copiers for word in copier.words(stage)]
         return ptx_mma.barrier_and(builder, are_bounded(builder, self.attention.kind, words, self.masked.operands))
 
-    def _next(self, tile: L.Value, stage: L.Value) -> None:
-        """Starts the copies of a tile, if there is one."""
+    def _next(self, number: L.Value, stage: L.Value) -> None:
+        """Starts the copies of the block's ``number``-th tile, if there is one."""
         builder = self.builder
-        with builder.if_then(builder.icmp_signed("<", tile, L.I32(self.shape.tiles))):
-            self._start(tile, stage)
+        with builder.if_then(builder.icmp_signed("<", number, L.I32(self.shape.walked))):
+            self._start(number, stage)
         ptx_mma.cp_async_commit(builder)
 
     # -- a tile of keys -----------------------------------------------------------------------------------------
@@ -208,7 +220,7 @@ class FlashAttentionKernel:
     def _first_key(self, number: L.Value) -> L.Value:
         """The first key of a warp's part of a tile."""
         builder, shape = self.builder, self.shape
-        first = builder.mul(number, L.I32(shape.keys))
+        first = builder.mul(self._tile_number(number), L.I32(shape.keys))
         return builder.add(first, builder.mul(self.part, L.I32(shape.warp[1])))
 
     def _modified(self, number: L.Value, scores: Tile) -> Tile:
@@ -240,8 +252,8 @@ class FlashAttentionKernel:
 
     # -- the end ------------------------------------------------------------------------------------------------
     def merge_split_keys(self, state: OnlineSoftmaxState) -> None:
-        """Merges the softmax states of warps that split the keys: the first warp takes what the others store in shared
-        memory.
+        """Merges the softmax states of warps and blocks that split the keys: the first warp takes what the others store
+        in shared memory.
         """
         builder, shape = self.builder, self.shape
         ptx_mma.cp_async_wait(builder, 0)
@@ -249,14 +261,34 @@ class FlashAttentionKernel:
         place = builder.add(builder.mul(self.band, L.I32(shape.exchange_bytes)), builder.mul(self.lane, L.I32(FOUR)))
         place = builder.add(self.shared, place)
         every = shape.warps[0] * shape.exchange_bytes
-        with builder.if_then(builder.icmp_signed(">", self.part, L.I32(0))):
-            mine = builder.mul(builder.sub(self.part, L.I32(1)), L.I32(every))
-            store_state(builder, state, builder.add(place, mine))
-        ptx_mma.barrier(builder)
-        with builder.if_then(builder.icmp_signed("==", self.part, L.I32(0))):
-            for other in range(shape.warps[1] - 1):
+        others = shape.warps[1] - 1
+        if others:
+            with builder.if_then(builder.icmp_signed(">", self.part, L.I32(0))):
+                mine = builder.mul(builder.sub(self.part, L.I32(1)), L.I32(every))
+                store_state(builder, state, builder.add(place, mine))
+            ptx_mma.barrier(builder)
+        first = builder.icmp_signed("==", self.part, L.I32(0))
+        with builder.if_then(first):
+            for other in range(others):
                 state = merge_states(builder, state, place, other * every)
+            if shape.cluster > 1:
+                store_state(builder, state, builder.add(place, L.I32(others * every)))
+            else:
+                self._finish(state)
+        if shape.cluster > 1:
+            first = builder.and_(first, builder.icmp_signed("==", self.rank, L.I32(0)))
+            self._merge_cluster(builder.add(place, L.I32(others * every)), first)
+
+    def _merge_cluster(self, place: L.Value, first: L.Value) -> None:
+        """Merges the states that the blocks of a cluster have stored. Args: first: whether the thread does."""
+        builder, shape = self.builder, self.shape
+        ptx_mma.cluster_barrier(builder)
+        with builder.if_then(first):
+            state = load_state(builder, shape, place)
+            for rank in range(1, shape.cluster):
+                state = merge_states(builder, state, ptx_mma.mapa(builder, place, rank), 0, cluster=True)
             self._finish(state)
+        ptx_mma.cluster_barrier(builder)  # no block may end while the first one reads its shared memory
 
     def _finish(self, state: OnlineSoftmaxState) -> None:
         """Divides by the sums of exponentials and runs the epilogue of the PV GEMM."""

@@ -149,11 +149,23 @@ def store_state(builder: GpuBuilder, state: OnlineSoftmaxState, place: L.Value) 
         ptx_mma.st_shared_v4_f32(builder, place, number * FOUR * WARP, four)
 
 
-def merge_states(builder: GpuBuilder, state: OnlineSoftmaxState, place: L.Value, offset: int) -> OnlineSoftmaxState:
-    """Merges a warp's state with one that another warp has stored (`store_state`)."""
+def load_state(builder: GpuBuilder, shape: FlashTile, place: L.Value) -> OnlineSoftmaxState:
+    """A state that this block has stored (`store_state`)."""
+    rows = 2 * shape.warp[0] // SIXTEEN
+    out = rows // 2 * shape.padded_head_dim // EIGHT
+    fours = [
+        ptx_mma.ld_shared_v4_f32(builder, place, number * FOUR * WARP) for number in range(out + rows * STATE // 4)
+    ]
+    return OnlineSoftmaxState.of([v for four in (*fours[out:], *fours[:out]) for v in four], shape)
+
+
+def merge_states(
+    builder: GpuBuilder, state: OnlineSoftmaxState, place: L.Value, offset: int, *, cluster: bool = False
+) -> OnlineSoftmaxState:
+    """Merges a warp's state with one that another warp has stored (`store_state`), of any block of a ``cluster``."""
 
     def four(number: int) -> list[L.Value]:
-        return ptx_mma.ld_shared_v4_f32(builder, place, offset + number * FOUR * WARP)
+        return ptx_mma.ld_shared_v4_f32(builder, place, offset + number * FOUR * WARP, cluster=cluster)
 
     count, rows = sum(map(len, state.out)), len(state.sums)
     rest = [v for k in range(rows * STATE // 4) for v in four(count + k)]

@@ -3,9 +3,13 @@
 A multiprocessor has ``queue`` blocks to run, ``resident`` of them at once (occupancy):
 
     cycles = sum over its waves of hypot(blocks * work, ENDS + tiles * chain),  at least bytes / memory
+    memory = at most the bytes of the rings of all blocks that run at once over the memory's latency (Little's law)
     work = tiles * longest(units, shared memory, issue, L2 cache)    chain = dependent latency of one warp
 
 Each quarter of a multiprocessor issues for its own warps: with five warps, one quarter has two.
+
+Where heads and rows make fewer blocks than there are multiprocessors (decoding), the blocks of a cluster divide the
+keys (split-KV; capability 9.0).
 
 Constants are fitted to 190 schedules of 14 sizes on an H200, in float32 and bfloat16: the median of measured over
 estimated time is within 25 % of 1 for each of them.
@@ -14,7 +18,6 @@ estimated time is within 25 % of 1 for each of them.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,6 +29,7 @@ from jcuts.lower.patterns.attention import Attention, match
 from jcuts.lower.patterns.masked_tiles import masked_forward
 from jcuts.schedule import fit
 from jcuts.schedule.gpu.attention.tile import EIGHT, FLAGS, SIXTEEN, STEP, FlashTile
+from jcuts.schedule.gpu.few_row_gemm import CLUSTER_SIZES, CLUSTERS
 from jcuts.schedule.gpu.gemm.mma import (
     AGAIN,
     BLOCKS,
@@ -41,6 +45,7 @@ from jcuts.schedule.gpu.machine import WARP, Candidate, GpuMachine, scheduled, u
 
 _FIT = fit.coefficients("gpu/attention", "cycles")
 _REGISTERS = fit.coefficients("gpu/attention", "registers")
+_SPLIT = fit.coefficients("gpu/attention", "split_keys")
 HIGH = (16, 32)
 """Rows of a warp."""
 WIDE = (16, 32, 64)
@@ -70,14 +75,14 @@ def products(program: Program, machine: GpuMachine, most: int = MOST) -> Iterato
     best: dict[tuple[object, ...], tuple[float, FlashTile]] = {}
     for shape in shapes(attention, machine):
         count = cycles(shape, program, machine)
-        key = (shape.rows, shape.warps, shape.rounded)
+        key = (shape.rows, shape.warps, shape.rounded, shape.cluster)
         if key not in best or count < best[key][0]:
             best[key] = (count, shape)
     least = min(bound(attention, program, machine), *(count for count, _ in best.values())) if best else 0.0
     seen: dict[object, int] = {}
     scored = []
     for count, shape in sorted(best.values(), key=lambda found: found[0]):
-        kind = (shape.warp[0], shape.rounded)
+        kind = (shape.warp[0], shape.rounded, shape.cluster)
         scored.append((least / count * AGAIN ** seen.get(kind, 0), shape))
         seen[kind] = seen.get(kind, 0) + 1
     scored.sort(key=lambda found: -found[0])
@@ -106,7 +111,8 @@ def with_skips(
 
 def apply_tile(program: Program, shape: FlashTile) -> Program:
     """The scheduled program."""
-    more = tuple((name, True) for name in FLAGS if getattr(shape, name))
+    more: tuple[tuple[str, object], ...] = tuple((name, True) for name in FLAGS if getattr(shape, name))
+    more += (("cluster", shape.cluster),) if shape.cluster > 1 else ()
     params = (("tile", (shape.rows, shape.keys)), ("warps", shape.warps), ("stages", shape.stages), *more)
     return scheduled(program, "attention", shape.threads, *params)
 
@@ -122,9 +128,11 @@ def shapes(attention: Attention, machine: GpuMachine) -> Iterator[FlashTile]:
             continue
         if keys > SIXTEEN and keys >= 2 * attention.keys:
             continue
-        for stages, early in itertools.product(STAGES, rounded):
-            shape = FlashTile(attention, rows, keys, (along, parts), stages, early)
-            if (stages > 2 and stages > shape.tiles) or (shape.shared > MOST_SHARED and math.prod(shape.blocks) > FEW):
+        blocks = attention.batches * -(-attention.rows // rows)
+        clusters = CLUSTER_SIZES if machine.capability >= CLUSTERS and blocks < machine.sms else (1,)
+        for stages, early, cluster in itertools.product(STAGES, rounded, clusters):
+            shape = FlashTile(attention, rows, keys, (along, parts), stages, early, cluster=cluster)
+            if (stages > 2 and stages > shape.walked) or (shape.shared > MOST_SHARED and shape.block_count > FEW):
                 continue
             if (
                 shape.fits
@@ -170,11 +178,18 @@ def resident_blocks(shared: int, registers: float, threads: int, machine: GpuMac
 
 
 def launch_time(
-    wave: Callable[[int, int, int], TimeTerm], blocks: int, resident: int, program: Program, machine: GpuMachine
+    wave: Callable[[int, int, int], TimeTerm],
+    blocks: int,
+    resident: int,
+    program: Program,
+    machine: GpuMachine,
+    in_flight: int = 0,
 ) -> TimeTerm:
     """Cycles of a launch in waves, or of its memory.
 
-    Args: wave: of how often, with how many blocks per multiprocessor, for how many of all blocks.
+    Args:
+        wave: of how often, with how many blocks per multiprocessor, for how many of all blocks.
+        in_flight: bytes that a block has asked for at a time; 0: enough.
     """
     full, rest = divmod(-(-blocks // machine.sms), resident)
     waves = [wave(full, resident, min(blocks, full * resident * machine.sms))] if full else []
@@ -182,6 +197,10 @@ def launch_time(
         waves.append(wave(1, rest, blocks - full * resident * machine.sms))
     moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
     memory = term(Resource.DRAM, moved / bound_rates(machine).memory_bytes_per_cycle, moved)
+    if in_flight:
+        at_once = in_flight * min(blocks, resident * machine.sms)
+        latency = _SPLIT.memory_latency_seconds * machine.clock_hertz
+        memory = soft_maximum(4, memory, term(Resource.LATENCY, moved / at_once * latency))
     return longest((serial(waves), serial([memory, term(Resource.LATENCY, LATENCY)])))
 
 
@@ -205,7 +224,9 @@ def time(shape: FlashTile, program: Program, machine: GpuMachine) -> TimeTerm:
     read = (along + 1 + (2 if shape.rounded else 0)) * shape.keys * line
     chain = _FIT.k_tile_chain_cycles + _FIT.product_chain_cycles * products + _FIT.instruction_chain_cycles * each
     ends = _FIT.block_ends_cycles * (1 if parts == 1 else 2)
-    own = serial([repeat(shape.tiles, term(Resource.CHAIN, chain)), term(Resource.START, ends)])
+    if shape.cluster > 1:
+        ends += _SPLIT.cluster_seconds * machine.clock_hertz
+    own = serial([repeat(shape.walked, term(Resource.CHAIN, chain)), term(Resource.START, ends)])
 
     def wave(times: int, blocks: int, of_all: int) -> TimeTerm:
         uneven = -(-blocks * count // QUARTERS) * QUARTERS / (blocks * count)  # a quarter has whole warps
@@ -219,11 +240,12 @@ def time(shape: FlashTile, program: Program, machine: GpuMachine) -> TimeTerm:
             term(Resource.ISSUE, issued / QUARTERS * uneven),
             term(Resource.L2, shape.keys * line / rates.l2_bytes_per_cycle),
         ]
-        work = repeat(blocks * shape.tiles, overlap(OVERLAP, limits))
+        work = repeat(blocks * shape.walked, overlap(OVERLAP, limits))
         return per_sm(times, soft_maximum(2, work, own), resident=blocks, blocks=of_all, sms=machine.sms)
 
     resident = resident_blocks(shape.shared, registers(shape), shape.threads, machine)
-    return launch_time(wave, math.prod(shape.blocks), resident, program, machine)
+    in_flight = min(shape.walked, max(1, shape.stages - 1)) * shape.keys * line
+    return launch_time(wave, shape.block_count, resident, program, machine, in_flight)
 
 
 def cycles(shape: FlashTile, program: Program, machine: GpuMachine) -> float:

@@ -2,9 +2,10 @@
 
 A block takes ``rows`` queries of one head and goes over the keys, ``keys`` at a time: tiles of keys and of values lie
 side by side in a ring of ``stages``.  Warps divide the rows, and, where ``warps[1]`` is more than 1, the keys of every
-tile: their softmax states are merged at the end.  Lines have an odd number of 16 bytes, so that a warp's reads have no
-bank conflicts: keys and 16-bit values are read as matrices (``ldmatrix``), float32 values as pairs of neighbours of two
-lines that follow each other.
+tile: their softmax states are merged at the end.  Where heads are few (decoding), the blocks of a ``cluster`` have a
+slice of the keys each (split-KV), and the first merges the states of all.  Lines have an odd number of 16 bytes, so
+that a warp's reads have no bank conflicts: keys and 16-bit values are read as matrices (``ldmatrix``), float32 values
+as pairs of neighbours of two lines that follow each other.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class FlashTile:
         rounded: whether float32 tiles are rounded to TF32 in shared memory, once, instead of by every warp that reads
             them.
         skips: whether a warp leaves out what is multiplied by weights of 0.
+        cluster: blocks that have the same rows and a slice of the keys each.
     """
 
     attention: Attention
@@ -52,6 +54,7 @@ class FlashTile:
     stages: int
     rounded: bool = False
     skips: bool = False
+    cluster: int = 1
 
     @property
     def threads(self) -> int:
@@ -68,7 +71,8 @@ class FlashTile:
         """Whether warps divide the tile into whole fragments."""
         high, wide = self.warp
         whole = self.rows == high * self.warps[0] and self.keys == wide * self.warps[1] and high > 0 and wide > 0
-        return whole and high % SIXTEEN == wide % SIXTEEN == 0 and self.stages >= 1
+        even = self.tiles % self.cluster == 0
+        return whole and even and high % SIXTEEN == wide % SIXTEEN == 0 and self.stages >= 1
 
     @property
     def steps(self) -> int:
@@ -104,7 +108,8 @@ class FlashTile:
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block."""
-        return max(self.stages * self.stage, self.exchange_bytes * self.warps[0] * (self.warps[1] - 1))
+        states = self.warps[1] - 1 + (self.cluster > 1)
+        return max(self.stages * self.stage, self.exchange_bytes * self.warps[0] * states)
 
     @property
     def tiles(self) -> int:
@@ -112,9 +117,20 @@ class FlashTile:
         return -(-self.attention.keys // self.keys)
 
     @property
+    def walked(self) -> int:
+        """Key tiles that a block walks over."""
+        return self.tiles // self.cluster
+
+    @property
     def blocks(self) -> tuple[int, int]:
-        """Grid: heads, and blocks of a head."""
+        """Heads, and tiles of a head's rows."""
         return self.attention.batches, -(-self.attention.rows // self.rows)
+
+    @property
+    def block_count(self) -> int:
+        """Blocks of the grid: of heads, rows and slices of the keys."""
+        heads, groups = self.blocks
+        return heads * groups * self.cluster
 
 
 def shape_of(program: Program) -> FlashTile | Refusal:
@@ -126,4 +142,5 @@ def shape_of(program: Program) -> FlashTile | Refusal:
     high, across = (int(v) for v in params["warps"])
     rows, keys = (int(v) for v in params["tile"])
     flags = (bool(params.get(name, False)) for name in FLAGS)
-    return FlashTile(found, rows, keys, (high, across), int(params["stages"]), *flags)
+    cluster = int(params.get("cluster", 1))
+    return FlashTile(found, rows, keys, (high, across), int(params["stages"]), *flags, cluster=cluster)

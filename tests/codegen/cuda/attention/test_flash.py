@@ -61,13 +61,20 @@ def traced(fn, *arguments):
 
 
 def shaped(
-    program, rows: int, keys: int, warps: tuple[int, int], stages: int, rounded: bool = False, skips: bool = False
+    program,
+    rows: int,
+    keys: int,
+    warps: tuple[int, int],
+    stages: int,
+    rounded: bool = False,
+    skips: bool = False,
+    cluster: int = 1,
 ):
     """A program with one schedule."""
     known = match(program)
     assert not isinstance(known, Refusal), str(known)
     rounded = rounded and known.kind == "tf32"
-    return attention_schedules.apply_tile(program, FlashTile(known, rows, keys, warps, stages, rounded, skips))
+    return attention_schedules.apply_tile(program, FlashTile(known, rows, keys, warps, stages, rounded, skips, cluster))
 
 
 def results(program, operands, target=SM90):

@@ -23,6 +23,7 @@ from jcuts.fusion.dag import NodeSet as Members
 from jcuts.fusion.join_regions import region_groups
 from jcuts.fusion.move_epilogue import fuse_prologues, is_library_contraction, move_epilogues, split_prologues
 from jcuts.fusion.sink_outputs import sink_outputs
+from jcuts.kernel_ir.compulsory_traffic import compulsory_bytes
 from jcuts.kernel_ir.program import Program
 from jcuts.pipeline import inplace_update, measured_partition, partition_store
 from jcuts.pipeline.computation import (
@@ -332,9 +333,7 @@ def _leave_on_gpu(levels: Sequence[Computation], regions: str, *, measured: bool
     for level in levels:
         for subset in level.subsets:
             if subset.ranked and not level.has_reduction(subset.members):
-                traffic[subset.identity] = traffic.get(subset.identity, 0) + sum(
-                    b.bytes for b in subset.program.buffers if b.role != "local"
-                )
+                traffic[subset.identity] = traffic.get(subset.identity, 0) + compulsory_bytes(subset.program)
     worth = sorted((k for k in traffic if traffic[k] >= LEAST_MOVED), key=lambda k: -traffic[k])[:MOST_ELEMENTWISE]
     for level in levels:
         constants = set(level.closed.jaxpr.constvars)

@@ -19,6 +19,7 @@ from typing import Any
 from jcuts.base.settings import Settings
 from jcuts.fusion.dag import NodeSet as Members
 from jcuts.fusion.partition_space import CPU_OPTIONS, Incumbent, Space, SpaceOptions, explore
+from jcuts.kernel_ir.compulsory_traffic import compulsory_bytes
 from jcuts.pipeline.computation import TO_FUSE, Computation, Region, add_candidates
 from jcuts.tune import region_problem, session, time_budget
 from jcuts.tune.choice import LIBRARY
@@ -300,7 +301,7 @@ class _GpuSearch(_Search):
     @staticmethod
     def _is_left(level: Computation, subset: Region) -> bool:
         """Whether a subset is element-wise and too small to be cut out of XLA's program."""
-        moved = sum(b.bytes for b in subset.program.buffers if b.role != "local")
+        moved = compulsory_bytes(subset.program)
         return level.mixed and moved < LEAST_MOVED and not level.has_reduction(subset.members)
 
     def take(self, level: Computation, space: Space, cover: Sequence[Members]) -> None:

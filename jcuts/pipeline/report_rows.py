@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from jcuts.base.errors import UnsupportedError
+from jcuts.kernel_ir.compulsory_traffic import compulsory_bytes
 from jcuts.pipeline import microbatch_convs, rebuild
 from jcuts.pipeline.computation import CHOICES, Computation, Region
 from jcuts.pipeline.outcome import Outcome
@@ -170,8 +171,8 @@ def _flop(program: Any) -> int:
 
 
 def _moved(program: Any) -> int:
-    """Bytes of operands and results."""
-    return sum(b.bytes for b in program.buffers if b.role != "local")
+    """Bytes of operands and results; of tables those of the rows that are looked up."""
+    return compulsory_bytes(program)
 
 
 def why_lost(subset: Region) -> tuple[float | None, str]:

@@ -15,11 +15,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from jcuts.kernel_ir.compulsory_traffic import compulsory_bytes
 from jcuts.schedule.cpu import loop_candidates, time_estimate
 from jcuts.schedule.gpu.machine import fastest_memory
 
 FREE = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
 """What XLA does not write out."""
+LOOK_UPS = frozenset({"dynamic_slice", "gather"})
+"""What reads as much of its first operand as it gives."""
 GUESS = 0.5
 """Share of its time that a kernel is assumed to save by a better schedule alone."""
 GPU_BALANCE = 64.0
@@ -29,9 +32,9 @@ GPU_BALANCE = 64.0
 def seconds(region: Any, *, on_gpu: bool = False) -> float:
     """Seconds that one region is expected to save in one execution, > 0. Args: see `pipeline.computation.Region`."""
     program = region.program
-    moved = sum(b.bytes for b in program.buffers if b.role != "local")
+    moved = compulsory_bytes(program)
     eqns = [eqn for eqn in region.closed.jaxpr.eqns if eqn.primitive.name not in FREE]
-    apart = [_bytes([*eqn.invars, *eqn.outvars]) for eqn in eqns]
+    apart = [_moved(eqn) for eqn in eqns]
     if on_gpu:
         work = sum(loop_candidates.work(phase) for phase in program.phases)
         saved = (sum(apart) - moved) / fastest_memory()
@@ -47,13 +50,19 @@ def profiled(region: Any, baseline: float) -> float:
 
     Args: baseline: XLA's time of it in the whole program [s] (`tune.baseline.xla_profile`).
     """
-    moved = sum(b.bytes for b in region.program.buffers if b.role != "local")
-    return max(0.0, baseline - moved / fastest_memory())
+    return max(0.0, baseline - compulsory_bytes(region.program) / fastest_memory())
 
 
 def _traffic_seconds(size: float) -> float:
     """Time to move bytes on this CPU [s], without that of a call."""
     return time_estimate.traffic_seconds(size) - time_estimate.CALL_SECONDS
+
+
+def _moved(eqn: Any) -> int:
+    """Bytes that an equation reads and writes: of a table it reads as many as it writes."""
+    if eqn.primitive.name in LOOK_UPS:
+        return _bytes([*eqn.invars[1:], *eqn.outvars]) + _bytes(eqn.outvars)
+    return _bytes([*eqn.invars, *eqn.outvars])
 
 
 def _bytes(atoms: list[Any]) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jcuts.base import fingerprint, keys, knobs
 from jcuts.base.settings import Settings
+from jcuts.kernel_ir.compulsory_traffic import compulsory_bytes
 from jcuts.schedule.bound import roofline_bound
 from jcuts.trace.canonical import canonical_text
 from jcuts.tune import expected_gain
@@ -80,8 +81,7 @@ def candidate_budget(subsets: Sequence[Any], on_gpu: bool = False) -> dict[str, 
     for subset in subsets:
         cost = float(_work(subset.program))
         if on_gpu:
-            moved = sum(b.bytes for b in subset.program.buffers if b.role != "local")
-            cost = moved + cost / expected_gain.GPU_BALANCE
+            cost = compulsory_bytes(subset.program) + cost / expected_gain.GPU_BALANCE
         weight[subset.identity] = weight.get(subset.identity, 0.0) + cost
     total = sum(weight.values()) or 1.0
     limit, budget = knobs.current().max_candidates, float(CANDIDATE_BUDGET)

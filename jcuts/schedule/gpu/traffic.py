@@ -16,6 +16,7 @@ import numpy as np
 
 from jcuts.base.errors import Refusal
 from jcuts.estimate.gpu_kernel import SECTOR
+from jcuts.kernel_ir.compulsory_traffic import compulsory_bytes
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.node import Guard
 from jcuts.kernel_ir.program import ITEM_SIZE, Phase, Program
@@ -92,8 +93,8 @@ def inverted_residual_unit(program: Program) -> str:
 
 # -- bytes that move --------------------------------------------------------------------------------------------------
 def compulsory(program: Program) -> float:
-    """Bytes of all operands and results."""
-    return float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
+    """Bytes of all operands and results; of tables those of the rows that are looked up."""
+    return float(compulsory_bytes(program))
 
 
 def compulsory_traffic(program: Program, blocks: int = 0, threads: int = 0) -> Traffic:

@@ -63,8 +63,8 @@ class Module:
 
 
 WAIT = "griddepcontrol.wait"
-EARLY = programmatic_launch.COMPUTES | {"nanosleep"}
-"""What a kernel may do before it waits, parameters read as well."""
+EARLY = programmatic_launch.COMPUTES | {"nanosleep", "prefetch"}
+"""What a kernel may do before it waits, parameters read as well: prefetches change no value."""
 
 
 def parse(ptx: str) -> Module:

@@ -14,7 +14,7 @@ multiplies neighbouring elements as they lie, and no thread waits for another wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from jcuts.codegen.cuda.ptx import global_memory as M
@@ -79,12 +79,30 @@ class LaneCopies:
                 found[register] = builder.add(register, far)
         return [(found[register], constant) for register, constant in self.places]
 
+    def accesses(self, places: Sequence[Place], first: int) -> Iterator[tuple[Place, int, int]]:
+        """Of one tile: where an access reads at the lane's first k, its k behind that, and bytes into the ring's tile.
+
+        Args: places: of its step (`moved`); first: k of the tile behind the lane's first one.
+        """
+        raise NotImplementedError
+
     def start(self, places: Sequence[Place], first: int, live: Live, target: Place) -> int:
         """Starts the copies of one tile. Returns: bytes of shared memory from the first access behind the last one.
 
-        Args: places: of its step (`moved`); first: k behind the lane's first one; target: of the first access.
+        Args: as of `accesses`; target: of the first access.
         """
+        for place, term, into in self.accesses(places, first):
+            self._copy(place, term * self.step, live(term), (target[0], target[1] + into))
+        return self.lines_of(places) * LINE_BYTES
+
+    def lines_of(self, places: Sequence[Place]) -> int:
+        """Accesses of a lane to a tile, each of `LINE_BYTES` of its warp."""
         raise NotImplementedError
+
+    def prefetch(self, first: int) -> None:
+        """``prefetch.global.L2`` of one tile of the lane's first step. Args: first: as of `accesses`."""
+        for (register, constant), term, _ in self.accesses(self.places, first):
+            ptx_mma.prefetch_l2(self.builder, (register, constant + term * self.step), None)
 
     def _copy(self, place: Place, far: int, live: L.Value | None, target: Place) -> None:
         source = (place[0], place[1] + far)
@@ -107,14 +125,16 @@ class KContiguousCopies(LaneCopies):
             inside = outer if whole else builder.select(builder.icmp_signed("<", outer, last), outer, last)
             self.places.append((self.address(inside), 0))
 
-    def start(self, places: Sequence[Place], first: int, live: Live, target: Place) -> int:
-        """See `LaneCopies.start`: one access per line."""
+    def accesses(self, places: Sequence[Place], first: int) -> Iterator[tuple[Place, int, int]]:
+        """See `LaneCopies.accesses`: one per line."""
         side = self.side
         for line, place in enumerate(places):
             for begin in range(0, ACCESS // side.item, side.width):
-                into = (target[0], target[1] + line * LINE_BYTES + begin * side.item)
-                self._copy(place, (first + begin) * self.step, live(first + begin), into)
-        return len(places) * LINE_BYTES
+                yield place, first + begin, line * LINE_BYTES + begin * side.item
+
+    def lines_of(self, places: Sequence[Place]) -> int:
+        """See `LaneCopies.lines_of`."""
+        return len(places)
 
 
 class NContiguousCopies(LaneCopies):
@@ -145,16 +165,17 @@ class NContiguousCopies(LaneCopies):
                 inside = builder.select(builder.icmp_signed("<", outer, last), outer, last)
                 self.places.append((self.address(inside), 0))
 
-    def start(self, places: Sequence[Place], first: int, live: Live, target: Place) -> int:
-        """See `LaneCopies.start`: one access per group and k of the lane."""
+    def accesses(self, places: Sequence[Place], first: int) -> Iterator[tuple[Place, int, int]]:
+        """See `LaneCopies.accesses`: one per group and k of the lane."""
         each = ACCESS // self.size
         for number, place in enumerate(places):
             group, part = divmod(number, each)
             for line in range(self.lines):
-                term = first + line * self.stride
-                into = (target[0], target[1] + (group * self.lines + line) * LINE_BYTES + part * self.size)
-                self._copy(place, term * self.step, live(term), into)
-        return len(places) // each * self.lines * LINE_BYTES
+                yield place, first + line * self.stride, (group * self.lines + line) * LINE_BYTES + part * self.size
+
+    def lines_of(self, places: Sequence[Place]) -> int:
+        """See `LaneCopies.lines_of`."""
+        return len(places) * self.size // ACCESS * self.lines
 
 
 class SegmentLanes:

@@ -1,8 +1,10 @@
-"""Programmatic dependent launch: places ``griddepcontrol.wait`` as late as correctness allows.
+"""Programmatic dependent launch: places ``griddepcontrol.wait`` as late as correctness allows, behind L2 prefetches.
 
 A kernel may be launched before the one in front of it has ended (PTX ISA, ``griddepcontrol``).  Until that one is
 complete it may compute, but touch no memory that others touch.  The address arithmetic of a kernel's first copies takes
-a hundred instructions and more, up to a third of a microsecond: it comes before the wait.
+a hundred instructions and more, up to a third of a microsecond: it comes before the wait.  So do prefetches into the L2
+cache: they change no value, and the L2 cache is where all multiprocessors' writes meet, so that what is prefetched is
+never old.  A kernel of few rows has its first weights there while the one in front still adds up.
 
 ptxas would move the wait to the front and the computation behind it, to save registers.  A dummy instruction between
 them, predicated so that it practically never executes, reads the first values that are used behind the wait; ptxas
@@ -55,6 +57,8 @@ COMPUTES = frozenset(
     }
 )
 """Instructions that only write registers (without ``.cc``: then a carry, too, that the next one reads)."""
+HINT = "\tprefetch.global.L2 "
+"""Instructions that change no value at all."""
 _LINE = re.compile(r"\t(?:ld\.param|([a-z0-9]+))[.\w]*\s[^;{}]*;")
 _REGISTER = re.compile(r"%[a-z_]+\d+\b")
 _ENDS = re.compile(r"\s*(?:@|\$|bra|brx|ret|exit|call|[{}])")
@@ -75,7 +79,9 @@ def insert_grid_dependency_wait(lines: Sequence[str], place: int) -> list[str]:
     while end < len(lines) and not _ENDS.match(lines[end]):
         line = lines[end]
         names = _REGISTER.findall(line)
-        if _computes(line) and touched.isdisjoint(names):
+        if line.startswith(HINT) and made.issuperset(names):
+            early.append(line)
+        elif _computes(line) and touched.isdisjoint(names):
             early.append(line)
             made |= set(names[:1])
         else:

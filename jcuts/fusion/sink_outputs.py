@@ -39,7 +39,7 @@ def sink_outputs(
     """The partition after regions took over element-wise operations of the regions whose results they read.
 
     Args: has_form: whether a program can be a kernel here. Operations move only if no region loses its form.
-    Returns: a cover of the same operations; bytes read and written by its regions are never more than before.
+    Returns: a cover of the same operations; but for masks, bytes read and written are never more than before.
     """
     found = dict(cover)
     todo = set(found)
@@ -88,7 +88,7 @@ def _moved(
     if not rest:
         return None
     saved = traffic(graph, members, reader) - traffic(graph, rest, joined)
-    if saved < LEAST_BYTES and not _is_mask_of_stored(graph, numbers, members, rest):
+    if saved < LEAST_BYTES and not _is_mask_of_stored(graph, numbers, members, rest, reader):
         return None
     first, second = lower_region_or_sums(graph, rest), lower_region_or_sums(graph, joined)
     if isinstance(first, Refusal) or isinstance(second, Refusal):
@@ -111,12 +111,18 @@ def _is_plain(graph: TensorGraph, number: int) -> bool:
     return op is not None and op.family in PER_ELEMENT
 
 
-def _is_mask_of_stored(graph: TensorGraph, numbers: Sequence[int], members: NodeSet, rest: NodeSet) -> bool:
-    """Whether results are masks of at least `LEAST_BYTES` that are made of what a region stores without them, too."""
+def _is_mask_of_stored(
+    graph: TensorGraph, numbers: Sequence[int], members: NodeSet, rest: NodeSet, reader: NodeSet
+) -> bool:
+    """Whether results are masks of at least `LEAST_BYTES` whose reader finds what they are made of in memory: what the
+    region stores in any case, what it reads itself, and arguments.
+    """
     made = [t for number in numbers for t in graph.nodes[number].outputs]
     if any(graph.tensors[t].type.dtype != MASK or _bytes(graph, t) < LEAST_BYTES for t in made):
         return False
-    return set(graph.subset_outputs(rest)) <= set(graph.subset_outputs(members))
+    there = set(graph.subset_outputs(members)) | set(graph.subset_inputs(reader))
+    operands = graph.subset_inputs(members - rest)
+    return all(t in there or graph.tensors[t].producer is None for t in operands)
 
 
 def _is_operand(graph: TensorGraph, number: int, reader: NodeSet) -> bool:

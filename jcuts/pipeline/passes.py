@@ -101,7 +101,7 @@ def _rewrite(state: State) -> State:
     has_kernels = form is None or form.regions != "none"
     uses = {"cache_bytes": host_arch().l2, "gains": None if state.unusable else loop_bodies.gain_as_one}
     for further in backward_rewrites(state.platform, divides=divides, has_kernels=has_kernels, **uses):
-        key = f"{state.digest} {rules} {further.name} {divides}"
+        key = f"{state.digest} {rules} {further.name} {divides} {has_kernels}"
         before, closed = closed, _once(key, form, functools.partial(further.apply, closed))
         gains |= further.gains_alone and closed is not before
     count, convolutions = sum(rewrites.counts.values()), rewrites.convolutions

@@ -148,3 +148,14 @@ def test_masks_of_what_is_stored_go_to_their_reader_at_any_traffic(rows, stays):
     assert len(masks(before, made.graph)) == 1
     assert len(masks(after, made.graph)) == stays
     check_programs(made, after)
+
+
+def test_masks_whose_operands_would_live_on_for_them_stay():
+    def function(x, w):
+        u, v = jnp.sort(x, 0), jnp.sort(w, 0)
+        y = jnp.tanh(u + v)
+        return jnp.sum(jnp.where(y > u * v, jnp.sort(y, 0), 0.5), 1)
+
+    made = traced(function, values(2048, 64), values(2048, 64))
+    before, after = covers(made)
+    assert len(masks(before, made.graph)) == len(masks(after, made.graph)) == 1

@@ -113,6 +113,35 @@ def test_only_loops_that_gain_are_merged():
     assert merge_loops(closed, lambda apart, merged: False) == (closed, 0)
 
 
+def test_effects_between_loops_keep_their_order():
+    def function(w, v, x, h):
+        one = cell(w, x, h, False)[0]
+        jax.debug.print("first {}", one[0, 0], ordered=True)
+        jax.debug.print("second {}", x[0, 0, 0], ordered=True)
+        return one, cell(v, x, h, True)[0]
+
+    closed = flat(function, *arguments())
+    assert merge_loops(closed, always) == (closed, 0)
+
+
+def test_loops_that_do_not_gain_are_asked_once():
+    asked = []
+
+    def gains(apart, merged):
+        asked.append(merged)
+        return len(asked) == 3  # the first with the fourth
+
+    def function(w, v, x, h):
+        return [cell(m, x, h, False)[0] for m in (w, v, w + v, w - v)]
+
+    args = arguments()
+    closed = flat(function, *args)
+    new, count = merge_loops(closed, gains)
+    assert count == 1
+    assert len(asked) == 4  # and the second with the third
+    same_values(new, closed, args)
+
+
 def gru(w, gates, h, reverse):
     def step(h, row):
         mine, own = jnp.split(row, 3, -1), jnp.split(h @ w, 3, -1)

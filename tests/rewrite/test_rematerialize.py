@@ -171,3 +171,42 @@ def test_a_mask_stays_whose_source_nobody_reads_there():
     new, _ = rematerialize(closed)
     assert len(crossing_masks(new)) == len(crossing_masks(closed)) >= 2
     same_values(new, closed, *args)
+
+
+def test_values_that_read_their_source_beside_a_common_value():
+    """As a gradient rule by hand has them: nothing but the source itself makes both."""
+
+    def function(a, b, w):
+        h = a + b
+        e = jnp.exp(h)
+        first, second = jnp.tanh(e) * h, jnp.sin(e) * h
+        z = (h * 0 + jnp.cos(first) * jnp.cos(second)) @ w
+        return jnp.sin(z) * first, jnp.cos(z) * second
+
+    args = [values(256, 256) for _ in range(3)]
+    closed = flat(function, *args)
+    new, _ = rematerialize(closed)
+    jaxapi.check(new)
+    same_values(new, closed, *args)
+
+
+def test_a_value_is_not_stored_for_others_that_are_too_far_from_it():
+    """Four tangents are made of one stored value; of what that is made of they are too long to be repeated."""
+
+    def function(x, y, w):
+        first = e = jnp.exp(x + y)
+        for _ in range(25):
+            first = jnp.sin(first)
+        second = jnp.cos(e)
+        tangents = [jnp.tanh(first * (k + 1.0)) for k in range(4)]
+        z = jnp.sin((sum(tangents) + first + second) @ w)
+        out = z * first + jnp.cos(z) * second
+        for k, tangent in enumerate(tangents):
+            out = out + jnp.sin(z * k) * tangent
+        return out @ w
+
+    args = [values(256, 256) for _ in range(3)]
+    closed = flat(function, *args)
+    new, _ = rematerialize(closed)
+    assert len(large_values_that_cross(new)) == 2 < len(large_values_that_cross(closed)) == 6
+    same_values(new, closed, *args)

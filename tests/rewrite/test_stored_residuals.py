@@ -116,3 +116,52 @@ def test_slices_along_any_dimension(dimension):
     args = values(96, 96) / 9, values(256, 96), values(256, 96)
     closed = flat(jax.grad(loss), *args)
     same_values(stored_residuals(closed)[0], closed, *args)
+
+
+def test_masks_of_concatenated_results_are_made_of_the_concatenation():
+    def function(x, weights, v):
+        hs = [x @ w for w in weights]
+        ys, masks = [jnp.maximum(h, 0.0) for h in hs], [h > 0 for h in hs]
+        c = jnp.concatenate(ys, 1)
+        z = jnp.sin(c @ v)
+        return [jnp.where(m, z * y, 0.0) for m, y in zip(masks, ys, strict=True)], jax.lax.dot_general(
+            c, z, (((0,), (0,)), ((), ()))
+        )
+
+    args = values(1024, 96), [values(96, 96) for _ in range(3)], values(288, 96)
+    closed = flat(function, *args)
+    new, replaced = stored_residuals(closed)
+    assert replaced == 6
+    assert len(far(closed, "max")) == len(far(closed, "gt")) == 3
+    assert not far(new, "max")
+    assert not far(new, "gt")
+    same_values(new, closed, *args)
+
+
+def test_a_mask_that_is_read_later_than_its_result_stays():
+    def function(x, w, g):
+        h = x @ w
+        y, mask = jnp.maximum(h, 0.0), h > 0
+        q = (jnp.where(mask, jnp.sin(y @ w), 0.0) * y) @ w
+        for _ in range(2):
+            q = jnp.sin(q) @ w
+        return jnp.where(mask, q * g, 0.0)
+
+    args = values(256, 256), values(256, 256) / 16, values(256, 256)
+    assert stored_residuals(flat(function, *args))[1] == 0
+
+
+def test_thresholds_are_compared_as_they_are():
+    """Neighbours that are one number in float64, and numbers that have no order."""
+    with jax.enable_x64(True):
+        limit = 2**53
+
+        def function(x, w, g):
+            y, mask = jax.lax.max(x, jnp.int64(limit + 1)), x > jnp.int64(limit)
+            z = y.astype(jnp.float32) @ w
+            return jnp.where(mask, z * g, 0.0), (y + 1) @ y, z @ w
+
+        args = jnp.full((256, 256), limit - 5), values(256, 256), values(256, 256)
+        assert stored_residuals(flat(function, *args))[1] == 0
+    args = values(256, 256).astype(jnp.complex64), values(256, 256).astype(jnp.complex64)
+    assert stored_residuals(flat(lambda x, w: jnp.maximum(x, jnp.complex64(0)) @ w, *args))[1] == 0

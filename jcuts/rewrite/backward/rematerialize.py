@@ -97,20 +97,37 @@ class Crossing:
         found = self._sources(set(), instead)
         common = {self._last_common(one, values): values for one, values in instead.items() if len(values) > 1}
         shared = {one for one, values in common.items() if sum(map(jaxapi.nbytes, values)) > jaxapi.nbytes(one)}
-        return self._sources(shared, instead) if shared else found
+        if not shared:
+            return found
+        other = self._sources(shared, instead)
+        return other if self._stored_bytes(other, shared) < self._stored_bytes(found, set()) else found
 
     def _last_common(self, source: Any, values: list[Any]) -> Any:
         """The last value that all of some values are made of, and of which they are made without their source."""
         cones = [{v for n in self.cone(value, source) for v in self.eqns[n].outvars} for value in values]
         for one in sorted(set.intersection(*cones), key=lambda v: -self.made[v]):
-            if one in values or not is_large(one):
-                continue
-            inputs = {
-                a for v in values for n in self.cone(v, one) for a in self.eqns[n].invars if not jaxapi.is_literal(a)
-            }
-            if source not in inputs:
+            if one not in values and is_large(one) and not any(self._reaches(v, source, one) for v in values):
                 return one
         return source
+
+    def _reaches(self, value: Any, source: Any, around: Any) -> bool:
+        """Whether a value is made of a source, or of an argument, on a way around another value."""
+        todo, seen = [value], set()
+        while todo:
+            for atom in self.eqns[self.made[todo.pop()]].invars:
+                if jaxapi.is_literal(atom) or not is_large(atom) or atom is around or atom in seen:
+                    continue
+                if atom is source or atom not in self.made:
+                    return True
+                seen.add(atom)
+                todo.append(atom)
+        return False
+
+    def _stored_bytes(self, sources: dict[Any, Any], shared: set[Any]) -> int:
+        """Bytes of element-wise values in memory, where those with sources are computed again as far as that may be."""
+        again = {v for v, one in sources.items() if len(self.cone(v, one)) <= MOST_OPERATIONS}
+        stored = {v for v in self.made if is_large(v) and not self.is_kept(v) and self.far(v) and v not in again}
+        return sum(map(jaxapi.nbytes, stored | shared))
 
     def _sources(self, shared: set[Any], instead: dict[Any, list[Any]]) -> dict[Any, Any]:
         """Args: shared: what is stored for others. instead: filled: values that are stored in place of one's."""

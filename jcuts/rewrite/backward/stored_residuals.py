@@ -10,7 +10,7 @@ exactly where the result does (a NaN in neither).  A densely connected block kee
 each of which is a part of the last one.
 
 Readers behind a product or another border of kernels (`rematerialize.Crossing`) get copies of their own.  Masks are
-made of results that the backward pass reads no earlier than the mask.  Slices are read where what they are cut from
+made of results that are read no earlier than the mask.  Slices are read where what they are cut from
 lives as long, or has fewer bytes than all that is read from it.  No value changes.
 """
 
@@ -77,7 +77,8 @@ class _Readers(Crossing):
 def stored_residuals(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
     """Replaces residuals that far readers read by parts of what is stored; the program and the number of values."""
     crossing = _Readers(closed)
-    found = _masks(crossing) | _slices(crossing)
+    slices = _slices(crossing)
+    found = slices | _masks(crossing, slices)
     if not found:
         return closed, 0
     eqns: list[Any] = []
@@ -103,30 +104,42 @@ def stored_residuals(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
 # Masks ---------------------------------------------------------------------------------------------------------------
 
 
-def _masks(crossing: _Readers) -> dict[Any, _Stored]:
+def _masks(crossing: _Readers, slices: dict[Any, _Stored]) -> dict[Any, _Stored]:
+    """Args: slices: results that are read as parts of others."""
     results = {}  # (operand, threshold) -> of its ReLU
     for eqn in crossing.eqns:
         if jaxapi.primitive_name(eqn) == MAXIMUM:
             for operand, number in (eqn.invars, eqn.invars[::-1]):
-                if not jaxapi.is_literal(operand) and (threshold := _number(number)) is not None:
+                if not jaxapi.is_literal(operand) and (threshold := _threshold(number)) is not None:
                     results[operand, threshold] = eqn.outvars[0]
     found = {}
     for eqn in crossing.eqns:
         if jaxapi.primitive_name(eqn) != GREATER or jaxapi.is_literal(eqn.invars[0]):
             continue
-        (mask,), threshold = eqn.outvars, _number(eqn.invars[1])
+        (mask,), threshold = eqn.outvars, _threshold(eqn.invars[1])
         result = results.get((eqn.invars[0], threshold))
         if result is None or not is_large(mask) or mask in crossing.results or str(mask.aval.dtype) != MASK:
             continue
-        levels = crossing.levels_behind(mask, result)
-        if levels and crossing.is_kept(result) and crossing.last(result) >= min(levels):
-            found[mask] = _Stored(result, lambda y, number=threshold: y > np.asarray(number, y.dtype))
+        stored = _compared(slices.get(result, _Stored(result, lambda y: y)), eqn.invars[1].val)
+        levels = crossing.levels_behind(mask, stored.source)
+        if levels and crossing.is_kept(result) and crossing.last(stored.source) >= max(levels):
+            found[mask] = stored
     return found
 
 
-def _number(atom: Any) -> float | None:
-    """A number that is the same for all elements, None for anything else."""
-    return float(atom.val) if jaxapi.is_literal(atom) and np.ndim(atom.val) == 0 else None
+def _compared(stored: _Stored, threshold: Any) -> _Stored:
+    def mask(source: Any) -> Any:
+        result = stored.made_of(source)
+        return result > np.asarray(threshold, result.dtype)
+
+    return _Stored(stored.source, mask)
+
+
+def _threshold(atom: Any) -> tuple[str, float | int] | None:
+    """A real number that is the same for all elements, with its type; None for anything else."""
+    if not jaxapi.is_literal(atom) or np.ndim(atom.val) or str(atom.aval.dtype).startswith("complex"):
+        return None
+    return str(atom.aval.dtype), np.asarray(atom.val).item()
 
 
 # Slices --------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ time model).  Every step computes what it did before: no value changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import combinations
 from typing import Any
 
 import jax
@@ -19,31 +18,58 @@ import jax
 from jcuts.trace import jaxapi
 from jcuts.trace.inline import inline
 
+MOST_PARTNERS = 8
+"""Loops that follow one, of which it may be merged with any."""
 Gains = Callable[[Sequence[jaxapi.Closed], jaxapi.Closed], bool]
 """Whether programs of one loop each are slower together than one of both."""
 
 
 def merge_loops(closed: jaxapi.Closed, gains: Gains) -> tuple[jaxapi.Closed, int]:
     """Merges pairs of loops of a flat program where they gain; the program, and the number of pairs."""
+    eqns = list(closed.jaxpr.eqns)
+    refused: set[frozenset[Any]] = set()
     count = 0
-    while (found := _first_that_gains(closed, gains)) is not None:
-        first, second, call = found
-        closed = _in_place(closed, first, second, call)
+    while (found := _first_that_gains(closed, eqns, gains, refused)) is not None:
+        eqns = _in_place(eqns, *found)
         count += 1
-    return closed, count
+    return (inline(jaxapi.with_eqns(closed, eqns)), count) if count else (closed, 0)
 
 
-def _first_that_gains(closed: jaxapi.Closed, gains: Gains) -> tuple[int, int, Any] | None:
-    """The numbers of two loops and the call that computes both."""
-    eqns = closed.jaxpr.eqns
+def _first_that_gains(
+    closed: jaxapi.Closed, eqns: Sequence[Any], gains: Gains, refused: set[frozenset[Any]]
+) -> tuple[int, int, Any] | None:
+    """The numbers of two loops and the call that computes both. Args: refused: pairs that do not gain; filled."""
     loops = [n for n, eqn in enumerate(eqns) if _is_plain(eqn)]
-    for first, second in combinations(loops, 2):
-        one, other = eqns[first], eqns[second]
-        if _kind(one) == _kind(other) and not _depends(eqns, first, second):
+    needs = _needed_loops(eqns, loops) if len(loops) > 1 else {}
+    for place, first in enumerate(loops):
+        for second in loops[place + 1 : place + 1 + MOST_PARTNERS]:
+            one, other = eqns[first], eqns[second]
+            pair = frozenset({one.outvars[0], other.outvars[0]})
+            if pair in refused or _kind(one) != _kind(other) or needs[second] >> place & 1:
+                continue
             call = _both(one, other)
-            if gains([_alone(closed, one), _alone(closed, other)], inline(_alone(closed, call))):
+            apart = not any(eqn.effects for eqn in eqns[first + 1 : second])
+            if apart and gains([_alone(closed, one), _alone(closed, other)], inline(_alone(closed, call))):
                 return first, second, call
+            refused.add(pair)
     return None
+
+
+def _needed_loops(eqns: Sequence[Any], loops: Sequence[int]) -> dict[int, int]:
+    """For each loop those that it needs, a bit for each in their order."""
+    places = {number: place for place, number in enumerate(loops)}
+    needed: dict[Any, int] = {}
+    found = {}
+    for number, eqn in enumerate(eqns):
+        mask = 0
+        for atom in eqn.invars:
+            mask |= 0 if jaxapi.is_literal(atom) else needed.get(atom, 0)
+        if number in places:
+            found[number] = mask
+            mask |= 1 << places[number]
+        if mask:
+            needed.update(dict.fromkeys(eqn.outvars, mask))
+    return found
 
 
 def _is_plain(eqn: Any) -> bool:
@@ -62,11 +88,6 @@ def _kind(eqn: Any) -> tuple[Any, ...]:
     return eqn.params["length"], tuple((v.aval.shape, str(v.aval.dtype)) for v in carried)
 
 
-def _depends(eqns: Sequence[Any], first: int, second: int) -> bool:
-    """Whether an equation needs an earlier one's results."""
-    return second in _behind(eqns, first, second)
-
-
 def _behind(eqns: Sequence[Any], first: int, last: int) -> set[int]:
     """Equations up to another one that need the results of the first."""
     made, found = set(eqns[first].outvars), set()
@@ -83,13 +104,12 @@ def _alone(closed: jaxapi.Closed, eqn: Any) -> jaxapi.Closed:
     return jaxapi.make_closed([], inputs, list(eqn.outvars), [eqn], [], like=closed)
 
 
-def _in_place(closed: jaxapi.Closed, first: int, second: int, call: Any) -> jaxapi.Closed:
-    """The program with a call in place of two loops; what reads the first one's results follows it."""
-    eqns = closed.jaxpr.eqns
+def _in_place(eqns: Sequence[Any], first: int, second: int, call: Any) -> list[Any]:
+    """Equations with a call in place of two loops; what reads the first one's results follows it."""
     behind = _behind(eqns, first, second)
     before = [eqns[n] for n in range(second) if n != first and n not in behind]
     after = [eqns[n] for n in sorted(behind)]
-    return inline(jaxapi.with_eqns(closed, [*before, call, *after, *eqns[second + 1 :]]))
+    return [*before, call, *after, *eqns[second + 1 :]]
 
 
 def _both(one: Any, other: Any) -> Any:

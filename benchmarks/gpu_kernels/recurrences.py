@@ -59,6 +59,9 @@ CELLS: dict[str, Sizes] = {
 """Cell, inputs, units, batch, steps, type."""
 GRADIENT = ", gradients"
 """Behind the name of a cell: gradients of a sum of squares by all arguments, forward pass included."""
+BOTH_WAYS = ", 2 layers, both directions"
+"""Behind the name of a cell: a layer of both directions, and another one on what they gave side by side."""
+BIDIRECTIONAL = ("GRU, 800 units, b1, 200 steps", "LSTM, 768 units, b16, 1024 steps, bfloat16")
 WITH_GRADIENTS = (
     "GRU, 800 units, b16, 200 steps",
     "GRU, 768 units, b16, 1024 steps, bfloat16",
@@ -82,9 +85,31 @@ def case(name: str) -> loops.Case:
             return sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(function(*values)))
 
         return jax.grad(loss, argnums=tuple(range(len(arguments)))), arguments
-    cell, _, units, batch, steps, dtype = CELLS[name]
-    function, arguments = (loops.gru if cell == "GRU" else loops.lstm)(units, batch, steps)
+    cell, _, units, batch, steps, dtype = CELLS[name.removesuffix(BOTH_WAYS)]
+    build = loops.gru if cell == "GRU" else loops.lstm
+    if name.endswith(BOTH_WAYS):
+        function, arguments = bidirectional(build, units, batch, steps)
+    else:
+        function, arguments = build(units, batch, steps)
     return function, tuple(np.asarray(jnp.asarray(a, dtype)) for a in arguments)
+
+
+def bidirectional(build: Callable[[int, int, int], loops.Case], units: int, batch: int, steps: int) -> loops.Case:
+    """Two layers of both directions; the second one reads both halves of the first one's results."""
+    cell, (x, *_) = build(units, batch, steps)
+    states = [build(units, batch, steps)[1][1:] for _ in range(4)]
+    count = len(states[0])
+    wide = [loops.normal(2 * units, s[-3].shape[1], scale=(2 * units) ** -0.5) for s in states[2:]]
+    states[2:] = [(*s[:-3], w, *s[-2:]) for s, w in zip(states[2:], wide, strict=True)]
+
+    def run(x: Any, *given: Any) -> Any:
+        for layer in range(2):
+            ahead, back = (given[(2 * layer + way) * count :][:count] for way in range(2))
+            mine, theirs = cell(x, *ahead)[1], cell(x[::-1], *back)[1]
+            x = jnp.concatenate([mine, theirs[::-1]], -1)
+        return x
+
+    return run, (x, *(a for s in states for a in s))
 
 
 def timed(calls: dict[str, Callable[[], Any]], each: int, seconds: float = SECONDS) -> dict[str, dict[str, float]]:
@@ -199,10 +224,11 @@ def torch_times(name: str) -> dict[str, Any]:
     """cuDNN's recurrence of the same sizes, by torch, in this process."""
     import torch
 
-    cell, inputs, units, batch, steps, dtype = CELLS[name.removesuffix(GRADIENT)]
+    both = name.endswith(BOTH_WAYS)
+    cell, inputs, units, batch, steps, dtype = CELLS[name.removesuffix(GRADIENT).removesuffix(BOTH_WAYS)]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     kind = getattr(torch, dtype)
-    layer = getattr(torch.nn, cell)(inputs, units).to("cuda", kind)
+    layer = getattr(torch.nn, cell)(inputs, units, num_layers=1 + both, bidirectional=both).to("cuda", kind)
     backward = name.endswith(GRADIENT)
     x = torch.randn(steps, batch, inputs, device="cuda", dtype=kind, requires_grad=backward)
     samples = []
@@ -237,7 +263,7 @@ def in_process(name: str, *words: str) -> dict[str, Any]:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    every = [*CELLS, *OTHERS, *(name + GRADIENT for name in WITH_GRADIENTS)]
+    every = [*CELLS, *OTHERS, *(n + GRADIENT for n in WITH_GRADIENTS), *(n + BOTH_WAYS for n in BIDIRECTIONAL)]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {'; '.join(every)}; all, if none is given")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--schedules", action="store_true", help="every schedule of the persistent kernel, too")
@@ -251,7 +277,7 @@ def main() -> None:
     rows: dict[str, Any] = {}
     for name in options.names or every:
         rows[name] = in_process(name, *(["--schedules"] * options.schedules))
-        if name.removesuffix(GRADIENT) in CELLS:
+        if name not in OTHERS:
             rows[name]["torch"] = in_process(name, "--torch")
         times = rows[name].get("back_to_back", {})
         text = ", ".join(f"{label} {1e3 * t['median']:.3f}" for label, t in times.items())

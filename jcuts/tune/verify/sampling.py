@@ -32,6 +32,9 @@ from jcuts.tune.verify.tolerances import ELEMENT_FACTOR, MOST_APART
 
 LARGEST = 1 << 22
 """Elements up to which the rule sees all of an output."""
+LARGEST_THAT_FLIP = 1 << 20
+"""The same for subsets that turn floats into discrete values, of which there are a dozen references: the rule takes
+0.5 us per element and set of inputs, 7 s for each candidate's output of four million elements."""
 RUN = 512
 """Neighbours that are looked at together."""
 RUNS = 1 << 11
@@ -54,7 +57,8 @@ def sample_positions(problem: Problem, spec: Output) -> np.ndarray | None:
     inputs takes a dozen references, and gigabytes of each.
     """
     size, dtype = math.prod(spec.shape), dtype_of(spec.dtype)
-    if size <= LARGEST or dtype.kind == "c" or not (problem.perturb or (is_float(dtype) and not spec.exact)):
+    most = LARGEST_THAT_FLIP if problem.perturb else LARGEST
+    if size <= most or dtype.kind == "c" or not (problem.perturb or (is_float(dtype) and not spec.exact)):
         return None
     return _drawn(size)
 

@@ -28,6 +28,7 @@ def small(monkeypatch):
     """Sizes that tests can afford, in a process that keeps its types of 32 bits."""
     monkeypatch.setattr(problem_files, "import_jax", lambda: jax)
     monkeypatch.setattr(verify_sampling, "LARGEST", 1 << 16)
+    monkeypatch.setattr(verify_sampling, "LARGEST_THAT_FLIP", 1 << 15)
     monkeypatch.setattr(verify_sampling, "RUNS", 32)
     monkeypatch.setattr(verify_inputs, "PERIOD", 65_521)
     verify_sampling._drawn.cache_clear()
@@ -77,7 +78,8 @@ def test_rule_sees_runs_with_both_ends():
 
 def test_small_discrete_and_integer_outputs_are_seen_whole():
     perturbed = Problem("", (), (SPEC,), perturb=True)
-    assert verify_sampling.sample_positions(perturbed, Output((1 << 16,), "bool")) is None
+    assert verify_sampling.sample_positions(perturbed, Output((1 << 15,), "bool")) is None
+    assert verify_sampling.sample_positions(perturbed, Output((1 << 16,), "float32")) is not None
     for kind in ("float32", "bool", "int32"):  # a dozen references of each would be made
         assert verify_sampling.sample_positions(perturbed, Output((SIZE,), kind)) is not None
     for spec in (Output((1 << 16,), "float32"), Output((SIZE,), "int32"), Output((SIZE,), "float32", exact=True)):

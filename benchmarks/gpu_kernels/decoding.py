@@ -21,9 +21,7 @@ import argparse
 import functools
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,7 +36,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 from benchmarks.gpu_kernels import decoder_model as model  # noqa: E402
-from benchmarks.gpu_kernels.recurrences import FLAGS, timed  # noqa: E402
+from benchmarks.gpu_kernels.recurrences import FLAGS, in_process, profile, timed  # noqa: E402
 from benchmarks.gpu_kernels.training_operations import COPY, copy_rate  # noqa: E402
 from benchmarks.networks.baseline import environment  # noqa: E402
 from benchmarks.networks.compiled_program import Stepped, own_arguments  # noqa: E402
@@ -200,16 +198,6 @@ def compared(found: np.ndarray, wanted: np.ndarray, logits: np.ndarray) -> dict[
     return {"equal": False, "sequence": int(row), "token": int(at), "margin": float(margin)}
 
 
-def profile(call: Callable[[], Any]) -> dict[str, Any]:
-    """Kernels per call and the seconds that they keep the GPU busy, as the profiler saw them; nothing on a CPU."""
-    from benchmarks.networks.device_profile import profiled
-
-    if jax.default_backend() != "gpu":
-        return {}
-    with tempfile.TemporaryDirectory() as folder:
-        return profiled(call, Path(folder) / "profile")
-
-
 def report(run: Stepped) -> dict[str, Any]:
     """The regions of jcuts' program with times, and what was left to XLA with reasons."""
     from benchmarks.networks.on_gpu import subset_row
@@ -220,16 +208,11 @@ def report(run: Stepped) -> dict[str, Any]:
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
-def in_process(name: str, *, small: bool) -> dict[str, Any]:
-    """A case's measurements from a process of its own; {'error': ...} where it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        usual = {"JCUTS_TUNE_SECONDS": "5" if small else "60", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        settings = {**usual, **os.environ, "JCUTS_CACHE_DIR": folder, **({"JAX_PLATFORMS": "cpu"} if small else {})}
-        command = [sys.executable, __file__, "--child", name, *(["--small"] * small)]
-        done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return {"error": done.stderr.strip().splitlines()[-4:] or done.returncode}
-    return json.loads(done.stdout.splitlines()[-1])
+def child(name: str, *, small: bool) -> dict[str, Any]:
+    """A case's measurements from a process of its own."""
+    usual = {"JCUTS_TUNE_SECONDS": "5" if small else "60", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    settings = {**usual, **os.environ, **({"JAX_PLATFORMS": "cpu"} if small else {})}
+    return in_process([__file__, "--child", name, *(["--small"] * small)], settings, 4)
 
 
 def line(name: str, row: dict[str, Any]) -> str:
@@ -264,7 +247,7 @@ def main() -> int:
         return 0
     rows: dict[str, Any] = {}
     for name in options.names or CASES:
-        rows[name] = in_process(name, small=options.small)
+        rows[name] = child(name, small=options.small)
         print(line(name, rows[name]), flush=True)
         if options.out:
             options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +192,7 @@ def every_schedule(function: Callable[..., Any], arguments: tuple[Any, ...]) -> 
 
 def programs_of(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
     """A function's loops as programs without a schedule, or why one has none, as a GPU's rewrites leave them."""
-    from jcuts.lower.recurrence.program import lower_recurrence
-    from jcuts.lower.tensor_graph import build_graph
+    from jcuts.lower.recurrence.program import lower_scans
     from jcuts.rewrite.backward.registry import backward_rewrites
     from jcuts.rewrite.simplify import simplify
     from jcuts.trace import jaxapi
@@ -202,13 +201,7 @@ def programs_of(function: Callable[..., Any], arguments: tuple[Any, ...]) -> lis
     closed = simplify(inline(jaxapi.closed_jaxpr_of(function, *arguments)))
     for rewrite in backward_rewrites("cuda", divides=False):
         closed = rewrite.apply(closed)
-    graph, found = build_graph(closed.jaxpr), []
-    for number, eqn in enumerate(closed.jaxpr.eqns):
-        if jaxapi.primitive_name(eqn) != "scan":
-            continue
-        ((_, _, body),) = jaxapi.inner_jaxprs(eqn)
-        found.append(lower_recurrence(graph, graph.nodes[number], eqn, build_graph(body.jaxpr), f"scan_{number}"))
-    return found
+    return lower_scans(closed)
 
 
 def alone(kernel: Any, operands: list[Any]) -> float:
@@ -249,14 +242,13 @@ def torch_times(name: str) -> dict[str, Any]:
     }
 
 
-def in_process(name: str, *words: str) -> dict[str, Any]:
-    """What a process of its own prints; {'error': ...} where it fails."""
+def in_process(words: Sequence[str], settings: Mapping[str, str], last: int = 1) -> dict[str, Any]:
+    """What a script prints in a process of its own with an empty database; {'error': its last lines} if it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"JCUTS_TUNE_SECONDS": "30", **os.environ, "JCUTS_CACHE_DIR": folder}
-        command = [sys.executable, __file__, "--child", name, *words]
-        done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
+        environment = {**settings, "JCUTS_CACHE_DIR": folder}
+        done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        return {"error": done.stderr.strip().splitlines()[-1:] or done.returncode}
+        return {"error": done.stderr.strip().splitlines()[-last:] or done.returncode}
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -275,10 +267,12 @@ def main() -> None:
         print(json.dumps(made))
         return
     rows: dict[str, Any] = {}
+    settings = {"JCUTS_TUNE_SECONDS": "30", **os.environ}
     for name in options.names or every:
-        rows[name] = in_process(name, *(["--schedules"] * options.schedules))
+        child = [__file__, "--child", name]
+        rows[name] = in_process([*child, *(["--schedules"] * options.schedules)], settings)
         if name not in OTHERS:
-            rows[name]["torch"] = in_process(name, "--torch")
+            rows[name]["torch"] = in_process([*child, "--torch"], settings)
         times = rows[name].get("back_to_back", {})
         text = ", ".join(f"{label} {1e3 * t['median']:.3f}" for label, t in times.items())
         print(f"{name}: {text} ms; {rows[name].get('chosen')}; torch {rows[name].get('torch')}", flush=True)

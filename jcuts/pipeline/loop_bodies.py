@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.program import Program
-from jcuts.lower.recurrence.program import lower_recurrence
-from jcuts.lower.tensor_graph import build_graph
+from jcuts.lower.recurrence.program import lower_recurrence, lower_scans
 from jcuts.pipeline import partition_store
 from jcuts.pipeline.computation import NOT_ASKED, Computation, Region, add_candidates, has_gpu_kernel
 from jcuts.pipeline.measured_partition import library_seconds, measured_seconds
@@ -99,24 +98,19 @@ def _take(body: Computation) -> bool:
 
 def gain_as_one(apart: Sequence[jaxapi.Closed], merged: jaxapi.Closed) -> bool:
     """Whether the time model prefers one persistent kernel of two scans to one of each (`rewrite.loops.horizontal`)."""
-    together, seconds = _kernel_seconds(merged), [_kernel_seconds(one) for one in apart]
-    return together is not None and all(s is not None and s for s in seconds) and together < sum(filter(None, seconds))
+    together = _kernel_seconds(merged)
+    known = [s for s in map(_kernel_seconds, apart) if s is not None]
+    return together is not None and len(known) == len(apart) and together < sum(known)
 
 
 def _kernel_seconds(closed: jaxapi.Closed) -> float | None:
     """Predicted time of the one scan of a program as a persistent kernel on this GPU, with that of reversing stacks for
     it; None where it has no kernel.
     """
-    graph, machine = build_graph(closed.jaxpr), xla_devices.machine()
-    seconds, moved = None, 0
-    for number, eqn in enumerate(closed.jaxpr.eqns):
-        name = jaxapi.primitive_name(eqn)
-        moved += 2 * jaxapi.nbytes(eqn.outvars[0]) if name == "rev" else 0
-        if name == "scan":
-            ((_, _, body),) = jaxapi.inner_jaxprs(eqn)
-            program = lower_recurrence(graph, graph.nodes[number], eqn, build_graph(body.jaxpr), f"scan_{number}")
-            seconds = None if isinstance(program, Refusal) else _fastest(program, machine)
-    return None if seconds is None else seconds + moved / machine.arch.bw_global
+    (program,), machine = lower_scans(closed), xla_devices.machine()
+    seconds = None if isinstance(program, Refusal) else _fastest(program, machine)
+    reversed_ = sum(jaxapi.nbytes(e.outvars[0]) for e in closed.jaxpr.eqns if jaxapi.primitive_name(e) == "rev")
+    return None if seconds is None else seconds + 2 * reversed_ / machine.arch.bw_global
 
 
 def _fastest(program: Program, machine: GpuMachine) -> float | None:

@@ -229,9 +229,8 @@ def undo_eliminated_concat(closed: jaxapi.Closed) -> jaxapi.Closed:
         mine = [a for a in dict.fromkeys(a for a in eqn.invars if not jaxapi.is_literal(a)) if a in shared]
         own = {a: new_value(a.aval.shape, a.aval) for a in mine}
         if mine:
-            changed = [a if jaxapi.is_literal(a) else own.get(a, a) for a in eqn.invars]
             slices = [shared[a].replace(outvars=[own[a]]) for a in mine]
-            replaced[id(eqn)] = [*slices, eqn.replace(invars=changed)]
+            replaced[id(eqn)] = [*slices, jaxapi.substituted(eqn, own)]
         elif eqn.outvars[0] in shared and eqn.outvars[0] not in kept:
             replaced[id(eqn)] = []
     return program.with_eqns(replaced) if replaced else closed

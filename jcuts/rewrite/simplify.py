@@ -168,7 +168,7 @@ def _without_no_ops(closed: jaxapi.Closed) -> jaxapi.Closed:
     eqns = []
     for eqn in closed.jaxpr.eqns:
         if any(not jaxapi.is_literal(a) and a in same for a in eqn.invars):
-            eqn = eqn.replace(invars=[a if jaxapi.is_literal(a) else same.get(a, a) for a in eqn.invars])
+            eqn = jaxapi.substituted(eqn, same)
         eqns.append(eqn)
     return jaxapi.with_eqns(closed, eqns)
 
@@ -367,7 +367,7 @@ def _copied(closed: jaxapi.Closed) -> jaxapi.Closed:
                 new[atom] = jaxapi.new_var(atom.aval)
                 eqns.append(shared[atom].replace(outvars=[new[atom]]))
         if new:
-            eqn = eqn.replace(invars=[a if jaxapi.is_literal(a) else new.get(a, a) for a in eqn.invars])
+            eqn = jaxapi.substituted(eqn, new)
         eqns.append(eqn)
     return jaxapi.dce(jaxapi.with_eqns(closed, eqns))
 

@@ -19,7 +19,7 @@ from jcuts.kernel_ir.node import Graph, Guard, Scalar
 from jcuts.kernel_ir.program import Acc, Axis, Buffer, Grid, Phase, Program, Red, Store
 from jcuts.lower.builder import Builder, NotLowered, acc_node, axes_of, make_buffers, op_rule
 from jcuts.lower.recurrence.stages import Stages, extents_of, fresh_roots, stages_of
-from jcuts.lower.tensor_graph import OpNode, TensorGraph
+from jcuts.lower.tensor_graph import OpNode, TensorGraph, build_graph
 from jcuts.ops.registry import IndexTuple
 from jcuts.trace import jaxapi
 
@@ -98,6 +98,17 @@ def lower_recurrence(graph: TensorGraph, node: OpNode, eqn: Any, inner: TensorGr
         return _Lowering(graph, node, eqn, inner, body, stages).program(name)
     except NotLowered as declined:
         return declined.refusal
+
+
+def lower_scans(closed: jaxapi.Closed) -> list[Program | Refusal]:
+    """The unscheduled programs of a flat jaxpr's scans, in their order, or why one has none."""
+    graph = build_graph(closed.jaxpr)
+    found: list[Program | Refusal] = []
+    for number, eqn in enumerate(closed.jaxpr.eqns):
+        if jaxapi.primitive_name(eqn) == "scan":
+            ((_, _, body),) = jaxapi.inner_jaxprs(eqn)
+            found.append(lower_recurrence(graph, graph.nodes[number], eqn, build_graph(body.jaxpr), f"scan_{number}"))
+    return found
 
 
 class _Lowering:

@@ -139,10 +139,9 @@ def _copies(eqns: Sequence[Any], names: dict[Any, Any]) -> tuple[Any, list[Any]]
     """Copies of equations, and the last one's result (None without any). Args: names: replaced operands, which grow."""
     made = []
     for eqn in eqns:
-        invars = [a if jaxapi.is_literal(a) else names.get(a, a) for a in eqn.invars]
         outvars = [jaxapi.new_var(v.aval) for v in eqn.outvars]
+        made.append(jaxapi.substituted(eqn, names).replace(outvars=outvars))
         names.update(zip(eqn.outvars, outvars, strict=True))
-        made.append(eqn.replace(invars=invars, outvars=outvars))
     return (made[-1].outvars[0] if made else None), made
 
 

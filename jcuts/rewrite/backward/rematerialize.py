@@ -234,6 +234,6 @@ def _with_copies(closed: jaxapi.Closed, cones: dict[Any, list[int]], crossing: C
         if crossing.is_cheap(eqn):
             fresh = {v: copies[level, v] for v in wanted if (level, v) in copies}
             if fresh:
-                eqn = eqn.replace(invars=[a if jaxapi.is_literal(a) else fresh.get(a, a) for a in eqn.invars])
+                eqn = jaxapi.substituted(eqn, fresh)
         eqns.append(eqn)
     return jaxapi.dce(jaxapi.with_eqns(closed, eqns))

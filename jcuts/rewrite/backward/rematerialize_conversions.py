@@ -63,8 +63,7 @@ def rematerialize_conversions(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int
                 copies[key] = jaxapi.new_var(value.aval)
                 eqns.append(widened[value].replace(outvars=[copies[key]]))
             fresh[value] = copies[key]
-        invars = [a if jaxapi.is_literal(a) else fresh.get(a, a) for a in eqn.invars]
-        eqns.append(eqn.replace(invars=invars) if fresh else eqn)
+        eqns.append(jaxapi.substituted(eqn, fresh) if fresh else eqn)
     return (jaxapi.dce(jaxapi.with_eqns(closed, eqns)), len(copies)) if copies else (closed, 0)
 
 

@@ -10,8 +10,8 @@ exactly where the result does (a NaN in neither).  A densely connected block kee
 each of which is a part of the last one.
 
 Readers behind a product or another border of kernels (`rematerialize.Crossing`) get copies of their own.  Masks are
-made of results that are read no earlier than the mask.  Slices are read where what they are cut from
-lives as long, or has fewer bytes than all that is read from it.  No value changes.
+made of results that are read no earlier than the mask.  Slices are read where what they are cut from lives as long, or
+has fewer bytes than all that is read from it.  No value changes.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def stored_residuals(closed: jaxapi.Closed) -> tuple[jaxapi.Closed, int]:
                 eqns.append(jaxapi.call_eqn(stored.made_of, [stored.source], [copies[level, value]]))
             fresh[value] = copies[level, value]
         if fresh:
-            eqn = eqn.replace(invars=[a if jaxapi.is_literal(a) else fresh.get(a, a) for a in eqn.invars])
+            eqn = jaxapi.substituted(eqn, fresh)
         eqns.append(eqn)
     return jaxapi.dce(inline(jaxapi.with_eqns(closed, eqns))), len(found)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,11 @@ from jcuts.trace.jaxapi.types import UNSPECIFIED, Closed, Eqn, Jaxpr, Literal, P
 def is_literal(atom: Any) -> bool:
     """Whether an operand of an equation is a literal (``atom.val``) rather than a variable."""
     return isinstance(atom, _core.Literal)
+
+
+def substituted(eqn: Eqn, values: Mapping[Any, Any]) -> Eqn:
+    """An equation that reads other values in place of some."""
+    return eqn.replace(invars=[a if is_literal(a) else values.get(a, a) for a in eqn.invars])
 
 
 def is_dropvar(var: Any) -> bool:

@@ -218,7 +218,8 @@ def stage_product(program: Program, phase: Phase) -> StageProduct | None:
     if is_short(phase) or len(phase.reds) != 1 or not phase.axes or phase.axes[-1].name == STEP:
         return None
     lane, rows = phase.axes[-1], tuple(axis for axis in phase.axes[:-1] if axis.name != STEP)
-    if math.prod(axis.extent for axis in rows) > MOST_ROWS:
+    count = math.prod(axis.extent for axis in rows)
+    if count > MOST_ROWS:
         return None
     lefts: list[Node] = []
     weights: list[tuple[int, Node]] = []
@@ -237,7 +238,7 @@ def stage_product(program: Program, phase: Phase) -> StageProduct | None:
     if len(kinds) != 1 or not kinds <= TYPES.keys():
         return None
     (dtype,) = kinds
-    if dtype == "float32" and math.prod(axis.extent for axis in rows) == 1:
+    if dtype == "float32" and count == 1:
         return None
     steps = phase.ranges().get(STEP, 1)
     return StageProduct(TYPES[dtype], ITEM_SIZE[dtype], steps, rows, lane, phase.reds[0], tuple(lefts), tuple(weights))

@@ -75,6 +75,7 @@ def attention_samples(paths: Sequence[Path], gpu: str = "H200") -> list[Sample]:
                     tuple(params["warps"]),
                     params["stages"],
                     bool(params.get("rounded")),
+                    cluster=params.get("cluster", 1),
                 )
                 found.append(
                     Sample(

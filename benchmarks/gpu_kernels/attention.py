@@ -1,6 +1,7 @@
-"""Attention of BERT-base (12 heads of 64), scores that never leave a multiprocessor: schedules against XLA.
+"""Attention of BERT-base (12 heads of 64) and of decoding steps (one query, split keys): schedules against XLA.
 
     python benchmarks/gpu_kernels/attention.py --out results --most 10 --budget 150
+    python benchmarks/gpu_kernels/attention.py --out results --only decoding --most 60     # schedules of a new fit
 
 Needs a GPU. Kernels compile in parallel first; then every size as in `run.py`. XLA is timed with its default
 options and with everything in CUDA graphs; the faster one counts.
@@ -22,6 +23,10 @@ HEADS = 12
 DEPTH = 64
 SIZES = ((8, 384), (1, 384), (8, 512), (1, 512), (8, 128), (1, 128), (8, 1024), (1, 1024))
 """(batch, length), the most wanted first."""
+CACHE = 2048
+"""Keys of a decoding step's cache."""
+DECODING = ((1, 16, 16, 128), (8, 16, 16, 128), (1, 32, 8, 64), (8, 32, 8, 64))
+"""(batch, heads, heads of keys and values, depth) of a decoding step, as of `decoder_model.py`."""
 
 
 def attention(q: Any, k: Any, v: Any) -> Any:
@@ -34,7 +39,7 @@ def attention(q: Any, k: Any, v: Any) -> Any:
 
 
 def cases() -> list[Any]:
-    """All sizes in float32, then in bfloat16; then one with a mask."""
+    """All sizes in float32, then in bfloat16; one with a mask; then decoding steps in bfloat16."""
     import jax
     import jax.numpy as jnp
 
@@ -52,16 +57,27 @@ def cases() -> list[Any]:
 
     shapes = (((8, 384, HEADS, DEPTH), "float32"),) * 3
     found.append(Case("float32 batch 8 length 384 bias", masked, (*shapes, ((8, 384), "float32"))))
+
+    def decoding(q: Any, k: Any, v: Any, seen: Any) -> Any:
+        q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+        scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1).astype(v.dtype)
+        return jnp.einsum("bhgqk,bkhd->bqhgd", weights, v)
+
+    for batch, heads, shared, depth in DECODING:
+        kept = ((batch, CACHE, shared, depth), "bfloat16")
+        shapes = (((batch, 1, heads, depth), "bfloat16"), kept, kept, ((CACHE,), "bool"))
+        found.append(Case(f"bfloat16 decoding batch {batch} heads {heads} of {shared} depth {depth}", decoding, shapes))
     return found
 
 
 def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[Any]:
-    """The best schedules as ranked, or those asked for."""
+    """The best schedules as ranked (of decoding steps every one of a tile's kind), or those asked for."""
     from benchmarks.gpu_kernels.run import program_of
     from jcuts.base.errors import Refusal
     from jcuts.lower.patterns.attention import match
     from jcuts.schedule.gpu.attention import schedules as attention_schedules
-    from jcuts.schedule.gpu.attention.tile import FlashTile
+    from jcuts.schedule.gpu.attention.tile import SIXTEEN, FlashTile
     from jcuts.schedule.gpu.machine import GpuMachine
 
     program = program_of(case)[0]
@@ -71,6 +87,10 @@ def schedules(case: Any, most: int, tiles: dict[str, list[list[Any]]]) -> list[A
         return []
     machine = GpuMachine.named("H200")
     asked = tiles.get(case.name)
+    if asked is None and case.name.startswith("bfloat16 decoding"):
+        tiles_of_one = (s for s in attention_schedules.shapes(known, machine) if s.rows == SIXTEEN)
+        ranked = sorted(tiles_of_one, key=lambda shape: attention_schedules.cycles(shape, program, machine))
+        return [attention_schedules.apply_tile(program, shape) for shape in ranked[:most]]
     if asked is None:
         return [p for p, _ in attention_schedules.products(program, machine, most)]
     found = []

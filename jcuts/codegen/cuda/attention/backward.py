@@ -136,7 +136,7 @@ class AttentionBackwardKernel:
 
         def results(values: list[L.Value]) -> list[Tile]:
             ends = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
-            return [tiles_of(values[a:b], bands) for a, b in itertools.pairwise(ends)]
+            return [tiles_of(values[a:b], bands, 4) for a, b in itertools.pairwise(ends)]
 
         def body(number: L.Value, values: list[L.Value]) -> list[L.Value]:
             reading, writing, loads = values[:3]

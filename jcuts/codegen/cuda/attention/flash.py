@@ -17,14 +17,14 @@ which the first block merges them, in their order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jcuts.codegen.cuda.attention.block_walk import checked_tile, counted_loop, head_frame, next_stage
 from jcuts.codegen.cuda.attention.kv_tiles import LineReader, TileCopier, queries
 from jcuts.codegen.cuda.attention.masked_tiles import are_bounded, is_masked, rows_are_bounded, unless
 from jcuts.codegen.cuda.attention.online_softmax import (
-    FOUR,
+    WIDEST,
     OnlineSoftmaxState,
     is_negligible,
     load_state,
@@ -35,7 +35,7 @@ from jcuts.codegen.cuda.attention.online_softmax import (
     store_row_values,
     store_state,
 )
-from jcuts.codegen.cuda.attention.score_mod import Tile, apply_score_mod
+from jcuts.codegen.cuda.attention.score_mod import Tile, TilePlace, apply_score_mod, load_columns, place_of
 from jcuts.codegen.cuda.gemm.epilogue import epilogue
 from jcuts.codegen.cuda.gemm.smem_tile import SmemTile
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
@@ -46,7 +46,7 @@ from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import Buffer, Program
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS, GemmOperand
 from jcuts.lower.patterns.masked_tiles import masked_forward
-from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STEP, FlashTile, shape_of
+from jcuts.schedule.gpu.attention.tile import EIGHT, FOUR, SIXTEEN, STEP, FlashTile, shape_of
 
 
 def attention_shape(program: Program) -> FlashTile:
@@ -95,10 +95,8 @@ class FlashAttentionKernel:
             TileCopier(self.frame, shape, operand, self.thread, self.shared, first)
             for operand, first in ((key, 0), (value, behind))
         ]
-        ahead = max(1, shape.stages - 1)
-        for number in range(ahead):
-            if number < shape.walked:
-                self._start(L.I32(number), L.I32(number * shape.stage))
+        for number in range(shape.ahead):
+            self._start(L.I32(number), L.I32(number * shape.stage))
             ptx_mma.cp_async_commit(builder)
         first = builder.mul(self.part, L.I32(shape.warp[1]))
         self.keys, self.values = (
@@ -114,7 +112,7 @@ class FlashAttentionKernel:
         )
         self.queries = queries(self.frame, shape, self.row, self.lane)
         self.rows_bounded = self._rows_are_bounded()
-        state = self._walk(ahead)
+        state = self._walk()
         if shape.warps[1] == shape.cluster == 1:
             self._finish(state)
         else:
@@ -131,24 +129,39 @@ class FlashAttentionKernel:
         return number if shape.cluster == 1 else builder.add(number, builder.mul(self.rank, L.I32(shape.walked)))
 
     # -- the walk over the keys ---------------------------------------------------------------------------------
-    def _walk(self, ahead: int) -> OnlineSoftmaxState:
+    def _walk(self) -> OnlineSoftmaxState:
         """The loop over key tiles: QK^T, online softmax, PV."""
-        builder, shape = self.builder, self.shape
+        builder, shape, ahead = self.builder, self.shape, self.shape.ahead
 
         def body(number: L.Value, values: list[L.Value]) -> list[L.Value]:
-            reading, writing = values[:2]
+            (reading, writing), state, loaded = values[:2], values[2:last], values[last:]
             bounded = self._arrived(ahead - 1, reading)
             if shape.stages > 1:
                 self._next(builder.add(number, L.I32(ahead)), writing)
-            state = self._tile(number, reading, OnlineSoftmaxState.of(values[2:], shape), bounded)
+            following = loaded
+            if loaded and shape.walked > 1:
+                following = self._load_columns(self._followed(number))
+            state = self._tile(number, reading, OnlineSoftmaxState.of(state, shape), bounded, loaded)
             if shape.stages == 1:
                 ptx_mma.barrier(builder)
                 self._next(builder.add(number, L.I32(1)), reading)
             after = [next_stage(builder, at, shape.stage, shape.stages) for at in (reading, writing)]
-            return [*after, *state]
+            return [*after, *state, *following]
 
         start = [L.I32(0), L.I32(ahead % shape.stages * shape.stage), *OnlineSoftmaxState.none(shape).values()]
-        return OnlineSoftmaxState.of(counted_loop(builder, "keys", shape.walked, start, body)[2:], shape)
+        last = len(start)
+        start += self._load_columns(L.I32(0)) if shape.lane_rows == 1 else []
+        return OnlineSoftmaxState.of(counted_loop(builder, "keys", shape.walked, start, body)[2:last], shape)
+
+    def _followed(self, number: L.Value) -> L.Value:
+        """The number of the block's next tile, or of its last."""
+        builder, last = self.builder, L.I32(self.shape.walked - 1)
+        there = builder.icmp_signed("<", number, last)
+        return builder.select(there, builder.add(number, L.I32(1)), last)
+
+    def _load_columns(self, number: L.Value) -> list[L.Value]:
+        """Issues the loads of the block's ``number``-th tile that the score modification makes per key."""
+        return load_columns(self.frame, self.shape, self.buffers, self._place(number))
 
     def _arrived(self, under_way: int, stage: L.Value) -> L.Value:
         """Waits (``cp.async.wait_group``, block barrier) until the tile of this stage is visible to all threads; gives
@@ -188,13 +201,23 @@ class FlashAttentionKernel:
                     for j, right in enumerate(two):
                         at = 2 * pair + j
                         found[i][at] = ptx_mma.mma_sync(builder, self.attention.kind, band[step], right, found[i][at])
-        return found
+        return [[four[: 2 * shape.lane_rows] for four in row] for row in found]
 
-    def _tile(self, number: L.Value, stage: L.Value, state: OnlineSoftmaxState, bounded: L.Value) -> list[L.Value]:
-        """The state after a tile of keys; the same where a warp's keys are masked. Args: bounded: as of `_arrived`."""
+    def _tile(
+        self,
+        number: L.Value,
+        stage: L.Value,
+        state: OnlineSoftmaxState,
+        bounded: L.Value,
+        loaded: Sequence[L.Value],
+    ) -> list[L.Value]:
+        """The state after a tile of keys; the same where a warp's keys are masked.
+
+        Args: bounded: as of `_arrived`; loaded: what the score modification has loaded per key (`load_columns`).
+        """
 
         def added() -> list[L.Value]:
-            scores = self._modified(number, self._scores(stage))
+            scores = self._modified(number, self._scores(stage), loaded)
             made, weights = softmax(self.builder, state, scores)
             self._values(stage, weights, made.out)
             return made.values()
@@ -223,22 +246,29 @@ class FlashAttentionKernel:
         first = builder.mul(self._tile_number(number), L.I32(shape.keys))
         return builder.add(first, builder.mul(self.part, L.I32(shape.warp[1])))
 
-    def _modified(self, number: L.Value, scores: Tile) -> Tile:
+    def _place(self, number: L.Value) -> TilePlace:
+        """Where a warp's scores of a tile lie."""
+        return place_of(self.shape, (self.row, self._first_key(number)), self.lane)
+
+    def _modified(self, number: L.Value, scores: Tile, loaded: Sequence[L.Value]) -> Tile:
         """Score modification of a tile's scores."""
-        first = self._first_key(number)
-        return apply_score_mod(self.frame, self.shape, self.buffers, scores, (self.row, first), self.lane)
+        return apply_score_mod(self.frame, self.shape, self.buffers, scores, self._place(number), loaded)
 
     def _values(self, stage: L.Value, weights: list[list[L.Value]], out: Tile) -> None:
         """PV: adds weights times values to the accumulators."""
         builder, shape = self.builder, self.shape
-        keys = STEP // self.attention.value.item
+        keys, kind = STEP // self.attention.value.item, self.attention.kind
+        if shape.lane_rows == 1:
+            weights = [half for row in weights for half in (row, [L.F32(0.0)] * len(row))]
         for first in range(0, shape.warp[1], keys):
             left = [self._left(weights[2 * i], weights[2 * i + 1], first // EIGHT) for i in range(len(out))]
             for column in range(0, shape.padded_head_dim, SIXTEEN):
                 for j, right in enumerate(self.values.terms(stage, first, column)):
                     at = column // EIGHT + j
                     for i, fragment in enumerate(left):
-                        out[i][at] = ptx_mma.mma_sync(builder, self.attention.kind, fragment, right, out[i][at])
+                        held = len(out[i][at])
+                        four = [*out[i][at], *[L.F32(0.0)] * (FOUR - held)]
+                        out[i][at] = ptx_mma.mma_sync(builder, kind, fragment, right, four)[:held]
 
     def _left(self, upper: list[L.Value], lower: list[L.Value], eight: int) -> list[L.Value]:
         """Weights of 8 or 16 keys as an A fragment of the PV GEMM."""
@@ -258,26 +288,36 @@ class FlashAttentionKernel:
         builder, shape = self.builder, self.shape
         ptx_mma.cp_async_wait(builder, 0)
         ptx_mma.barrier(builder)
-        place = builder.add(builder.mul(self.band, L.I32(shape.exchange_bytes)), builder.mul(self.lane, L.I32(FOUR)))
+        holds, lane = self._holds_rows()
+        place = builder.add(builder.mul(self.band, L.I32(shape.exchange_bytes)), builder.mul(lane, L.I32(WIDEST)))
         place = builder.add(self.shared, place)
         every = shape.warps[0] * shape.exchange_bytes
         others = shape.warps[1] - 1
         if others:
-            with builder.if_then(builder.icmp_signed(">", self.part, L.I32(0))):
+            with builder.if_then(builder.and_(holds, builder.icmp_signed(">", self.part, L.I32(0)))):
                 mine = builder.mul(builder.sub(self.part, L.I32(1)), L.I32(every))
                 store_state(builder, state, builder.add(place, mine))
             ptx_mma.barrier(builder)
         first = builder.icmp_signed("==", self.part, L.I32(0))
         with builder.if_then(first):
             for other in range(others):
-                state = merge_states(builder, state, place, other * every)
+                state = merge_states(builder, state, load_state(builder, shape, place, other * every))
             if shape.cluster > 1:
-                store_state(builder, state, builder.add(place, L.I32(others * every)))
+                with builder.if_then(holds):
+                    store_state(builder, state, builder.add(place, L.I32(others * every)))
             else:
                 self._finish(state)
         if shape.cluster > 1:
             first = builder.and_(first, builder.icmp_signed("==", self.rank, L.I32(0)))
             self._merge_cluster(builder.add(place, L.I32(others * every)), first)
+
+    def _holds_rows(self) -> tuple[L.Value, L.Value]:
+        """Whether a lane's rows exist, and the lane whose state it reads: of the others, which read with it."""
+        builder, shape = self.builder, self.shape
+        if shape.lane_rows > 1:
+            return L.I1(1), self.lane
+        holds = builder.icmp_signed("<", self.lane, L.I32(FOUR * self.attention.rows))
+        return holds, builder.select(holds, self.lane, L.I32(0))
 
     def _merge_cluster(self, place: L.Value, first: L.Value) -> None:
         """Merges the states that the blocks of a cluster have stored. Args: first: whether the thread does."""
@@ -286,7 +326,8 @@ class FlashAttentionKernel:
         with builder.if_then(first):
             state = load_state(builder, shape, place)
             for rank in range(1, shape.cluster):
-                state = merge_states(builder, state, ptx_mma.mapa(builder, place, rank), 0, cluster=True)
+                there = ptx_mma.mapa(builder, place, rank)
+                state = merge_states(builder, state, load_state(builder, shape, there, cluster=True))
             self._finish(state)
         ptx_mma.cluster_barrier(builder)  # no block may end while the first one reads its shared memory
 
@@ -296,7 +337,8 @@ class FlashAttentionKernel:
         sums = [quad_reduce(builder, total, lambda b, x, y: b.fadd(x, y)) for total in state.sums]
         ones = [builder.fdiv(L.F32(1.0), total) for total in sums]
         self._statistics(state.largest, sums)
-        totals = scaled(builder, state.out, ones)
+        lower = [L.F32(0.0)] * (FOUR - 2 * shape.lane_rows)
+        totals = [[[*two, *lower] for two in row] for row in scaled(builder, state.out, ones)]
         variables = {**self.frame.variables, ROWS: self.row, COLUMNS: L.I32(0)}
         frame = replace(self.frame, variables=variables)
         value = attention.value
@@ -321,5 +363,6 @@ class FlashAttentionKernel:
         frame = replace(self.frame, variables={**self.frame.variables, ROWS: row}, ranges=ranges, cache={}, values={})
         mine = builder.icmp_signed("==", builder.and_(self.lane, L.I32(3)), L.I32(0))
         for number, values in enumerate(zip(largest, sums, strict=True)):
-            down = number // 2 * SIXTEEN + number % 2 * EIGHT
+            band, half = divmod(number, shape.lane_rows)
+            down = band * SIXTEEN + half * EIGHT
             store_row_values(frame, attention, self.buffers, down, values, mine)

@@ -174,7 +174,8 @@ def _base(frame: M.Frame, operand: Operand) -> L.Value:
 
 
 def queries(frame: M.Frame, shape: FlashTile, row: L.Value, lane: L.Value) -> list[list[list[L.Value]]]:
-    """A warp's fragments of the queries [16 rows][step][4 registers]; rows beyond the last are clamped to it.
+    """A warp's fragments of the queries [16 rows][step][4 registers]; rows beyond the last are clamped to it, lower
+    halves that hold no row (`FlashTile.lane_rows`) are 0.
 
     Args: row: the warp's first one.
     """
@@ -186,7 +187,7 @@ def queries(frame: M.Frame, shape: FlashTile, row: L.Value, lane: L.Value) -> li
     found = []
     for first in range(0, shape.warp[0], SIXTEEN):
         sources = []
-        for half in (0, EIGHT):
+        for half in range(0, EIGHT * shape.lane_rows, EIGHT):
             mine = builder.add(builder.add(row, builder.lshr(lane, L.I32(2))), L.I32(first + half))
             if operand.extent % shape.rows:
                 mine = builder.select(builder.icmp_signed("<", mine, last), mine, last)
@@ -198,11 +199,11 @@ def queries(frame: M.Frame, shape: FlashTile, row: L.Value, lane: L.Value) -> li
             fragment = []
             for four in (0, FOUR):
                 word = step * STEP // WORD + four
-                for source in sources:
-                    if word >= words:
+                for half in range(2):
+                    if word >= words or half >= len(sources):
                         fragment.append(L.I32(0))
                         continue
-                    (value,) = ptx_mma.load_words(builder, (source, WORD * word), 1, None)
+                    (value,) = ptx_mma.load_words(builder, (sources[half], WORD * word), 1, None)
                     fragment.append(ptx_mma.to_tf32(builder, value) if operand.item == WORD else value)
             steps.append(fragment)
         found.append(steps)

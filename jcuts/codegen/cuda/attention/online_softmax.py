@@ -1,6 +1,6 @@
 """Online softmax state of a warp: row maxima, exponential sums and rescaled outputs; merging the states of split keys.
 
-A lane has two rows of every sixteen; four lanes share a row.
+A lane has two rows of every sixteen, or one (`FlashTile.lane_rows`); four lanes share a row.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from jcuts.kernel_ir.node import Graph, Guard, Node
 from jcuts.kernel_ir.program import Buffer
 from jcuts.lower.patterns.attention import Attention
 from jcuts.lower.patterns.gemm import ROWS
-from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STATE, FlashTile
+from jcuts.schedule.gpu.attention.tile import EIGHT, FOUR, SIXTEEN, FlashTile
 
-FOUR = 16
+WIDEST = 16
 """Bytes that a lane hands over at once."""
 NEGLIGIBLE = 150
 """Scores this far below their row's maximum have no weight."""
@@ -53,24 +53,23 @@ class OnlineSoftmaxState:
     @staticmethod
     def of(values: Sequence[L.Value], shape: FlashTile) -> OnlineSoftmaxState:
         """The inverse of `values`."""
-        rows = 2 * shape.warp[0] // SIXTEEN
-        return OnlineSoftmaxState(
-            list(values[:rows]), list(values[rows : 2 * rows]), tiles_of(values[2 * rows :], rows // 2)
-        )
+        rows = shape.lane_rows * shape.warp[0] // SIXTEEN
+        out = tiles_of(values[2 * rows :], rows // shape.lane_rows, 2 * shape.lane_rows)
+        return OnlineSoftmaxState(list(values[:rows]), list(values[rows : 2 * rows]), out)
 
     @staticmethod
     def none(shape: FlashTile) -> OnlineSoftmaxState:
         """The initial state, before the first key."""
-        rows = 2 * shape.warp[0] // SIXTEEN
-        out = [L.F32(0.0)] * (rows // 2 * shape.padded_head_dim // EIGHT * 4)
+        rows = shape.lane_rows * shape.warp[0] // SIXTEEN
+        out = [L.F32(0.0)] * (rows * shape.padded_head_dim // EIGHT * 2)
         return OnlineSoftmaxState.of([*[LEAST] * rows, *[L.F32(0.0)] * rows, *out], shape)
 
 
-def tiles_of(values: Sequence[L.Value], bands: int) -> Tile:
-    """Accumulators as 16-row tiles, from one flat list."""
-    fours = [list(values[k : k + 4]) for k in range(0, len(values), 4)]
-    across = len(fours) // bands
-    return [fours[k : k + across] for k in range(0, len(fours), across)]
+def tiles_of(values: Sequence[L.Value], bands: int, each: int) -> Tile:
+    """Accumulators as 16-row tiles, from one flat list. Args: each: of them in a tile."""
+    tiles = [list(values[k : k + each]) for k in range(0, len(values), each)]
+    across = len(tiles) // bands
+    return [tiles[k : k + across] for k in range(0, len(tiles), across)]
 
 
 def softmax(
@@ -101,7 +100,7 @@ def is_negligible(builder: GpuBuilder, state: OnlineSoftmaxState, score: float) 
 
 def _lane_rows(scores: Tile) -> list[list[L.Value]]:
     """The lane's scores by row."""
-    halves = [(band, first) for band in scores for first in (0, 2)]
+    halves = [(band, first) for band in scores for first in range(0, len(band[0]), 2)]
     return [[value for tile in band for value in tile[first : first + 2]] for band, first in halves]
 
 
@@ -121,8 +120,9 @@ def quad_reduce(
 
 def scaled(builder: GpuBuilder, out: Tile, factors: Sequence[L.Value]) -> Tile:
     """Accumulators times a factor per row."""
+    rows = len(factors) // len(out)
     return [
-        [[builder.fmul(v, factors[2 * i + k // 2]) for k, v in enumerate(tile)] for tile in row]
+        [[builder.fmul(v, factors[rows * i + k // 2]) for k, v in enumerate(tile)] for tile in row]
         for i, row in enumerate(out)
     ]
 
@@ -141,47 +141,39 @@ def _finite(builder: GpuBuilder, most: L.Value) -> L.Value:
 
 # -- warps that share keys ------------------------------------------------------------------------------------------
 def store_state(builder: GpuBuilder, state: OnlineSoftmaxState, place: L.Value) -> None:
-    """Stores a warp's state in shared memory, from this lane's address on."""
-    fours = [tile for row in state.out for tile in row]
-    rest = [*state.largest, *state.sums]
-    fours += [rest[k : k + 4] for k in range(0, len(rest), 4)]
-    for number, four in enumerate(fours):
-        ptx_mma.st_shared_v4_f32(builder, place, number * FOUR * WARP, four)
+    """Stores a warp's state in shared memory, from this lane's address on (`OnlineSoftmaxState.values`, padded)."""
+    words = state.values()
+    words += [L.F32(0.0)] * (-len(words) % FOUR)
+    for number, first in enumerate(range(0, len(words), FOUR)):
+        ptx_mma.st_shared_v4_f32(builder, place, number * WIDEST * WARP, words[first : first + FOUR])
 
 
-def load_state(builder: GpuBuilder, shape: FlashTile, place: L.Value) -> OnlineSoftmaxState:
-    """A state that this block has stored (`store_state`)."""
-    rows = 2 * shape.warp[0] // SIXTEEN
-    out = rows // 2 * shape.padded_head_dim // EIGHT
-    fours = [
-        ptx_mma.ld_shared_v4_f32(builder, place, number * FOUR * WARP) for number in range(out + rows * STATE // 4)
-    ]
-    return OnlineSoftmaxState.of([v for four in (*fours[out:], *fours[:out]) for v in four], shape)
-
-
-def merge_states(
-    builder: GpuBuilder, state: OnlineSoftmaxState, place: L.Value, offset: int, *, cluster: bool = False
+def load_state(
+    builder: GpuBuilder, shape: FlashTile, place: L.Value, offset: int = 0, *, cluster: bool = False
 ) -> OnlineSoftmaxState:
-    """Merges a warp's state with one that another warp has stored (`store_state`), of any block of a ``cluster``."""
+    """A state that a warp of this block, or of the ``cluster``, has stored (`store_state`)."""
+    starts = [offset + number * WIDEST * WARP for number in range(shape.state_words // FOUR)]
+    fours = [ptx_mma.ld_shared_v4_f32(builder, place, start, cluster=cluster) for start in starts]
+    words = [word for four in fours for word in four]
+    return OnlineSoftmaxState.of(words[: len(OnlineSoftmaxState.none(shape).values())], shape)
 
-    def four(number: int) -> list[L.Value]:
-        return ptx_mma.ld_shared_v4_f32(builder, place, offset + number * FOUR * WARP, cluster=cluster)
 
-    count, rows = sum(map(len, state.out)), len(state.sums)
-    rest = [v for k in range(rows * STATE // 4) for v in four(count + k)]
-    largest, sums, mine, theirs = [], [], [], []
-    for r in range(rows):
-        most = larger(builder, state.largest[r], rest[r])
+def merge_states(builder: GpuBuilder, mine: OnlineSoftmaxState, other: OnlineSoftmaxState) -> OnlineSoftmaxState:
+    """The state of the keys of two."""
+    largest, sums, factors = [], [], []
+    for r, most in enumerate(larger(builder, a, b) for a, b in zip(mine.largest, other.largest, strict=True)):
         base = _finite(builder, most)
-        mine.append(sfu_math.fast_exp_nonpositive(builder, builder.fsub(state.largest[r], base)))
-        theirs.append(sfu_math.fast_exp_nonpositive(builder, builder.fsub(rest[r], base)))
+        pair = [sfu_math.fast_exp_nonpositive(builder, builder.fsub(state.largest[r], base)) for state in (mine, other)]
+        totals = [builder.fmul(state.sums[r], factor) for state, factor in zip((mine, other), pair, strict=True)]
         largest.append(most)
-        sums.append(builder.fadd(builder.fmul(state.sums[r], mine[r]), builder.fmul(rest[rows + r], theirs[r])))
-    out: Tile = []
-    for i, row in enumerate(scaled(builder, state.out, mine)):
-        others = scaled(builder, [[four(i * len(row) + j) for j in range(len(row))]], theirs[2 * i : 2 * i + 2])[0]
-        both = zip(row, others, strict=True)
-        out.append([[builder.fadd(v, w) for v, w in zip(tile, other, strict=True)] for tile, other in both])
+        sums.append(builder.fadd(*totals))
+        factors.append(pair)
+    ours = scaled(builder, mine.out, [pair[0] for pair in factors])
+    theirs = scaled(builder, other.out, [pair[1] for pair in factors])
+    out = [
+        [[builder.fadd(v, w) for v, w in zip(*tiles, strict=True)] for tiles in zip(*rows, strict=True)]
+        for rows in zip(ours, theirs, strict=True)
+    ]
     return OnlineSoftmaxState(largest, sums, out)
 
 

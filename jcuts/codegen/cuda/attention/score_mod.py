@@ -22,7 +22,7 @@ from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, FlashTile
 
 LEAST = ir.Constant(L.F32, -math.inf)
 Tile = list[list[list[L.Value]]]
-"""Accumulators: [16 rows][8 columns][4]."""
+"""Accumulators: [16 rows][8 columns][4], or [2] where the lower eight rows are left out."""
 
 
 @dataclass(frozen=True)
@@ -45,25 +45,105 @@ class TilePlace:
         return builder.add(self.column, builder.mul(builder.and_(self.lane, L.I32(3)), L.I32(2)))
 
 
+def place_of(shape: FlashTile, first: tuple[L.Value, L.Value], lane: L.Value) -> TilePlace:
+    """Where a warp's accumulators of QK^T lie. Args: first: its row and key."""
+    ranges = (
+        shape.blocks[1] * shape.rows - shape.warp[0] + EIGHT,
+        shape.tiles * shape.keys - shape.warp[1] + EIGHT,
+    )
+    return TilePlace(*first, lane, (shape.attention.rows, shape.attention.keys), ranges)
+
+
 def apply_score_mod(
     frame: M.Frame,
     shape: FlashTile,
     buffers: Mapping[str, Buffer],
     scores: Tile,
-    first: tuple[L.Value, L.Value],
-    lane: L.Value,
+    place: TilePlace,
+    loaded: Sequence[L.Value] = (),
 ) -> Tile:
-    """Applies the score modification to a warp's QK^T accumulators; -inf for keys beyond the last. Args: first: row and
-    key of the first.
+    """Applies the score modification to a warp's QK^T accumulators; -inf for keys beyond the last. Args: loaded: what
+    `load_columns` has given for this place.
     """
-    attention = shape.attention
-    ranges = (
-        shape.blocks[1] * shape.rows - shape.warp[0] + EIGHT,
-        shape.tiles * shape.keys - shape.warp[1] + EIGHT,
-    )
-    place = TilePlace(*first, lane, (attention.rows, attention.keys), ranges)
-    found = apply_to_tiles(frame, attention.scores, buffers, [scores], {}, place)
-    return mask_columns(frame.builder, found, place, LEAST) if attention.keys % shape.keys else found
+    phase = shape.attention.scores
+    found = apply_to_tiles(frame, phase, buffers, [scores], {}, place, loaded=loaded)
+    return mask_columns(frame.builder, found, place, LEAST) if shape.attention.keys % shape.keys else found
+
+
+def load_columns(frame: M.Frame, shape: FlashTile, buffers: Mapping[str, Buffer], place: TilePlace) -> list[L.Value]:
+    """Issues the score modification's loads that depend on the key alone (a mask, a bias per key), which so need not
+    wait for QK^T.
+    """
+    bands, pairs = shape.warp[0] // SIXTEEN, shape.warp[1] // EIGHT
+    points = itertools.product(range(bands), range(pairs), range(2 * shape.lane_rows))
+    graph = TileGraph(frame, shape.attention.scores, buffers, list(points), {}, place)
+    loads = graph.column_loads()
+    graph.emitter.vectorize_loads(loads)
+    return [lanes.value for lanes in graph.emitter.emit(loads)]
+
+
+class TileGraph:
+    """The exit graph of a phase over rows and columns, copied to all points of a warp's accumulators."""
+
+    def __init__(
+        self,
+        frame: M.Frame,
+        phase: Phase,
+        buffers: Mapping[str, Buffer],
+        points: Sequence[tuple[int, int, int]],
+        kept: Mapping[str, int],
+        place: TilePlace,
+    ) -> None:
+        """Args: points: (16 rows, 8 columns, value) of the accumulators; kept: see `apply_to_tiles`."""
+        builder = frame.builder
+        row, column = builder.add(place.row, builder.lshr(place.lane, L.I32(2))), place.lane_column(builder)
+        frame = replace(
+            frame,
+            variables={**frame.variables, ROWS: row, COLUMNS: column},
+            ranges={**frame.ranges, ROWS: place.ranges[0], COLUMNS: place.ranges[1]},
+            multiples={COLUMNS: 2},
+            cache={},
+        )
+        made, wanted = _inside(phase, dict(zip((ROWS, COLUMNS), place.extents, strict=True)), kept)
+        accs = [(n, int(str(node.attr("number")))) for n, node in enumerate(made.nodes) if node.op == "acc"]
+        self.graph = Graph()
+        self.emitter = Emitter(frame, self.graph, buffers)
+        self.numbers: dict[tuple[int, int, int], int] = {}
+        self.accumulators: list[tuple[int, int, tuple[int, int, int]]] = []
+        """Nodes that stand for accumulators: the node, the number of the tile, the point."""
+        for i, j, k in points:
+            down, across = i * SIXTEEN + EIGHT * (k // 2), j * EIGHT + k % 2
+            point = ("point", (down, across))
+            given = {n: self.graph.add(Node("acc", "float32", attrs=(("number", t), point))) for n, t in accs}
+            self.accumulators += [(given[n], t, (i, j, k)) for n, t in accs]
+            where = {ROWS: Index.axis(ROWS) + down, COLUMNS: Index.axis(COLUMNS) + across}
+            (self.numbers[i, j, k],) = made.copy_into(self.graph, [wanted], where, frame.ranges, given)
+
+    def column_loads(self) -> list[int]:
+        """Loads at an address that depends on the column, not on the row or on other loads."""
+        found = []
+        for number in self.graph.needed(self.numbers.values()):
+            node = self.graph.nodes[number]
+            if node.op == "load" and node.index is not None:
+                every = [node.index, *(guard.index for guard in node.guards)]
+                if not any(ROWS in index.axes() or index.values() for index in every):
+                    found.append(number)
+        return found
+
+    def emit(self, tiles: Sequence[Tile], loaded: Sequence[L.Value]) -> Tile:
+        """The values at all points. Args: tiles: accumulators; loaded: values of `column_loads`, if they are known."""
+        emitter = self.emitter
+        for node, t, (i, j, k) in self.accumulators:
+            emitter.bind(node, E.Lanes(tiles[t][i][j][k], "float32"))
+        if loaded:
+            for number, value in zip(self.column_loads(), loaded, strict=True):
+                emitter.bind(number, E.Lanes(value, self.graph.nodes[number].dtype))
+        emitter.vectorize_loads(self.numbers.values())
+        values = dict(zip(self.numbers, emitter.emit(list(self.numbers.values())), strict=True))
+        return [
+            [[values[i, j, k].value for k in range(len(four))] for j, four in enumerate(row)]
+            for i, row in enumerate(tiles[0])
+        ]
 
 
 def apply_to_tiles(
@@ -73,7 +153,9 @@ def apply_to_tiles(
     tiles: Sequence[Tile],
     kept: Mapping[str, int],
     place: TilePlace,
+    *,
     coarse_exp: bool = False,
+    loaded: Sequence[L.Value] = (),
 ) -> Tile:
     """Runs the exit graph of a phase over rows and columns on a warp's accumulators; gives what it stores.
 
@@ -81,36 +163,12 @@ def apply_to_tiles(
         tiles: the accumulators of the phase, then values of earlier phases.
         kept: local buffer -> number of the tile that holds its values.
         coarse_exp: whether exponentials are those of `fast_exp_nonpositive`: of values that are rounded to 11 bits.
+        loaded: values of the loads that depend on the column alone, if they are known.
     """
-    builder = frame.builder
-    row = builder.add(place.row, builder.lshr(place.lane, L.I32(2)))
-    column = place.lane_column(builder)
-    frame = replace(
-        frame,
-        variables={**frame.variables, ROWS: row, COLUMNS: column},
-        ranges={**frame.ranges, ROWS: place.ranges[0], COLUMNS: place.ranges[1]},
-        multiples={COLUMNS: 2},
-        cache={},
-    )
-    made, wanted = _inside(phase, dict(zip((ROWS, COLUMNS), place.extents, strict=True)), kept)
-    accs = [(n, int(str(node.attr("number")))) for n, node in enumerate(made.nodes) if node.op == "acc"]
-    graph = Graph()
-    emitter = Emitter(frame, graph, buffers)
-    emitter.coarse_exp = coarse_exp
-    numbers: dict[tuple[int, int, int], int] = {}
-    first = tiles[0]
-    for i, j, k in itertools.product(range(len(first)), range(len(first[0])), range(4)):
-        down, across = i * SIXTEEN + EIGHT * (k // 2), j * EIGHT + k % 2
-        point = ("point", (down, across))
-        given = {n: graph.add(Node("acc", "float32", attrs=(("number", t), point))) for n, t in accs}
-        for n, t in accs:
-            emitter.bind(given[n], E.Lanes(tiles[t][i][j][k], "float32"))
-        where = {ROWS: Index.axis(ROWS) + down, COLUMNS: Index.axis(COLUMNS) + across}
-        (numbers[i, j, k],) = made.copy_into(graph, [wanted], where, frame.ranges, given)
-    emitter.vectorize_loads(numbers.values())
-    places = list(numbers)
-    values = dict(zip(places, emitter.emit([numbers[p] for p in places]), strict=True))
-    return [[[values[i, j, k].value for k in range(4)] for j in range(len(row))] for i, row in enumerate(first)]
+    points = [(i, j, k) for i, row in enumerate(tiles[0]) for j, four in enumerate(row) for k in range(len(four))]
+    graph = TileGraph(frame, phase, buffers, points, kept, place)
+    graph.emitter.coarse_exp = coarse_exp
+    return graph.emit(tiles, loaded)
 
 
 def mask_columns(builder: GpuBuilder, tile: Tile, place: TilePlace, fill: L.Value) -> Tile:
@@ -120,8 +178,8 @@ def mask_columns(builder: GpuBuilder, tile: Tile, place: TilePlace, fill: L.Valu
     for j, k in itertools.product(range(len(tile[0])), range(2)):
         there = builder.icmp_signed("<", column, L.I32(place.extents[1] - j * EIGHT - k))
         for row in found:
-            for half in (k, k + 2):
-                row[j][half] = builder.select(there, row[j][half], fill)
+            for at in range(k, len(row[j]), 2):
+                row[j][at] = builder.select(there, row[j][at], fill)
     return found
 
 

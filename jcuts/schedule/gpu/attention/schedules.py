@@ -9,7 +9,8 @@ A multiprocessor has ``queue`` blocks to run, ``resident`` of them at once (occu
 Each quarter of a multiprocessor issues for its own warps: with five warps, one quarter has two.
 
 Where heads and rows make fewer blocks than there are multiprocessors (decoding), the blocks of a cluster divide the
-keys (split-KV; capability 9.0).
+keys (split-KV; capability 9.0).  Clusters do not fill all multiprocessors of their GPCs: 16 clusters of eight blocks
+that fill an SM each took two waves on an H200.
 
 Constants are fitted to 190 schedules of 14 sizes on an H200, in float32 and bfloat16: the median of measured over
 estimated time is within 25 % of 1 for each of them.
@@ -54,7 +55,7 @@ WARPS = (1, 2, 3, 4, 6, 8, 12)
 """Warps along rows."""
 PARTS = (1, 2, 4, 8)
 """Warps along keys."""
-STAGES = (2, 3, 4)
+STAGES = (1, 2, 3, 4)
 MOST_WARPS = 12
 FEWEST_WARPS = 2
 FEW = 264
@@ -132,7 +133,9 @@ def shapes(attention: Attention, machine: GpuMachine) -> Iterator[FlashTile]:
         clusters = CLUSTER_SIZES if machine.capability >= CLUSTERS and blocks < machine.sms else (1,)
         for stages, early, cluster in itertools.product(STAGES, rounded, clusters):
             shape = FlashTile(attention, rows, keys, (along, parts), stages, early, cluster=cluster)
-            if (stages > 2 and stages > shape.walked) or (shape.shared > MOST_SHARED and shape.block_count > FEW):
+            if stages > shape.walked or (stages == 1 < shape.walked):
+                continue
+            if shape.shared > MOST_SHARED and shape.block_count > FEW:
                 continue
             if (
                 shape.fits
@@ -147,7 +150,7 @@ def registers(shape: FlashTile) -> float:
     high, wide = shape.warp
     kept = shape.steps + shape.padded_head_dim // EIGHT + wide // EIGHT
     bands = high // SIXTEEN
-    found = _REGISTERS.base + _REGISTERS.per_value * bands * 4 * kept
+    found = _REGISTERS.base + _REGISTERS.per_value * bands * 2 * shape.lane_rows * kept
     return found + _REGISTERS.per_16_keys * wide / SIXTEEN + _REGISTERS.per_16_rows * bands
 
 
@@ -184,14 +187,17 @@ def launch_time(
     program: Program,
     machine: GpuMachine,
     in_flight: int = 0,
+    cluster: int = 1,
 ) -> TimeTerm:
     """Cycles of a launch in waves, or of its memory.
 
     Args:
         wave: of how often, with how many blocks per multiprocessor, for how many of all blocks.
         in_flight: bytes that a block has asked for at a time; 0: enough.
+        cluster: blocks that run on multiprocessors of one GPC at once: clusters do not fill all of them.
     """
-    full, rest = divmod(-(-blocks // machine.sms), resident)
+    usable = int(machine.sms * (1 - _SPLIT.idle_share_per_block * (cluster - 1)))
+    full, rest = divmod(-(-blocks // usable), resident)
     waves = [wave(full, resident, min(blocks, full * resident * machine.sms))] if full else []
     if rest:
         waves.append(wave(1, rest, blocks - full * resident * machine.sms))
@@ -244,8 +250,8 @@ def time(shape: FlashTile, program: Program, machine: GpuMachine) -> TimeTerm:
         return per_sm(times, soft_maximum(2, work, own), resident=blocks, blocks=of_all, sms=machine.sms)
 
     resident = resident_blocks(shape.shared, registers(shape), shape.threads, machine)
-    in_flight = min(shape.walked, max(1, shape.stages - 1)) * shape.keys * line
-    return launch_time(wave, shape.block_count, resident, program, machine, in_flight)
+    in_flight = shape.ahead * shape.keys * line
+    return launch_time(wave, shape.block_count, resident, program, machine, in_flight, shape.cluster)
 
 
 def cycles(shape: FlashTile, program: Program, machine: GpuMachine) -> float:

@@ -30,6 +30,8 @@ FLAGS = ("rounded", "skips")
 """Parameters that are set or left out."""
 EIGHT = 8
 """Rows of which a lane of a warp has one."""
+FOUR = 4
+"""Words of the widest access; lanes that share a row."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,20 @@ class FlashTile:
         return self.keys * (self.pitch(self.attention.key) + self.pitch(self.attention.value))
 
     @property
+    def lane_rows(self) -> int:
+        """Rows of every sixteen that a lane keeps: one where there are eight queries at most (decoding), else two."""
+        return 1 if self.attention.rows <= EIGHT else 2
+
+    @property
+    def state_words(self) -> int:
+        """Words of a lane's softmax state, in whole accesses: accumulators, a maximum and a sum per row."""
+        rows = self.lane_rows * self.warp[0] // SIXTEEN
+        return FOUR * -(-rows * (2 * self.padded_head_dim // EIGHT + STATE) // FOUR)
+
+    @property
     def exchange_bytes(self) -> int:
         """Bytes through which one warp hands over its softmax state."""
-        high = self.warp[0]
-        return 4 * high * self.padded_head_dim + 4 * WARP * STATE * high // EIGHT
+        return 4 * WARP * self.state_words
 
     @property
     def shared(self) -> int:
@@ -120,6 +132,11 @@ class FlashTile:
     def walked(self) -> int:
         """Key tiles that a block walks over."""
         return self.tiles // self.cluster
+
+    @property
+    def ahead(self) -> int:
+        """Tiles whose copies start before the first is read: all of them where each has a stage of its own."""
+        return self.walked if self.stages >= self.walked else max(1, self.stages - 1)
 
     @property
     def blocks(self) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from jcuts.fusion import greedy
 from jcuts.fusion.match_attention import fuse_attention
 from jcuts.lower.patterns.attention import match
 from jcuts.schedule.gpu import candidates as gpu_candidates
+from jcuts.schedule.gpu.attention.tile import shape_of
 from tests import programs
 from tests.codegen.cuda.attention.test_flash import (
     LIMIT,
@@ -63,10 +64,36 @@ def test_keys_split_over_a_cluster(tile, heads, dtype, position):
         compare(got, exact(decoded, *arrays, np.int32(position)), LIMIT[dtype])
 
 
+def biased(q, k, v, seen, bias):
+    """Grouped queries with a mask and a bias per key."""
+    q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k).astype(jnp.float32) * q.shape[-1] ** -0.5 + bias
+    return jnp.einsum("bhgqk,bkhd->bqhgd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1).astype(v.dtype), v)
+
+
+@compiled
+@pytest.mark.parametrize("group", [1, 5, 8, 9])
+@pytest.mark.parametrize("tile", [(16, 32, (1, 2), 3, 1), (16, 16, (1, 1), 1, 1), (16, 32, (1, 2), 2, 2)], ids=str)
+def test_masks_and_biases_per_key_are_loaded_a_tile_ahead(tile, group):
+    """Eight queries of a head at most: half a fragment has no rows; the last tile of keys is not whole."""
+    keys = 16 if tile[3] == 1 else 118
+    arrays = [normal(1, n, h, 16, seed=n).astype(jnp.bfloat16) for n, h in ((1, 2 * group), (keys, 2), (keys, 2))]
+    arrays += [normal(keys) > -0.5, normal(keys, seed=1)]
+    program, operands = traced(biased, *arrays)
+    rows, across, warps, stages, cluster = tile
+    made = shaped(program, rows, across, warps, stages, cluster=cluster)
+    (got,) = results(made, operands)
+    compare(got, exact(biased, *arrays), LIMIT["bfloat16"])
+    ptx = compiler.ptx_of(made, SM90)
+    loop = ptx[: ptx.index("mma.sync")]
+    assert ("ld.global.nc.u8" in loop or "ld.global.nc.b16" in loop) == (group <= 8)
+
+
 @compiled
 @pytest.mark.parametrize("rounded", [False, True])
-def test_float32_keys_split_over_a_cluster(rounded):
-    arrays = normal(1, 20, 2, 24), normal(1, 70, 2, 24, seed=1), normal(1, 70, 2, 24, seed=2)
+@pytest.mark.parametrize("queries", [5, 20])
+def test_float32_keys_split_over_a_cluster(rounded, queries):
+    arrays = normal(1, queries, 2, 24), normal(1, 70, 2, 24, seed=1), normal(1, 70, 2, 24, seed=2)
     program, operands = traced(with_logsumexp, *arrays)
     made = shaped(program, 16, 32, (1, 2), 2, rounded, cluster=3)
     found = dict(zip((b.shape for b in program.outputs), results(made, operands), strict=True))
@@ -94,6 +121,15 @@ def test_ranked_schedules_of_decoding_assemble_without_spills(heads):
     assert any(dict(c.params).get("cluster", 1) > 1 for c in found)
     for candidate in found:
         compiler.compile_program(candidate, SM90)
+
+
+def test_clusters_that_fill_their_multiprocessors_are_not_first():
+    """16 clusters of eight blocks that fill an SM each took two waves on an H200 (25.0 us in place of 14.3)."""
+    arrays = [np.zeros((1, n, 16, 128), jnp.bfloat16) for n in (1, 2048, 2048)]
+    program, _ = traced(decoded, *arrays, np.int32(2047))
+    for candidate, _ in gpu_candidates.candidates(program, MACHINE, 3):
+        tile = shape_of(candidate)
+        assert not (tile.cluster == 8 and 2 * tile.shared > MACHINE.limits.smem_per_sm_bytes)
 
 
 def test_one_query_in_float32_is_no_attention_of_matrix_units():

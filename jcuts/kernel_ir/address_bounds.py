@@ -56,7 +56,7 @@ def check_bounds(program: Program, phase: Phase) -> None:
             axes[grid.axis] = (0, grid.extent - 1)
     axes |= {a.name: (0, a.extent - 1) for a in (*phase.axes, *phase.reds)}
     split = {g.axis: Index.axis(f"{g.axis}_lo") + Index.axis(g.axis + INSIDE) for g in program.grid}
-    sizes = {b.name: b.size for b in program.buffers}
+    sizes = {b.name: b.reach for b in program.buffers}
     widest = WIDEST_ON_GPU if "cuda" in dict(program.params) else WIDEST
     for graph in (phase.body, phase.exit):
         space = _Space(axes, split, graph, widest)

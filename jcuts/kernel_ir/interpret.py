@@ -30,7 +30,7 @@ class _Memory:
     """A flat buffer and how often each of its elements was written."""
 
     def __init__(self, name: str, data: np.ndarray, is_input: bool) -> None:
-        self.name, self.data, self.is_input = name, data, is_input
+        self.name, self.data, self.is_input, self.offset = name, data, is_input, 0
         self.writes = np.full(data.size, int(is_input), np.int64)
 
     def load(self, address: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
@@ -42,6 +42,7 @@ class _Memory:
         return self.data[address if mask is None else np.where(mask, address, 0)]
 
     def store(self, address: np.ndarray, value: np.ndarray, again: bool) -> None:
+        address = address + self.offset
         if address.size and (address.min() < 0 or address.max() >= self.data.size):
             raise IRError(f"{self.name}: stores {address.min()}..{address.max()} of {self.data.size} elements")
         self.data[address] = value
@@ -69,11 +70,16 @@ def interpret(program: Program, operands: Sequence[np.ndarray]) -> list[np.ndarr
         memory[buffer.name] = _Memory(buffer.name, array.ravel(), True)
     for buffer in program.outputs:
         memory[buffer.name] = _Memory(buffer.name, _uninitialised(buffer), False)
+        if buffer.offset is not None:
+            start = int(memory[buffer.offset.start].data[0])
+            memory[buffer.name].offset = min(max(start, 0), buffer.offset.limit) * buffer.offset.stride
     with np.errstate(all="ignore"):
         for task in itertools.product(*(range(g.blocks) for g in program.grid)):
             _task(program, task, memory)
     for buffer in program.outputs:
         writes = memory[buffer.name].writes
+        if buffer.offset is not None:  # a part of an array that the caller has
+            writes = writes[writes > 0]
         if not (writes == 1).all():
             raise IRError(f"{buffer.name}: elements are written {writes.min()} to {writes.max()} times instead of once")
     return [memory[b.name].data.reshape(b.shape) for b in program.outputs]

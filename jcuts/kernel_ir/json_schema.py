@@ -135,7 +135,7 @@ _NODE = frozenset({"op", "dtype"})
 
 
 def _buffer(row: Any) -> None:
-    name, dtype, shape, role, *tf32 = _row("buffer", row, 4, 5)
+    name, dtype, shape, role, *more = _row("buffer", row, 4, 6)
     _that(is_buffer(name), "buffer", name)
     _dtype(dtype)
     size = 1
@@ -143,7 +143,12 @@ def _buffer(row: Any) -> None:
         size *= _integer("extent", extent, 1, MOST_SIZE)
     _that(size <= MOST_SIZE, "buffer size", size)
     _that(role in ROLES, "role", role)
-    _that(all(flag is True for flag in tf32), "TF32 mark", tf32)
+    _that(all(type(flag) is bool and (flag or more[1:]) for flag in more[:1]), "TF32 mark", more)
+    for offset in more[1:]:
+        start, limit, stride = _row("offset", offset, 3)
+        _that(is_buffer(start), "buffer", start)
+        _integer("limit", limit, 1, MOST_SIZE)
+        _integer("stride", stride, 1, MOST_SIZE)
 
 
 def _phase(data: Any) -> None:

@@ -24,7 +24,23 @@ from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.json_schema import FORMAT, ITEM_SIZE, check, parsed
 from jcuts.kernel_ir.node import Graph, Guard, Node
 
-__all__ = ["FORMAT", "ITEM_SIZE", "Acc", "Axis", "Buffer", "Grid", "Phase", "Program", "Red", "Store"]
+__all__ = ["FORMAT", "ITEM_SIZE", "Acc", "Axis", "Buffer", "Grid", "Offset", "Phase", "Program", "Red", "Store"]
+
+
+@dataclass(frozen=True)
+class Offset:
+    """A run-time offset of all addresses of a result: ``clip(start, 0, limit) * stride`` elements, ``start`` being the
+    one element of an operand (a dynamic-update-slice).
+    """
+
+    start: str
+    limit: int
+    stride: int
+
+    @property
+    def most(self) -> int:
+        """The largest offset [elements]."""
+        return self.limit * self.stride
 
 
 @dataclass(frozen=True)
@@ -32,7 +48,7 @@ class Buffer:
     """A dense row-major array. ``role`` is 'in', 'out', 'local' (private to the running task), or in one of several
     kernels of a program 'scratch' (memory of the call, which its tasks read and write).
 
-    ``tf32``: a float32 operand whose values are TF32 numbers (the low 13 bits are 0).
+    ``tf32``: a float32 operand whose values are TF32 numbers (the low 13 bits are 0). ``offset``: of a result.
     """
 
     name: str
@@ -40,6 +56,7 @@ class Buffer:
     shape: tuple[int, ...]
     role: str
     tf32: bool = False
+    offset: Offset | None = None
 
     @property
     def size(self) -> int:
@@ -50,6 +67,25 @@ class Buffer:
     def bytes(self) -> int:
         """Size in bytes."""
         return self.size * ITEM_SIZE[self.dtype]
+
+    @property
+    def reach(self) -> int:
+        """Elements that addresses may reach without the run-time offset."""
+        return self.size - (0 if self.offset is None else self.offset.most)
+
+    def to_json(self) -> list[object]:
+        """Plain data."""
+        row: list[object] = [self.name, self.dtype, list(self.shape), self.role]
+        if self.offset is not None:
+            return [*row, self.tf32, [self.offset.start, self.offset.limit, self.offset.stride]]
+        return [*row, True] if self.tf32 else row
+
+    @staticmethod
+    def from_json(row: list) -> Buffer:
+        """The inverse of `to_json`."""
+        name, dtype, shape, role, *more = row
+        offset = Offset(*more[1]) if len(more) > 1 else None
+        return Buffer(name, dtype, tuple(shape), role, bool(more and more[0]), offset)
 
 
 @dataclass(frozen=True)
@@ -221,7 +257,7 @@ class Program:
             "template": self.template,
             "params": [list(p) for p in self.params],
             "lanes": self.lanes,
-            "buffers": [[b.name, b.dtype, list(b.shape), b.role, *([True] if b.tf32 else [])] for b in self.buffers],
+            "buffers": [b.to_json() for b in self.buffers],
             "grid": [[g.axis, g.extent, g.block] for g in self.grid],
             "serial": list(self.serial),
             "phases": [_phase_json(p) for p in self.phases],
@@ -240,7 +276,7 @@ class Program:
             template=data["template"],
             params=tuple((k, _hashable(v)) for k, v in data["params"]),
             lanes=data["lanes"],
-            buffers=tuple(Buffer(n, d, tuple(s), r, *more) for n, d, s, r, *more in data["buffers"]),
+            buffers=tuple(Buffer.from_json(row) for row in data["buffers"]),
             grid=tuple(Grid(*g) for g in data["grid"]),
             serial=tuple(data["serial"]),
             phases=tuple(_phase_from_json(p) for p in data["phases"]),

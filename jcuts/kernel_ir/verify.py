@@ -16,8 +16,10 @@ from jcuts.kernel_ir import numpy_semantics
 from jcuts.kernel_ir.address_bounds import check_bounds
 from jcuts.kernel_ir.json_schema import is_axis, is_buffer, is_label, is_word
 from jcuts.kernel_ir.node import Graph
-from jcuts.kernel_ir.program import Phase, Program, Red
+from jcuts.kernel_ir.program import Buffer, Phase, Program, Red
 
+START_TYPES = ("int32", "int64")
+"""Of operands that give a run-time offset."""
 MOST_POINTS = 1 << 12
 """Points of a phase that are computed together: every one is a copy of the graph."""
 
@@ -46,6 +48,8 @@ def verify(program: Program, *, all_addresses: bool = False) -> None:
         raise IRError(f"{program.name}: two buffers of one name")
     if not program.outputs:
         raise IRError(f"{program.name}: no result")
+    for buffer in program.buffers:
+        _offset(program, buffer)
     known = {g.axis for g in program.grid}
     if len(known) != len(program.grid) or len(set(program.serial)) != len(program.serial):
         raise IRError(f"{program.name}: an axis is twice on the grid")
@@ -59,6 +63,17 @@ def verify(program: Program, *, all_addresses: bool = False) -> None:
     written = {store.buffer for phase in program.phases for store in phase.stores}
     if missing := [b.name for b in program.outputs if b.name not in written]:
         raise IRError(f"{program.name}: nothing is stored into {missing}")
+
+
+def _offset(program: Program, buffer: Buffer) -> None:
+    """A run-time offset is of a result of a kernel for GPUs, and starts at an integer operand."""
+    if buffer.offset is None:
+        return
+    start = program.buffer(buffer.offset.start)
+    if buffer.role != "out" or "cuda" not in dict(program.params):
+        raise IRError(f"{program.name}: {buffer.name} has a run-time offset, and is no result of a kernel for GPUs")
+    if (start.role, start.size, start.dtype in START_TYPES) != ("in", 1, True) or buffer.reach < 1:
+        raise IRError(f"{program.name}: {buffer.name} starts at {start.dtype}{list(start.shape)} {start.name}")
 
 
 def _names(program: Program) -> None:
@@ -127,10 +142,10 @@ def _phase(program: Program, phase: Phase) -> None:
         if (
             buffer.role == "out"
             and not store.guards
-            and (low is None or high is None or not 0 <= low <= high < buffer.size)
+            and (low is None or high is None or not 0 <= low <= high < buffer.reach)
         ):
             raise IRError(
-                f"{where}: store address {store.address} leaves {buffer.name} ({low}..{high} of {buffer.size})"
+                f"{where}: store address {store.address} leaves {buffer.name} ({low}..{high} of {buffer.reach})"
             )
 
 

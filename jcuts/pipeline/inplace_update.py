@@ -24,6 +24,7 @@ import jax
 from jcuts.base.errors import Refusal
 from jcuts.kernel_ir.node import Graph
 from jcuts.kernel_ir.program import Program
+from jcuts.kernel_ir.verify import START_TYPES
 from jcuts.lower.region import lower_region
 from jcuts.lower.sliced_output import SlicedOutput, write_into_slice
 from jcuts.lower.tensor_graph import build_graph
@@ -42,13 +43,19 @@ class InplaceUpdate:
     """An update that a kernel takes over.
 
     Attributes: number: of the equation. array: what is updated. zeros: number of the equation that made it, where the
-        kernel begins the array.
+        kernel begins the array. begins: where the part begins, if that is an argument of the update.
     """
 
     number: int
     array: Any
     placed: SlicedOutput
     zeros: int | None = None
+    begins: Any = None
+
+    def inputs(self, own: Sequence[Any]) -> list[Any]:
+        """The kernel's operands. Args: own: those without the update."""
+        added = [self.array] if self.placed.operand == len(own) else []
+        return [*own, *added, *([] if self.begins is None else [self.begins])]
 
 
 def note(top: Computation) -> str | None:
@@ -78,9 +85,11 @@ def find_inplace_update(level: Computation, subset: Region, chosen: Program | No
     eqn = level.closed.jaxpr.eqns[number]
     if jaxapi.primitive_name(eqn) != UPDATE or eqn.invars[1] is not subset.outputs[0]:
         return None
-    array = eqn.invars[0]
-    if jaxapi.is_literal(array) or not all(jaxapi.is_literal(s) for s in eqn.invars[2:]):
+    array, begins = eqn.invars[0], _begins(eqn)
+    if jaxapi.is_literal(array):
         return None
+    if begins is not None:
+        return None if array in subset.inputs else _with_run_time_start(chosen, number, eqn, begins)
     starts, operand = [int(s.val) for s in eqn.invars[2:]], -1
     if array in subset.inputs:
         operand = subset.inputs.index(array)
@@ -89,6 +98,26 @@ def find_inplace_update(level: Computation, subset: Region, chosen: Program | No
     zeros = _unread_zeros(level, number) if operand < 0 else None
     found = write_into_slice(chosen, array.aval.shape, starts, operand if zeros is None else None)
     return None if found is None else InplaceUpdate(number, array, found, zeros)
+
+
+def _begins(eqn: jaxapi.Eqn) -> Any:
+    """The argument that says where an update begins along the dimension of which it is a part; None for constants."""
+    starts = eqn.invars[2:]
+    if all(jaxapi.is_literal(s) for s in starts):
+        return None
+    shapes = zip(*(v.aval.shape for v in eqn.invars[:2]), strict=True)
+    found = [s for s, (whole, part) in zip(starts, shapes, strict=True) if whole != part and not jaxapi.is_literal(s)]
+    return found[0] if found else next(s for s in starts if not jaxapi.is_literal(s))
+
+
+def _with_run_time_start(chosen: Program, number: int, eqn: jaxapi.Eqn, begins: Any) -> InplaceUpdate | None:
+    """The update at a position that is an argument (a key-value cache), if a program can do it."""
+    array, dtype = eqn.invars[0], str(begins.aval.dtype)
+    if dtype not in START_TYPES:
+        return None
+    starts = [int(s.val) if jaxapi.is_literal(s) else dtype for s in eqn.invars[2:]]
+    found = write_into_slice(chosen, array.aval.shape, starts)
+    return None if found is None or found.position is None else InplaceUpdate(number, array, found, begins=begins)
 
 
 def programs(level: Computation, subset: Region, chosen: Program | None = None) -> list[Program]:

@@ -85,7 +85,7 @@ def _region_calls(level: Computation) -> list[KernelCall]:
 def _updating_call(level: Computation, subset: Region, update: InplaceUpdate, kernel: CompiledKernel) -> KernelCall:
     """The call of a kernel that writes into the array that its result becomes part of."""
     eqns, place = level.closed.jaxpr.eqns, (update.placed.operand, update.placed.start)
-    inputs = [*subset.inputs, update.array] if place[0] == len(subset.inputs) else subset.inputs
+    inputs = update.inputs(subset.inputs)
     taken = [n for n in (update.number, update.zeros) if n is not None]
     level.updated += taken
     covers, like = sorted(subset.members | set(taken)), eqns[max(subset.members)]

@@ -182,6 +182,44 @@ def test_an_update_that_is_not_known_or_used_elsewhere_stays(rebuilt):
         assert all(place is None for _, place, _, _ in calls)
 
 
+def test_a_line_of_a_cache_is_written_at_a_position_that_is_an_argument(rebuilt):
+    def append(cache, x, k):
+        zero = jnp.zeros_like(k)
+        return lax.dynamic_update_slice(cache, (x @ START).reshape(1, 4, 16), (zero, k, zero))
+
+    cache, x = values(1, 64, 16), values(4, 16)
+    for position in (np.int32(3), np.int64(3)):
+        with jax.enable_x64(True):
+            outcome, calls = rebuilt(append, cache, x, position, form=())
+        assert "dynamic_update_slice" not in names(outcome.closed)
+        ((kernel, place, inputs, outputs),) = [call for call in calls if call[1] is not None]
+        assert place == (len(inputs) - 2, 0) and inputs[-2:] == [(1, 64, 16), ()] and outputs == [(1, 64, 16)]
+        offset = kernel.outputs[0].offset
+        assert (offset.limit, offset.stride) == (60, 16) and kernel.inputs[-1].dtype == position.dtype.name
+        calls.clear()
+
+
+def test_positions_without_a_kernel_stay_with_xla(rebuilt):
+    """A type that is not known, a part of two dimensions, an array that the kernel reads."""
+
+    def append(cache, x, *k):
+        return lax.dynamic_update_slice(cache, (x @ START)[None], k)
+
+    def of_itself(cache, k):
+        return lax.dynamic_update_slice(cache, (cache[0, :4] @ START)[None], (0, k, 0))
+
+    cache, x, zero = values(1, 64, 16), values(4, 16), np.uint32(0)
+    wide = values(1, 64, 32), x, np.int32(0), np.int32(1), np.int32(2)
+    for function, args in (
+        (append, (cache, x, zero, np.uint32(1), zero)),
+        (append, wide),
+        (of_itself, (cache, np.int32(1))),
+    ):
+        outcome, calls = rebuilt(function, *args, form=())
+        assert "dynamic_update_slice" in names(outcome.closed)
+        assert all(place is None for _, place, _, _ in calls)
+
+
 def test_a_kernel_that_cannot_be_made_in_place_runs_beside_the_update(rebuilt, monkeypatch):
     def kernel_for(program):
         if any(b.name == "onto" for b in program.buffers):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from llvmlite import ir
@@ -18,6 +19,7 @@ from jcuts.codegen.artifact import CompiledKernel
 from jcuts.codegen.cuda.families import kernel_family_of
 from jcuts.codegen.cuda.launch_source import emit_source
 from jcuts.codegen.cuda.launch_writer import CudaSource
+from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.cuda.split_kernels import KernelPart, split_into_kernels
@@ -25,13 +27,16 @@ from jcuts.codegen.cuda.toolchain import ptxas
 from jcuts.codegen.cuda.toolchain.image import SYMBOL, Image, Launch, Resources
 from jcuts.codegen.cuda.toolchain.target import AMPERE, GROUPED, REGISTERS, CudaTarget
 from jcuts.codegen.llvm import lanes as L
-from jcuts.kernel_ir.program import Program
+from jcuts.kernel_ir.index import Index
+from jcuts.kernel_ir.program import ITEM_SIZE, Buffer, Program
 from jcuts.kernel_ir.verify import verify
 from jcuts.schedule.gpu.families import FAMILIES, TENSOR_CORES
 
 _lock = threading.RLock()
 _SLOW_PATHS = frozenset({"sin", "cos", "tan"})
 """float64 functions whose library code keeps a table on the stack for huge arguments."""
+WORD = 4
+"""Bytes of a register."""
 PACKAGES = ("numba-cuda", "cuda-bindings", "nvidia-nvvm", "nvidia-cuda-nvcc")
 
 
@@ -255,6 +260,21 @@ def _narrow(builder: Any, value: Any) -> Any:
     return builder.trunc(value, L.I32) if value.type.width > 32 else value
 
 
+def _moved(
+    builder: GpuBuilder, buffer: Buffer, pointers: Mapping[str, L.Value], buffers: Mapping[str, Buffer]
+) -> L.Value:
+    """The address (i64) of a result with its run-time offset (`Buffer.offset`)."""
+    offset = buffer.offset
+    assert offset is not None
+    size = ITEM_SIZE[buffers[offset.start].dtype]
+    frame = M.Frame(builder, {}, pointers, {}, {})
+    (word,) = M.load(frame, offset.start, size, Index(), 1, (), 0)
+    start = word if size > WORD else builder.sext(word, L.I64)
+    for limit, worse in ((L.I64(0), "<"), (L.I64(offset.limit), ">")):
+        start = builder.select(builder.icmp_signed(worse, start, limit), limit, start)
+    return builder.add(pointers[buffer.name], builder.mul(start, L.I64(offset.stride * ITEM_SIZE[buffer.dtype])))
+
+
 def _tile(
     program: Program, tile: Any, source: CudaSource, types: Any, intrinsic: Any, symbol: str, target: CudaTarget
 ) -> object:
@@ -269,6 +289,9 @@ def _tile(
             pointers = {
                 name: builder.ptrtoint(value, ir.IntType(64))
                 for name, value in zip(names, args[: len(names)], strict=True)
+            }
+            pointers |= {
+                b.name: _moved(gpu, b, pointers, buffers) for b in program.buffers if b.offset and b.name in pointers
             }
             numbers = [_narrow(builder, value) for value in args[len(names) :]]
             integers = dict(zip(source.record, numbers, strict=True))

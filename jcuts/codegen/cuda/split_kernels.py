@@ -6,7 +6,7 @@ How a family's programs are split is said by its entry of `families.FAMILIES`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jcuts.codegen.cuda.families import kernel_family_of
 from jcuts.kernel_ir.program import Program
@@ -28,6 +28,14 @@ class KernelPart:
     arguments: tuple[tuple[int, int], ...]
 
 
+def with_starts(part: Program, program: Program) -> Program:
+    """A part of a program with the operands at which its results start at run time (`kernel_ir.program.Offset`)."""
+    starts = [b.offset.start for b in part.buffers if b.offset is not None]
+    names = [b.name for b in part.buffers]
+    missing = tuple(program.buffer(name) for name in starts if name not in names)
+    return replace(part, buffers=(*missing, *part.buffers)) if missing else part
+
+
 def split_into_kernels(program: Program) -> tuple[list[KernelPart], int]:
     """The kernels of a scheduled program in launch order, and the bytes of scratch memory that they share."""
     family = kernel_family_of(program)
@@ -42,7 +50,7 @@ def split_into_kernels(program: Program) -> tuple[list[KernelPart], int]:
         places[buffer.name] = (-1, total)
         total += -(-buffer.bytes // SCRATCH_ALIGN) * SCRATCH_ALIGN
     found = []
-    for part in kernels:
+    for part in (with_starts(part, program) for part in kernels):
         arguments = [places.get(b.name) or (order[b.name], 0) for b in part.buffers if b.role != "local"]
         found.append(KernelPart(part, tuple(arguments)))
     return found, total

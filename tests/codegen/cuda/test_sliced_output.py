@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 
 from jcuts.codegen.cuda import compile as compiler
+from jcuts.kernel_ir.program import Program
 from jcuts.kernel_ir.verify import verify
 from jcuts.lower.patterns.gemm import as_gemm
 from jcuts.lower.sliced_output import ALIGNMENT, ONTO, write_into_slice
@@ -191,3 +192,57 @@ def test_flat_loops_over_a_result_stay_as_they_are():
         if len(p.phases[0].axes) == 1
     ]
     assert flat and all(write_into_slice(p, (64, 96), (0, 32)) is None for p in flat)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize(("position", "clamped"), [(0, 0), (4, 4), (17, 17), (-3, 0), (40, 17)])
+def test_a_part_that_begins_where_an_argument_says(position, clamped, dtype):
+    """A key-value cache: the kernel adds the position to its addresses, clamped as XLA clamps it."""
+    x, w, b = normal(33, 101), normal(101, 24), normal(24)
+    traced = programs.trace(dense, x, w, b)
+    product = as_gemm(traced.program())
+    assert product is not None
+    found = write_into_slice(TILINGS[0].of(product), (50, 24), (np.dtype(dtype).name, 0))
+    assert found is not None and (found.operand, found.position, found.start) == (3, 4, 0)
+    verify(found.program, all_addresses=True)
+    assert Program.from_json(found.program.to_text()) == found.program
+    kernel, ptx = compiler.compile_program(found.program, SM90), compiler.ptx_of(found.program, SM90)
+    array = normal(50, 24, seed=9)
+    operands = [*traced.operands(), array, np.asarray(position, dtype)]
+    (result,) = ptx_machine.run_kernel(ptx, kernel, operands, start=0, array=array)
+    check(result, array, (clamped, 0), np.maximum(tf32(x) @ tf32(w) + b, 0))
+
+
+@compiled
+@pytest.mark.parametrize("batch", [1, 3])
+def test_every_form_of_a_product_of_few_rows_appends(batch):
+    """Split over blocks, clusters and launches: a cache (batch, 9, 64) gains a line at a position that is an argument."""
+    x, w = round_tf32(normal(batch, 1, 96)), round_tf32(normal(96, 64))
+    traced = programs.trace(lambda x, w: x @ w, x, w)
+    ran = set()
+    for program, _ in gpu_candidates.candidates(
+        traced.program(), gpu_candidates.GpuMachine(132, capability=(9, 0)), 1 << 10
+    )[::3]:
+        params = dict(program.params)
+        form = params["cuda"], params.get("split", 1) > 1, params.get("cluster", 1) > 1
+        found = write_into_slice(program, (batch, 9, 64), (0, "int32", 0))
+        if found is None or form in ran:
+            continue
+        verify(found.program)
+        kernel, ptx = compiler.compile_program(found.program, SM90), compiler.ptx_of(found.program, SM90)
+        array = normal(batch, 9, 64, seed=9)
+        operands = [*traced.operands(), array, np.asarray(7, np.int32)]
+        (result,) = ptx_machine.run_kernel(ptx, kernel, operands, start=0, array=array)
+        check(result, array, (0, 7, 0), x.astype(np.float64) @ w)
+        ran.add(form)
+    assert len(ran) >= 3, ran
+
+
+def test_which_run_time_positions_have_a_kernel():
+    traced = programs.trace(dense, normal(33, 101), normal(101, 24), normal(24))
+    product = TILINGS[0].of(as_gemm(traced.program()))
+    assert write_into_slice(product, (50, 24), ("int32", 0)) is not None
+    assert write_into_slice(product, (50, 24), ("int32", "int32")) is not None  # the whole of a line begins at 0
+    assert write_into_slice(product, (33, 60), (0, "int32")) is None  # elements of four bytes: not aligned
+    assert write_into_slice(product, (50, 24), ("int32", 0), None) is None  # the rest would be undefined

@@ -1,6 +1,7 @@
 """In-place dynamic-update-slice: lets a kernel write its result directly into the larger array that it is copied into.
 
     y = kernel(x); b2 = dynamic_update_slice(b1, y, ...)     ->     b2 = kernel(x, b1)     b1 is b2's memory
+    y = kernel(x); b2 = dynamic_update_slice(b1, y, k)       ->     b2 = kernel(x, b1, k)  k is known at run time
     y = kernel(x); b1 = dynamic_update_slice(zeros, y, ...)  ->     b1 = kernel(x)         where nobody reads the zeros
 
 A kernel that writes the first slice leaves the rest of the array uninitialised.  That requires a proof, followed

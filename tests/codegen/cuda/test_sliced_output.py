@@ -217,7 +217,7 @@ def test_a_part_that_begins_where_an_argument_says(position, clamped, dtype):
 @compiled
 @pytest.mark.parametrize("batch", [1, 3])
 def test_every_form_of_a_product_of_few_rows_appends(batch):
-    """Split over blocks, clusters and launches: a cache (batch, 9, 64) gains a line at a position that is an argument."""
+    """Split over blocks, clusters and launches: a cache (batch, 9, 64) gains a line at an argument's position."""
     x, w = round_tf32(normal(batch, 1, 96)), round_tf32(normal(96, 64))
     traced = programs.trace(lambda x, w: x @ w, x, w)
     ran = set()

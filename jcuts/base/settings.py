@@ -22,7 +22,8 @@ SEARCHED = "searched"
 CLEAR = "clear"
 ATTENTION = "attention"
 LOOP_BODIES = "loops"
-REGIONS = ("all", "anchored", "absorbing", ATTENTION, "none", "every", SEARCHED, CLEAR, LOOP_BODIES)
+UNBROKEN = "unbroken"
+REGIONS = ("all", "anchored", "absorbing", ATTENTION, "none", "every", SEARCHED, CLEAR, LOOP_BODIES, UNBROKEN)
 PLAIN = "plain"
 SINGLE = "single"
 
@@ -39,8 +40,9 @@ class Variant:
             ``attention``, attentions and their backward passes alone; ``none``; ``every`` (CPUs), those too whose
             kernels lost to XLA by little, or have little work; ``searched`` (GPUs; CPUs always search), what the
             partition search makes of ``all`` by measured times; ``clear`` (GPUs), those of ``all`` whose kernels
-            gain clearly by measured times; or ``loops`` (CPUs), ``all`` with kernels for whatever a scan's body does,
-            so that the scan is one call (`xla.chains.loop`).
+            gain clearly by measured times; ``loops`` (CPUs), ``all`` with kernels for whatever a scan's body does, so
+            that the scan is one call (`xla.chains.loop`); or ``unbroken`` (GPUs), ``all`` with kernels for element-wise
+            operations that stand between two kernels of a chain (`fusion.chain_gaps`).
         chained: whether kernels that can follow each other are one call (`xla.chains`); changes nothing else.
     """
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from jcuts.base import knobs
-from jcuts.base.settings import ATTENTION, CLEAR, Variant
+from jcuts.base.settings import ATTENTION, CLEAR, UNBROKEN, Variant
 from jcuts.jit import end_to_end_benchmark, variant_space
 from jcuts.jit.decision import XLA
 from jcuts.jit.paired_timing import ms
@@ -74,12 +74,12 @@ def most_rewritten(forms: Sequence[Variant | None]) -> list[Variant | None]:
     problems.  Logits in chunks save memory, and time at best as a by-product: who has time tries them.
     """
     forms = [form for form in forms if form is None or LOGITS not in form.rewrites]
-    counts = [len(form.rewrites) for form in forms if form is not None and form.regions != ATTENTION]
+    counts = [len(f.rewrites) for f in forms if f is not None and f.regions not in (ATTENTION, UNBROKEN)]
     most = max(counts, default=0)
     return [
         form
         for number, form in enumerate(forms)
-        if not number or (form is not None and (len(form.rewrites) == most or form.regions == ATTENTION))
+        if not number or (form is not None and (len(form.rewrites) == most or form.regions in (ATTENTION, UNBROKEN)))
     ]
 
 
@@ -91,9 +91,10 @@ def beyond_race_limit(
     """Programs that do not race at first where tuning time is limited, with the reason (then see `affordable`).
 
     Every program costs a compilation of the whole function and a first run, for which libraries compile in turn.  The
-    one that is expected to be the fastest races, with the one of `clear` gains, and the one of attention alone where
-    the former has no attention, all with compiler options where there are any (`SEPARATE_OPTIONS` before others); the
-    first with those for products in loops (`end_to_end_benchmark.LOOP_OPTIONS`), too; plain XLA always.
+    one that is expected to be the fastest races, with those of `clear` gains and `unbroken` chains, and the one of
+    attention alone where the former has no attention, all with compiler options where there are any
+    (`SEPARATE_OPTIONS` before others); the first with those for products in loops
+    (`end_to_end_benchmark.LOOP_OPTIONS`), too; plain XLA always.
 
     Args: gains: what the kernels of each variant gain on XLA's code for their regions by measured sums [s]; totals:
         what all regions take together (`variant_space.measured_totals`) [s].
@@ -104,7 +105,7 @@ def beyond_race_limit(
     separate = {name.partition(":")[0] for name in racing if name.partition(":")[2] == SEPARATE}
     racing = [name for name in racing if name.partition(":")[0] not in separate or name.endswith(f":{SEPARATE}")]
     forms = {name: form_of(name) or Variant() for name in racing}
-    clear = [name for name, made in forms.items() if made.regions == CLEAR]
+    clear = [name for name, made in forms.items() if made.regions in (CLEAR, UNBROKEN)]
     alone = [name for name, made in forms.items() if made.regions == ATTENTION]
     best = _fastest([name for name in racing if name not in (*clear, *alone)], gains, totals)
     few = clear if any(RECOMPUTED in forms[name].rewrites for name in clear) else [*clear, *alone]

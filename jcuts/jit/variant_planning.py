@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jcuts.base import collector
-from jcuts.base.settings import ATTENTION, Variant
+from jcuts.base.settings import ATTENTION, UNBROKEN, Variant
 from jcuts.jit import background_work, end_to_end_benchmark, race_limits, variant_space
 from jcuts.jit.decision import Decision
 from jcuts.jit.paired_timing import ms
@@ -245,6 +245,7 @@ def _tune_and_plan(
                     "all",
                     "absorbing",
                     ATTENTION,
+                    UNBROKEN,
                 ):  # these have all problems of the others
                     started[form] = traced.start_planning(form)
                     if (problems := started[form].problems) is not None:

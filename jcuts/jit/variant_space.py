@@ -7,9 +7,9 @@
     ...:graphs                     any of them with compiler options
 
 On a CPU there is one variant, times compiler options, and another where kernels lost to XLA by little.  On a GPU the
-cost of a function depends on how many kernels a step launches and on what XLA can still fuse, which no region shows by
-itself: a few whole programs compete.  Their kernels are tuned per region, and most variants share them.  The last one
-is what the partition search makes of the best of them (`variant_to_search`): searched against greedy, end to end.
+cost of a function depends on its launches and on what XLA can still fuse, which no region shows by itself: a few whole
+programs compete.  Their kernels are tuned per region, and most variants share them.  The last one is what the partition
+search makes of the best of them (`variant_to_search`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from jcuts.base.errors import UsageError
-from jcuts.base.settings import ATTENTION, CLEAR, LOOP_BODIES, SEARCHED, Settings, Variant
+from jcuts.base.settings import ATTENTION, CLEAR, LOOP_BODIES, SEARCHED, UNBROKEN, Settings, Variant
 from jcuts.jit import end_to_end_benchmark
 from jcuts.jit.accuracy.float64_check import NO_AUTOTUNE as NO_AUTOTUNE
 from jcuts.jit.accuracy.float64_check import Float64Judge as Float64Judge
@@ -33,7 +33,7 @@ from jcuts.jit.variant_names import is_xla as is_xla
 from jcuts.jit.variant_names import name_of as name_of
 from jcuts.jit.variant_names import shown_form as shown_form
 from jcuts.microbatch.report import DivisionReport
-from jcuts.pipeline import microbatch_convs
+from jcuts.pipeline import inplace_update, microbatch_convs
 from jcuts.pipeline.computation import TOO_LITTLE
 from jcuts.pipeline.outcome import Outcome
 from jcuts.report import measured_sums
@@ -168,24 +168,23 @@ def plan_variants(
 
     `rewrite`'s folding and rounding of constants and its updates in place take work away and add none, so they are in
     every form (and checked against float64 with it); updates not in those without kernels.  Products in place of
-    convolutions, and which subsets are worth cutting out of XLA's fusions, are raced; kernels take over what follows a
-    product only beside `dots`: the library's convolutions compute that themselves.
+    convolutions, and which subsets to cut out of XLA's fusions, are raced; kernels take over what follows a product
+    only beside `dots`: the library's convolutions compute that.
     Products with kernels of their own are in `all` and `anchored`, each where it beat the library with all that follows
     it; `absorbing` is the form without them.
     The rules of `WITH_ALL` race only beside all others that apply, in three programs (each costs seconds of
     compilation): left to XLA, with kernels for everything, and with kernels for all but dense products, since larger
     products are what these rules are for.
-    `recomputes` has a form of its own, with kernels for attention alone, and `logits` has two.
-    Where `turns` takes weights that are arguments, kernels come with it, `vectors` and `joins`, or in the form without
-    other rewrites.
+    `recomputes` has a form of its own, with kernels for attention alone, and `logits` has two; programs that append to
+    a cache have one whose chains are `unbroken`.  Where `turns` takes weights that are arguments, kernels come with it,
+    `vectors` and `joins`, or in the form without other rewrites.
     """
     found: dict[Variant | None, Outcome] = {}
     seen: set[str] = set()
     for form in candidate_variants(closed, platform) if worth is None else worth:
         outcome = plan(form)
-        text = outcome.report.source  # equal programs are one candidate
-        if outcome.closed is not closed and text not in seen:
-            seen.add(text)
+        if outcome.closed is not closed and outcome.report.source not in seen:  # equal programs are one candidate
+            seen.add(outcome.report.source)
             found[form] = outcome
     return found
 
@@ -214,6 +213,7 @@ def candidate_variants(closed: jaxapi.Closed, platform: str) -> list[Variant | N
             for rewrites in every:
                 found += [_form(rewrites, r) for r in ("all", "anchored", "none") if rewrites or r == "anchored"]
             found.append(Variant(every[-1], "absorbing"))
+            found += [Variant(folded, UNBROKEN)] if inplace_update.appends(closed) else []
             found += [_form(rules, regions) for regions in ("none", "all", "absorbing")] if with_all else []
     found += [Variant((*folded, RECOMPUTED), ATTENTION)] if recomputed else []
     found += [Variant((*folded, LOGITS), "none"), Variant((*folded, *ahead, LOGITS))] if chunked else []
@@ -366,8 +366,8 @@ def dominated_variants(found: Mapping[Variant | None, Outcome]) -> dict[Variant 
         ahead = AHEAD_LONG if ours >= LONG else PRUNE_GAIN
         if form is not None and form.regions == "none" and _is_derived(found[best]):
             ahead = min(ahead, AHEAD_OF_NONE)
-        is_clear = form is not None and form.regions == CLEAR  # which counts on what these sums do not show
-        if ours > 0.0 and gain - sums[form][1] >= ahead * ours and not is_clear:
+        is_beyond = form is not None and form.regions in (CLEAR, UNBROKEN)  # which count on what sums do not show
+        if ours > 0.0 and gain - sums[form][1] >= ahead * ours and not is_beyond:
             out[form] = (
                 f"not tried: kernels gain {sums[form][1] * 1e6:,.0f} us on XLA's code here by measured sums, "
                 f"those of {name_of(best)} {gain * 1e6:,.0f} us (and take {ours * 1e6:,.0f} us)"

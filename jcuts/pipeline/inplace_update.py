@@ -101,6 +101,11 @@ def find_inplace_update(level: Computation, subset: Region, chosen: Program | No
     return None if found is None else InplaceUpdate(number, array, found, zeros)
 
 
+def appends(closed: jaxapi.Closed) -> bool:
+    """Whether a program updates an array at a position that is no constant: a key-value cache."""
+    return any(jaxapi.primitive_name(eqn) == UPDATE and _begins(eqn) is not None for eqn in closed.jaxpr.eqns)
+
+
 def _begins(eqn: jaxapi.Eqn) -> Any:
     """The argument that says where an update begins along the dimension of which it is a part; None for constants."""
     starts = eqn.invars[2:]

@@ -18,7 +18,8 @@ from typing import Any
 
 from jcuts.base import keys, knobs
 from jcuts.base.errors import IRError
-from jcuts.base.settings import ATTENTION, CLEAR, LOOP_BODIES, SEARCHED, Settings, Variant
+from jcuts.base.settings import ATTENTION, CLEAR, LOOP_BODIES, SEARCHED, UNBROKEN, Settings, Variant
+from jcuts.fusion.chain_gaps import chain_gaps, join_elementwise
 from jcuts.fusion.dag import NodeSet as Members
 from jcuts.fusion.join_regions import region_groups
 from jcuts.fusion.move_epilogue import fuse_prologues, is_library_contraction, move_epilogues, split_prologues
@@ -186,11 +187,13 @@ def _choose_on_gpu(chosen: Partition) -> Partition:
     if settings.mode != "no_fusion" and regions != ATTENTION:
         for level in levels:
             _move_operations(level, move_epilogues if regions == "absorbing" else fuse_prologues)
+            if regions == UNBROKEN:
+                level.set_partition(join_elementwise(level.graph, level.fused, has_gpu_kernel))
         add_candidates(regions_of(levels), chosen.platform)
     # Before any are left: the forms that leave some share the problems, and so the times, of those that do not.
     shares = session.candidate_budget([s for s in regions_of(levels) if s.ranked], on_gpu=True)
     blocks: list[tuple[Computation, Region, list[Region]]] = []
-    if regions in ("all", "anchored") and settings.mode != "no_fusion" and settings.tune != "off":
+    if regions in ("all", "anchored", UNBROKEN) and settings.mode != "no_fusion" and settings.tune != "off":
         blocks = _blocks(levels)
         shares.update({s.identity: BLOCK_CANDIDATES for _, s, _ in blocks})
     _leave_on_gpu(levels, regions, measured=settings.tune != "off")
@@ -326,10 +329,11 @@ def _leave_on_gpu(levels: Sequence[Computation], regions: str, *, measured: bool
 
     Element-wise subsets gain little over XLA's fusions, and cutting them out may cost more than that: only ``all``
     tries them, the large ones, those that move most bytes.  Products compete with the libraries wherever they are
-    ``measured``, but for ``absorbing``: there their element-wise tails belong to the kernels that read them, and a
-    product alone is what libraries are best at.
+    ``measured``, but for ``absorbing``: their element-wise tails belong to the kernels that read them there.
     """
     traffic: dict[str, int] = {}
+    unbroken = levels if regions == UNBROKEN else ()
+    gaps = {id(level): chain_gaps(level.graph, (s.members for s in level.subsets)) for level in unbroken}
     for level in levels:
         for subset in level.subsets:
             if subset.ranked and not level.has_reduction(subset.members):
@@ -348,7 +352,8 @@ def _leave_on_gpu(levels: Sequence[Computation], regions: str, *, measured: bool
             if (
                 level.mixed
                 and not level.has_reduction(subset.members)
-                and (regions != "all" or subset.identity not in worth)
+                and subset.members not in gaps.get(id(level), ())
+                and (regions not in ("all", UNBROKEN) or subset.identity not in worth)
             ):
                 return TO_FUSE
             alone = subset.program.template not in FUSED_PRODUCTS

@@ -3,7 +3,8 @@
 It runs unscheduled and scheduled programs alike: a schedule changes how points are grouped, never what they compute.
 All points of a phase are evaluated together, of reduction points as many as `_AT_ONCE` allows; their terms are combined
 one after the other.  It is stricter than a kernel: an unguarded load outside its buffer, a result element that is
-written twice or never, and a read of scratch memory that the task has not written are IRErrors.
+written twice or never, and a read of scratch memory that the task has not written are IRErrors.  Of a result with a
+run-time offset the elements that are not written are what they were: nothing, and no error.
 """
 
 from __future__ import annotations
@@ -78,9 +79,9 @@ def interpret(program: Program, operands: Sequence[np.ndarray]) -> list[np.ndarr
             _task(program, task, memory)
     for buffer in program.outputs:
         writes = memory[buffer.name].writes
-        if buffer.offset is not None:  # a part of an array that the caller has
+        if buffer.offset is not None:  # a part of an array that the caller has; how large it is nobody knows
             writes = writes[writes > 0]
-        if not (writes == 1).all():
+        if not writes.size or not (writes == 1).all():
             raise IRError(f"{buffer.name}: elements are written {writes.min()} to {writes.max()} times instead of once")
     return [memory[b.name].data.reshape(b.shape) for b in program.outputs]
 

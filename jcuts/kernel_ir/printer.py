@@ -13,7 +13,8 @@ def program_text(program: Program) -> str:
     if program.params:
         lines.append("  params " + ", ".join(f"{k}={v}" for k, v in program.params))
     for buffer in program.buffers:
-        lines.append(f"  {buffer.role:5} {buffer.name}: {buffer.dtype}{list(buffer.shape)}")
+        moved = "" if buffer.offset is None else f" from {buffer.offset} on"
+        lines.append(f"  {buffer.role:5} {buffer.name}: {buffer.dtype}{list(buffer.shape)}{moved}")
     for grid in program.grid:
         serial = " serial" if grid.axis in program.serial else ""
         lines.append(f"  grid {grid.axis}: {grid.extent} in blocks of {grid.block}{serial}")

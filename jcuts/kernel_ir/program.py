@@ -24,7 +24,24 @@ from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.json_schema import FORMAT, ITEM_SIZE, check, parsed
 from jcuts.kernel_ir.node import Graph, Guard, Node
 
-__all__ = ["FORMAT", "ITEM_SIZE", "Acc", "Axis", "Buffer", "Grid", "Offset", "Phase", "Program", "Red", "Store"]
+__all__ = [
+    "ALIGNMENT",
+    "FORMAT",
+    "ITEM_SIZE",
+    "Acc",
+    "Axis",
+    "Buffer",
+    "Grid",
+    "Offset",
+    "Phase",
+    "Program",
+    "Red",
+    "Store",
+]
+
+
+ALIGNMENT = 16
+"""Bytes that divide the address of every buffer, and run-time offsets: what an access of several elements relies on."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +58,9 @@ class Offset:
     def most(self) -> int:
         """The largest offset [elements]."""
         return self.limit * self.stride
+
+    def __str__(self) -> str:
+        return f"clip({self.start}, 0, {self.limit}) * {self.stride}"
 
 
 @dataclass(frozen=True)

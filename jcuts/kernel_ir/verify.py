@@ -16,7 +16,7 @@ from jcuts.kernel_ir import numpy_semantics
 from jcuts.kernel_ir.address_bounds import check_bounds
 from jcuts.kernel_ir.json_schema import is_axis, is_buffer, is_label, is_word
 from jcuts.kernel_ir.node import Graph
-from jcuts.kernel_ir.program import Buffer, Phase, Program, Red
+from jcuts.kernel_ir.program import ALIGNMENT, ITEM_SIZE, Buffer, Phase, Program, Red
 
 START_TYPES = ("int32", "int64")
 """Of operands that give a run-time offset."""
@@ -74,6 +74,8 @@ def _offset(program: Program, buffer: Buffer) -> None:
         raise IRError(f"{program.name}: {buffer.name} has a run-time offset, and is no result of a kernel for GPUs")
     if (start.role, start.size, start.dtype in START_TYPES) != ("in", 1, True) or buffer.reach < 1:
         raise IRError(f"{program.name}: {buffer.name} starts at {start.dtype}{list(start.shape)} {start.name}")
+    if buffer.offset.stride * ITEM_SIZE[buffer.dtype] % ALIGNMENT:
+        raise IRError(f"{program.name}: the run-time offset of {buffer.name} is not of {ALIGNMENT} bytes")
 
 
 def _names(program: Program) -> None:

@@ -14,13 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jcuts.kernel_ir.index import Atom, Index
-from jcuts.kernel_ir.program import ITEM_SIZE, Buffer, Offset, Phase, Program
+from jcuts.kernel_ir.program import ALIGNMENT, ITEM_SIZE, Buffer, Offset, Phase, Program
 
 ONTO = "onto"
 BEGINS = "begins"
 """Operand of a run-time offset."""
-ALIGNMENT = 16
-"""Bytes that divide the address of every buffer: what an access of several elements relies on."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,8 @@ def write_into_slice(
     if len(program.outputs) != 1 or any(b.name in (ONTO, BEGINS) for b in program.buffers):
         return None
     result = program.outputs[0]
+    if result.offset is not None:
+        return None
     partial = [k for k, (a, b) in enumerate(zip(result.shape, whole, strict=True)) if a != b]
     others = [start for k, start in enumerate(starts) if [k] != partial and not isinstance(start, str)]
     if len(partial) != 1 or any(others):

@@ -30,7 +30,7 @@ class KernelPart:
 
 def with_starts(part: Program, program: Program) -> Program:
     """A part of a program with the operands at which its results start at run time (`kernel_ir.program.Offset`)."""
-    starts = [b.offset.start for b in part.buffers if b.offset is not None]
+    starts = dict.fromkeys(b.offset.start for b in part.buffers if b.offset is not None)
     names = [b.name for b in part.buffers]
     missing = tuple(program.buffer(name) for name in starts if name not in names)
     return replace(part, buffers=(*missing, *part.buffers)) if missing else part

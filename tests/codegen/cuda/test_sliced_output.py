@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 from jax import lax
 
+from jcuts.base.errors import IRError
 from jcuts.codegen.cuda import compile as compiler
-from jcuts.kernel_ir.program import Program
+from jcuts.codegen.cuda.split_kernels import with_starts
+from jcuts.kernel_ir.printer import program_text
+from jcuts.kernel_ir.program import Offset, Program
 from jcuts.kernel_ir.verify import verify
 from jcuts.lower.patterns.gemm import as_gemm
 from jcuts.lower.sliced_output import ALIGNMENT, ONTO, write_into_slice
@@ -246,3 +251,34 @@ def test_which_run_time_positions_have_a_kernel():
     assert write_into_slice(product, (50, 24), ("int32", "int32")) is not None  # the whole of a line begins at 0
     assert write_into_slice(product, (33, 60), (0, "int32")) is None  # elements of four bytes: not aligned
     assert write_into_slice(product, (50, 24), ("int32", 0), None) is None  # the rest would be undefined
+    found = write_into_slice(product, (50, 24), ("int32", 0))
+    assert found is not None and write_into_slice(found.program, (90, 24), (8, 0)) is None  # placed already
+    assert "f32[50, 24] from clip(begins, 0, 17) * 24 on" in program_text(found.program).replace("float32", "f32")
+
+
+@pytest.mark.parametrize(
+    ("offset", "wrong"),
+    [
+        (Offset("begins", 408, 1), "is not of 16 bytes"),
+        (Offset("onto", 17, 24), "starts at"),
+        (Offset("begins", 99, 24), "starts at|leaves"),
+        (Offset("nowhere", 17, 24), "no buffer"),
+    ],
+)
+def test_offsets_that_reach_beyond_a_buffer_or_between_accesses_are_refused(offset, wrong):
+    """Whoever wrote the row of a database."""
+    traced = programs.trace(dense, normal(33, 101), normal(101, 24), normal(24))
+    found = write_into_slice(TILINGS[0].of(as_gemm(traced.program())), (50, 24), ("int32", 0))
+    assert found is not None
+    buffers = [b if b.role != "out" else replace(b, offset=offset) for b in found.program.buffers]
+    with pytest.raises(IRError, match=wrong):
+        verify(replace(found.program, buffers=tuple(buffers)), all_addresses=True)
+
+
+def test_results_that_begin_at_one_argument_share_it():
+    traced = programs.trace(dense, normal(33, 101), normal(101, 24), normal(24))
+    found = write_into_slice(TILINGS[0].of(as_gemm(traced.program())), (50, 24), ("int32", 0))
+    assert found is not None
+    (result,) = found.program.outputs
+    part = replace(found.program, buffers=(result, replace(result, name="other")))
+    assert [b.name for b in with_starts(part, found.program).buffers] == ["begins", result.name, "other"]

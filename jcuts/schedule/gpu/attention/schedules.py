@@ -198,9 +198,10 @@ def launch_time(
     """
     usable = int(machine.sms * (1 - _SPLIT.idle_share_per_block * (cluster - 1)))
     full, rest = divmod(-(-blocks // usable), resident)
-    waves = [wave(full, resident, min(blocks, full * resident * machine.sms))] if full else []
+    first = min(blocks, full * resident * usable)
+    waves = [wave(full, resident, first)] if full else []
     if rest:
-        waves.append(wave(1, rest, blocks - full * resident * machine.sms))
+        waves.append(wave(1, rest, blocks - first))
     moved = float(sum(b.bytes for b in (*program.inputs, *program.outputs)))
     memory = term(Resource.DRAM, moved / bound_rates(machine).memory_bytes_per_cycle, moved)
     if in_flight:

@@ -106,7 +106,7 @@ def appends(closed: jaxapi.Closed) -> bool:
     return any(jaxapi.primitive_name(eqn) == UPDATE and _begins(eqn) is not None for eqn in closed.jaxpr.eqns)
 
 
-def _begins(eqn: jaxapi.Eqn) -> Any:
+def _begins(eqn: Any) -> Any:
     """The argument that says where an update begins along the dimension of which it is a part; None for constants."""
     starts = eqn.invars[2:]
     if all(jaxapi.is_literal(s) for s in starts):
@@ -116,7 +116,7 @@ def _begins(eqn: jaxapi.Eqn) -> Any:
     return found[0] if found else next(s for s in starts if not jaxapi.is_literal(s))
 
 
-def _with_run_time_start(chosen: Program, number: int, eqn: jaxapi.Eqn, begins: Any) -> InplaceUpdate | None:
+def _with_run_time_start(chosen: Program, number: int, eqn: Any, begins: Any) -> InplaceUpdate | None:
     """The update at a position that is an argument (a key-value cache), if a program can do it."""
     array, dtype = eqn.invars[0], str(begins.aval.dtype)
     if dtype not in START_TYPES:

@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -176,11 +176,18 @@ class Computation:
         identity = canonical_digest(part) + (f" tf32 {rounded}" if rounded else "")
         return inputs, outputs, part, identity, rounded
 
-    def set_partition(self, cover: Iterable[tuple[Members, Program]]) -> None:
-        """Makes these the level's subsets; all other equations are left to XLA, each with a reason."""
+    def small_regions(self) -> list[tuple[Members, Program]]:
+        """Regions of the greedy partition that have too little work, and are in no subset."""
+        covered = frozenset[int]().union(*(s.members for s in self.subsets))
+        return [(m, program) for m, program in self.grouping.subsets if self.is_small(program) and not m & covered]
+
+    def set_partition(self, cover: Iterable[tuple[Members, Program]], small: Collection[Members] = ()) -> None:
+        """Makes these the level's subsets; all other equations are left to XLA, each with a reason. Args: small: those
+        that are subsets with little work, too.
+        """
         self.subsets = []
         for members, program in cover:
-            if not self.is_small(program):
+            if members in small or not self.is_small(program):
                 self.subsets.append(self.subset(members, program))
         if self.loops:
             self.subsets = sorted([*self.subsets, *self.loops.values()], key=lambda s: max(s.members))

@@ -19,14 +19,14 @@ from typing import Any
 from jcuts.base import keys, knobs
 from jcuts.base.errors import IRError
 from jcuts.base.settings import ATTENTION, CLEAR, LOOP_BODIES, SEARCHED, UNBROKEN, Settings, Variant
-from jcuts.fusion.chain_gaps import chain_gaps, join_elementwise
+from jcuts.fusion.chain_gaps import chain_gaps
 from jcuts.fusion.dag import NodeSet as Members
 from jcuts.fusion.join_regions import region_groups
 from jcuts.fusion.move_epilogue import fuse_prologues, is_library_contraction, move_epilogues, split_prologues
 from jcuts.fusion.sink_outputs import sink_outputs
 from jcuts.kernel_ir.compulsory_traffic import compulsory_bytes
 from jcuts.kernel_ir.program import Program
-from jcuts.pipeline import inplace_update, measured_partition, partition_store
+from jcuts.pipeline import inplace_update, loop_bodies, measured_partition, partition_store
 from jcuts.pipeline.computation import (
     CONSTANT,
     IN_CARRY,
@@ -188,7 +188,7 @@ def _choose_on_gpu(chosen: Partition) -> Partition:
         for level in levels:
             _move_operations(level, move_epilogues if regions == "absorbing" else fuse_prologues)
             if regions == UNBROKEN:
-                level.set_partition(join_elementwise(level.graph, level.fused, has_gpu_kernel))
+                loop_bodies.take_chain_gaps(level)
         add_candidates(regions_of(levels), chosen.platform)
     # Before any are left: the forms that leave some share the problems, and so the times, of those that do not.
     shares = session.candidate_budget([s for s in regions_of(levels) if s.ranked], on_gpu=True)

@@ -1,5 +1,5 @@
 """Selects which regions of a CPU's loop bodies and which with little work become kernels, whatever XLA takes for them
-alone; on a GPU, scans that are one persistent kernel.
+alone; on a GPU, scans that are one persistent kernel, and what stands between two kernels of a chain.
 
 A region of a few hundred operations is no faster as a custom call than in XLA's fusions.  Where a scan's whole body are
 kernels, the scan is one call (`xla.chains.loop`), which no measurement of its regions can show: such programs race as
@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 
 from jcuts.base.errors import Refusal
+from jcuts.fusion.chain_gaps import chain_gaps, join_elementwise
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.recurrence.program import lower_recurrence, lower_scans
 from jcuts.pipeline import partition_store
@@ -57,17 +58,22 @@ def keep_where_faster(top: Computation) -> None:
 
 def add_small_regions(level: Computation) -> None:
     """Makes subsets of what has little work, too, where few kernels do for that."""
-    covered = {m for s in level.subsets for m in s.members}
-    small = [
-        level.subset(members, program)
-        for members, program in level.grouping.subsets
-        if level.is_small(program) and not members & covered
-    ]
+    small = [level.subset(members, program) for members, program in level.small_regions()]
     if not small or len({s.identity for s in small}) > MOST_SMALL:
         return
     if partition_store.is_partition(level, [s.members for s in (*level.subsets, *small)]):
         for subset in small:
             level.merge_into(subset)
+
+
+def take_chain_gaps(level: Computation) -> None:
+    """Makes subsets of what stands between two kernels of a chain, whatever work it has (`fusion.chain_gaps`)."""
+    joined = join_elementwise(level.graph, [*level.fused, *level.small_regions()], has_gpu_kernel)
+    gaps = chain_gaps(level.graph, [members for members, _ in joined])
+    taken = frozenset[int]().union(*gaps)
+    rest = [(members, program) for members, program in level.fused if not members & taken]
+    cover = [*rest, *((members, program) for members, program in joined if members in gaps)]
+    level.set_partition(sorted(cover, key=lambda entry: max(entry[0])), gaps)
 
 
 def regions_of(levels: Sequence[Computation]) -> list[Region]:

@@ -135,7 +135,7 @@ _NODE = frozenset({"op", "dtype"})
 
 
 def _buffer(row: Any) -> None:
-    name, dtype, shape, role, *more = _row("buffer", row, 4, 6)
+    name, dtype, shape, role, *more = _row("buffer", row, 4, 5, 6)
     _that(is_buffer(name), "buffer", name)
     _dtype(dtype)
     size = 1

@@ -19,7 +19,6 @@ from typing import Any
 from jcuts.base import keys, knobs
 from jcuts.base.errors import IRError
 from jcuts.base.settings import ATTENTION, CLEAR, LOOP_BODIES, SEARCHED, UNBROKEN, Settings, Variant
-from jcuts.fusion.chain_gaps import chain_gaps
 from jcuts.fusion.dag import NodeSet as Members
 from jcuts.fusion.join_regions import region_groups
 from jcuts.fusion.move_epilogue import fuse_prologues, is_library_contraction, move_epilogues, split_prologues
@@ -138,9 +137,8 @@ def choose_partition(top: Computation, settings: Settings, platform: str = "cpu"
     stored = _stored(chosen.key, platform) if use_stored else None
     if stored is not None and _restore(chosen.levels, stored, platform):
         chosen = replace(chosen, origin="stored", shares=_shares(stored), found=Summary.stored(stored.get("search")))
-        if chosen.takes_near_ties:
-            for level in chosen.levels:
-                add_small_regions(level)
+        for level in chosen.levels if chosen.takes_near_ties else ():
+            add_small_regions(level)
     elif platform != "cpu":
         return _choose_on_gpu(chosen)
     elif chosen.takes_loop_bodies and not take_loop_bodies(top):
@@ -207,9 +205,11 @@ def collect_problems(partition: Partition) -> RegionProblems:
         return session.collect_problems((), settings)
     if partition.takes_near_ties or partition.takes_loop_bodies:
         return session.collect_problems(partition.regions, replace(settings, mode="fusion"), shares=partition.shares)
-    device = _device(partition.platform)
+    device, wanted = _device(partition.platform), loop_bodies.wanted(partition.levels, _regions_of(settings))
     if partition.origin == "stored" or partition.platform == "cpu":
-        return session.collect_problems(partition.regions, settings, shares=partition.shares, device=device)
+        return session.collect_problems(
+            partition.regions, settings, shares=partition.shares, device=device, wanted=wanted
+        )
     rivals = [subset for _, subset, _ in partition.blocks]
     level_of = {id(subset): level for level in partition.levels for subset in level.subsets}
     level_of.update({id(subset): level for level, subset, _ in partition.blocks})
@@ -224,6 +224,7 @@ def collect_problems(partition: Partition) -> RegionProblems:
         device=device,
         parts={subset.identity: [part.identity for part in parts] for _, subset, parts in partition.blocks},
         further=further,
+        wanted=wanted,
     )
 
 
@@ -332,8 +333,7 @@ def _leave_on_gpu(levels: Sequence[Computation], regions: str, *, measured: bool
     ``measured``, but for ``absorbing``: their element-wise tails belong to the kernels that read them there.
     """
     traffic: dict[str, int] = {}
-    unbroken = levels if regions == UNBROKEN else ()
-    gaps = {id(level): chain_gaps(level.graph, (s.members for s in level.subsets)) for level in unbroken}
+    wanted = loop_bodies.wanted(levels, regions)
     for level in levels:
         for subset in level.subsets:
             if subset.ranked and not level.has_reduction(subset.members):
@@ -352,7 +352,7 @@ def _leave_on_gpu(levels: Sequence[Computation], regions: str, *, measured: bool
             if (
                 level.mixed
                 and not level.has_reduction(subset.members)
-                and subset.members not in gaps.get(id(level), ())
+                and subset.identity not in wanted
                 and (regions not in ("all", UNBROKEN) or subset.identity not in worth)
             ):
                 return TO_FUSE

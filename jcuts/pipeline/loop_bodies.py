@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 
 from jcuts.base.errors import Refusal
+from jcuts.base.settings import UNBROKEN
 from jcuts.fusion.chain_gaps import chain_gaps, join_elementwise
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.recurrence.program import lower_recurrence, lower_scans
@@ -74,6 +75,16 @@ def take_chain_gaps(level: Computation) -> None:
     rest = [(members, program) for members, program in level.fused if not members & taken]
     cover = [*rest, *((members, program) for members, program in joined if members in gaps)]
     level.set_partition(sorted(cover, key=lambda entry: max(entry[0])), gaps)
+
+
+def wanted(levels: Sequence[Computation], regions: str) -> set[str]:
+    """Identities of regions that are to be kernels even where XLA's code alone is faster: left to XLA they end a chain,
+    which only a race of whole programs shows. Args: regions: of the variant.
+    """
+    if regions != UNBROKEN:
+        return set()
+    gaps = [(level, chain_gaps(level.graph, [s.members for s in level.subsets])) for level in levels]
+    return {subset.identity for level, found in gaps for subset in level.subsets if subset.members in found}
 
 
 def regions_of(levels: Sequence[Computation]) -> list[Region]:

@@ -149,6 +149,7 @@ class Problem:
         parts: digests of problems that are the same work in several programs, if there are any.
         schedules: versions of the kernel families that are asked for candidates (`keys.schedules`), which a choice
             records; () where they are not known.
+        wanted: whether a kernel is wanted even where XLA's code alone is faster; no part of the key.
     """
 
     identity: str
@@ -169,6 +170,11 @@ class Problem:
     text: str = field(default="", repr=False)
     parts: tuple[str, ...] = ()
     schedules: tuple[tuple[str, str], ...] = ()
+    wanted: bool = False
+
+    def mode(self, mode: str) -> str:
+        """The mode by which a kernel is chosen, where it is ``mode`` for others: ``fusion`` if one is wanted."""
+        return "fusion" if self.wanted and mode == "mixed" else mode
 
     def __post_init__(self) -> None:
         labels = [c.label for c in self.candidates]

@@ -8,7 +8,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -169,6 +169,7 @@ def collect_problems(
     device: str = "",
     parts: Mapping[str, Sequence[str]] = MappingProxyType({}),
     further: Callable[[Any, Program], Iterable[Program]] | None = None,
+    wanted: Collection[str] = (),
 ) -> RegionProblems:
     """The tuning problems of regions; equal regions have one.
 
@@ -177,12 +178,14 @@ def collect_problems(
         device: the GPU that the candidates are for; '' is this CPU.
         parts: identity of a region -> those of others that do the same together, where there are such.
         further: region and its chosen program -> the programs that run for it in the function.
+        wanted: identities of regions that are to be kernels even where XLA's code alone is faster.
     """
     used = {**candidate_budget(regions, bool(device)), **(shares or {})} if regions else {}
     problems: dict[str, Problem] = {}
     for region in regions:
         if region.identity not in problems:
             problem = make_problem(region, settings, used[region.identity], device)
+            problem = replace(problem, wanted=region.identity in wanted)
             if settings.tune == "off":
                 problem = with_candidates(problem, region, used[region.identity])
             problems[region.identity] = problem
@@ -246,7 +249,8 @@ def tune_together(
         quiet: whether nothing else of this process uses the GPU; profile: of plain XLA's program (`tuner.tune`).
         first: the variant that is expected to win: where time is limited, the others' own problems come later.
     """
-    owner = {problem.digest: (problem, made) for made in collections for problem in made.problems.values()}
+    every = [(problem, made) for made in collections for problem in made.problems.values()]
+    owner = {problem.digest: (problem, made) for problem, made in sorted(every, key=lambda entry: entry[0].wanted)}
     if not owner:
         return
 

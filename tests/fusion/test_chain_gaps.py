@@ -13,7 +13,7 @@ from jcuts.base.settings import UNBROKEN, Settings, Variant
 from jcuts.fusion.chain_gaps import chain_gaps, is_elementwise, join_elementwise
 from jcuts.jit import race_limits, variant_space
 from jcuts.lower.region import lower_region
-from jcuts.pipeline import inplace_update, passes
+from jcuts.pipeline import inplace_update, loop_bodies, passes
 from jcuts.trace import jaxapi
 from tests import programs
 
@@ -95,6 +95,8 @@ def test_a_decoding_step_is_one_chain():
         finally:
             passes.PASSES = kept
     top = states[-1].top
+    assert loop_bodies.wanted([top], UNBROKEN) == {s.identity for s in top.subsets if s.program.template == "map"}
+    assert not loop_bodies.wanted([top], "all")
     updates = [u for s in top.subsets if (u := inplace_update.find_inplace_update(top, s)) is not None]
     assert len(updates) == 4 and all(u.begins is not None for u in updates)
     graph = top.graph

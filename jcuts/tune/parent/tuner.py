@@ -93,7 +93,7 @@ def tune(
         asked_about = [(unique[digest], choice, origins[digest]) for digest, choice in waiting.items()]
         for digest, choice in _check_all(asked_about, store, effort, progress, prepare).items():
             stored[digest], sources[digest] = choice, stored_choice_check.CHECKED_AS[origins[digest]]
-    known = {digest: choice for digest, choice in stored.items() if choice.is_enough(settings.mode)}
+    known = {d: choice for d, choice in stored.items() if choice.is_enough(unique[d].mode(settings.mode))}
     missing = {digest: p for digest, p in unique.items() if digest not in known or known[digest].is_open}
     if not effort.time.is_limited:
         close = {digest for digest, choice in known.items() if is_close_by_profile(choice) and not choice.pinned}
@@ -117,7 +117,7 @@ def tune(
         least = replace(keep_xla(problem), rejections=rejections)
         if digest in waiting and choice is None and settings.tune != "auto":
             least = stored_choice_check.unverified(problem)
-        out[digest] = least if choice is None else _selected(problem, choice, settings.mode)
+        out[digest] = least if choice is None else _selected(problem, choice, problem.mode(settings.mode))
     return out
 
 
@@ -146,8 +146,9 @@ class _TuneRequest:
     def stored(self, problem: Problem) -> Choice | None:
         """What another process has found out meanwhile."""
         choice, source = (None, "") if self.force else self.store.choice(problem.digest)
-        usable = choice is not None and source != FOREIGN and choice.is_enough(self.mode) and not choice.is_cut
-        return choice if usable else None
+        if choice is None or source == FOREIGN or choice.is_cut:
+            return None
+        return choice if choice.is_enough(problem.mode(self.mode)) else None
 
     def over_budget(self, problem: Problem) -> Choice:
         """The choice of a problem that is not reached."""
@@ -371,7 +372,7 @@ def _measure_in_turn(session: TuningQueue, asked: _TuneRequest) -> Iterator[tupl
             return None if choice is None else choice.measured_seconds(LIBRARY)  # errors would add up
 
         for job in measure_in_order(session, [] if busy else missing, known, asked.profiled):
-            contender = job.next_to_verify(asked.mode) if session.checks_last else None
+            contender = job.next_to_verify(job.problem.mode(asked.mode)) if session.checks_last else None
             if contender is not None:
                 open_.append(job)
                 foreseen(job, contender)

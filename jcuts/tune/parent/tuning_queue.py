@@ -233,7 +233,7 @@ class TuningQueue:
         _log.info("out of the GPU's memory: processes are left: %s", self.pool.sizes)
 
     def _check_next(self, job: TuningJob) -> None:
-        label = job.next_to_verify(self.mode)
+        label = job.next_to_verify(job.problem.mode(self.mode))
         if label is not None:
             self._check(job, label)
 
@@ -379,7 +379,7 @@ class TuningQueue:
             "problem": str(job.file),
             "folder": str(job.folder),
             "sets": min(3, (job.kinds or []).count(NORMAL)),
-            "mode": self.mode,
+            "mode": job.problem.mode(self.mode),
             "kernels": {label: str(job.kernels[label]) for label in order if label in job.kernels},
             "stablehlo": [label for label in order if label not in job.kernels],
             "seconds": self.effort.seconds,

@@ -168,6 +168,19 @@ def test_a_mode_that_wants_a_kernel_measures_again_where_none_was_checked():
     assert forced.winner == "slow" and forced.is_enough("fusion")
     (again,) = tune([problem], store).values()
     assert again.uses_library and again.kernels
+    wanted = replace(problem, wanted=True)
+    assert wanted.digest == problem.digest and tune([wanted], store)[problem.digest].winner == "slow"
+
+
+def test_a_problem_for_which_a_kernel_is_wanted_gets_one_among_others():
+    """Where XLA's code alone is faster: the problem's answer for others stays XLA's."""
+    problem, other = replace(objects.problem("slow"), wanted=True), objects.problem("slow", "right")
+    store = memory_store()
+    effort = TuningBudget(seconds=0.02, timeout=20.0, workers=2, seed=1, checks_last=True)
+    found = tune([problem, other], store, effort=effort)
+    assert found[problem.digest].winner == "slow" and found[problem.digest].kernel
+    assert found[other.digest].winner != "slow"
+    assert tune([replace(problem, wanted=False)], store, settings=Settings(tune="cached"))[problem.digest].uses_library
 
 
 def measured_job(folder: Path, times: dict[str, tuple[float, float]]) -> TuningJob:

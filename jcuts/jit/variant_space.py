@@ -191,7 +191,7 @@ def plan_variants(
 
 def candidate_variants(closed: jaxapi.Closed, platform: str) -> list[Variant | None]:
     """The variants that `plan_variants` plans, in its order."""
-    rules = rewrite_registry.applicable(simplify(inline(closed))) if platform in GPUS else ()
+    rules = rewrite_registry.applicable(closed := simplify(inline(closed))) if platform in GPUS else ()
     if set(rules) & {"rounds", TURNED} and xla_devices.machine().capability != GROUPED:
         rules = tuple(name for name in rules if name not in ("rounds", JOINED, TURNED))
     recomputed = RECOMPUTED in rules

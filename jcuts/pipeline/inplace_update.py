@@ -102,8 +102,12 @@ def find_inplace_update(level: Computation, subset: Region, chosen: Program | No
 
 
 def appends(closed: jaxapi.Closed) -> bool:
-    """Whether a program updates an array at a position that is no constant: a key-value cache."""
-    return any(jaxapi.primitive_name(eqn) == UPDATE and _begins(eqn) is not None for eqn in closed.jaxpr.eqns)
+    """Whether a program, or a loop in it, updates an array at a position that is no constant: a key-value cache."""
+    return any(
+        (jaxapi.primitive_name(eqn) == UPDATE and _begins(eqn) is not None)
+        or any(appends(body) for _, _, body in jaxapi.inner_jaxprs(eqn))
+        for eqn in closed.jaxpr.eqns
+    )
 
 
 def _begins(eqn: Any) -> Any:

@@ -15,6 +15,7 @@ from jcuts.jit import race_limits, variant_space
 from jcuts.lower.region import lower_region
 from jcuts.pipeline import inplace_update, loop_bodies, passes
 from jcuts.trace import jaxapi
+from jcuts.trace.inline import inline
 from tests import programs
 
 W = np.ones((16, 32), np.float32)
@@ -72,13 +73,14 @@ def decoder(layers=2):
     sizes = model.Sizes(layers, width=2048, heads=16, shared=16, hidden=5376, vocabulary=4096)
     caches, weights = jax.eval_shape(lambda: (model.caches(sizes, 1, "bfloat16"), model.weights(sizes, "bfloat16")))
     scalar, tokens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (1,)))
-    return jaxapi.closed_jaxpr_of(model.decoding_step(sizes), caches, weights, tokens, scalar)
+    step = jax.jit(model.decoding_step(sizes))  # inside another function, as in users' programs
+    return jax.make_jaxpr(lambda *xs: step(*xs))(caches, weights, tokens, scalar)
 
 
 def test_a_decoding_step_is_one_chain():
     """Rotary embeddings and appends are kernels; nothing of XLA's lies between the first product and the head."""
     closed, states = decoder(), []
-    assert inplace_update.appends(closed)
+    assert inplace_update.appends(inline(closed))
 
     def times(problem, region):
         return [*partition_gpu.predicted(problem), 1.0]
@@ -116,6 +118,14 @@ def test_programs_without_appends_have_no_such_variant():
     def prefill(x, cache):
         return lax.dynamic_update_slice(cache, x @ W, (0, 0))
 
-    closed = jaxapi.closed_jaxpr_of(prefill, np.ones((4, 16), np.float32), np.ones((8, 32), np.float32))
-    assert not inplace_update.appends(closed)
+    x, cache = np.ones((4, 16), np.float32), np.ones((8, 32), np.float32)
+    assert not inplace_update.appends(jaxapi.closed_jaxpr_of(prefill, x, cache))
+
+    def generate(x, cache):
+        def step(k, cache):
+            return lax.dynamic_update_slice(cache, (x @ W)[:1], (k, 0))
+
+        return lax.fori_loop(0, 4, step, cache)
+
+    assert inplace_update.appends(jaxapi.closed_jaxpr_of(generate, x, cache))
     assert Variant.parse(f"plain/{UNBROKEN}").regions == UNBROKEN

@@ -112,14 +112,18 @@ def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
-    """Grouped-query attention of queries at positions to all keys up to there."""
+def masked_attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
+    """Grouped-query attention of queries to the keys that are seen."""
     n, length, heads, depth = q.shape
     q = q.reshape(n, length, k.shape[2], -1, depth)
     scores = wide(jnp.einsum("bqhgd,bkhd->bhgqk", q, k)) * depth**-0.5
-    seen = jnp.arange(k.shape[1]) <= positions[:, None]
     shares = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1).astype(v.dtype)
     return jnp.einsum("bhgqk,bkhd->bqhgd", shares, v).reshape(n, length, heads * depth)
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
+    """The same of queries at positions to all keys up to there."""
+    return masked_attention(q, k, v, jnp.arange(k.shape[1]) <= positions[:, None])
 
 
 def layer(s: Sizes, p: Any, x: jax.Array, cache: Any, positions: jax.Array) -> tuple[jax.Array, Any]:

@@ -23,6 +23,8 @@ CLEAR = "clear"
 ATTENTION = "attention"
 LOOP_BODIES = "loops"
 UNBROKEN = "unbroken"
+BEYOND_SUMS = (CLEAR, UNBROKEN)
+"""Regions of variants that count on what the measured sums of their kernels do not show: borders, launches."""
 REGIONS = ("all", "anchored", "absorbing", ATTENTION, "none", "every", SEARCHED, CLEAR, LOOP_BODIES, UNBROKEN)
 PLAIN = "plain"
 SINGLE = "single"

@@ -16,8 +16,7 @@ from jcuts.fusion.move_epilogue import Cover, only_reader
 from jcuts.kernel_ir.program import Program
 from jcuts.lower.region import lower_region
 from jcuts.lower.tensor_graph import TensorGraph
-
-UPDATE = "dynamic_update_slice"
+from jcuts.ops.gather import UPDATE
 
 
 def join_elementwise(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from jcuts.base import knobs
-from jcuts.base.settings import ATTENTION, CLEAR, UNBROKEN, Variant
+from jcuts.base.settings import ATTENTION, BEYOND_SUMS, UNBROKEN, Variant
 from jcuts.jit import end_to_end_benchmark, variant_space
 from jcuts.jit.decision import XLA
 from jcuts.jit.paired_timing import ms
@@ -74,12 +74,13 @@ def most_rewritten(forms: Sequence[Variant | None]) -> list[Variant | None]:
     problems.  Logits in chunks save memory, and time at best as a by-product: who has time tries them.
     """
     forms = [form for form in forms if form is None or LOGITS not in form.rewrites]
-    counts = [len(f.rewrites) for f in forms if f is not None and f.regions not in (ATTENTION, UNBROKEN)]
+    always = (ATTENTION, UNBROKEN)
+    counts = [len(form.rewrites) for form in forms if form is not None and form.regions not in always]
     most = max(counts, default=0)
     return [
         form
         for number, form in enumerate(forms)
-        if not number or (form is not None and (len(form.rewrites) == most or form.regions in (ATTENTION, UNBROKEN)))
+        if not number or (form is not None and (len(form.rewrites) == most or form.regions in always))
     ]
 
 
@@ -105,10 +106,10 @@ def beyond_race_limit(
     separate = {name.partition(":")[0] for name in racing if name.partition(":")[2] == SEPARATE}
     racing = [name for name in racing if name.partition(":")[0] not in separate or name.endswith(f":{SEPARATE}")]
     forms = {name: form_of(name) or Variant() for name in racing}
-    clear = [name for name, made in forms.items() if made.regions in (CLEAR, UNBROKEN)]
+    beyond = [name for name, made in forms.items() if made.regions in BEYOND_SUMS]
     alone = [name for name, made in forms.items() if made.regions == ATTENTION]
-    best = _fastest([name for name in racing if name not in (*clear, *alone)], gains, totals)
-    few = clear if any(RECOMPUTED in forms[name].rewrites for name in clear) else [*clear, *alone]
+    best = _fastest([name for name in racing if name not in (*beyond, *alone)], gains, totals)
+    few = beyond if any(RECOMPUTED in forms[name].rewrites for name in beyond) else [*beyond, *alone]
     form = best.partition(":")[0]
     kept = {best, *(f"{form}:{option}" for option in IN_LOOPS), *few}
     return {name: TOO_LATE for name in ours if name not in kept}

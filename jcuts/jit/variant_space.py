@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from jcuts.base.errors import UsageError
-from jcuts.base.settings import ATTENTION, CLEAR, LOOP_BODIES, SEARCHED, UNBROKEN, Settings, Variant
+from jcuts.base.settings import ATTENTION, BEYOND_SUMS, CLEAR, LOOP_BODIES, SEARCHED, UNBROKEN, Settings, Variant
 from jcuts.jit import end_to_end_benchmark
 from jcuts.jit.accuracy.float64_check import NO_AUTOTUNE as NO_AUTOTUNE
 from jcuts.jit.accuracy.float64_check import Float64Judge as Float64Judge
@@ -366,7 +366,7 @@ def dominated_variants(found: Mapping[Variant | None, Outcome]) -> dict[Variant 
         ahead = AHEAD_LONG if ours >= LONG else PRUNE_GAIN
         if form is not None and form.regions == "none" and _is_derived(found[best]):
             ahead = min(ahead, AHEAD_OF_NONE)
-        is_beyond = form is not None and form.regions in (CLEAR, UNBROKEN)  # which count on what sums do not show
+        is_beyond = form is not None and form.regions in BEYOND_SUMS
         if ours > 0.0 and gain - sums[form][1] >= ahead * ours and not is_beyond:
             out[form] = (
                 f"not tried: kernels gain {sums[form][1] * 1e6:,.0f} us on XLA's code here by measured sums, "

@@ -60,17 +60,15 @@ def write_into_slice(
     limit = whole[dim] - result.shape[dim]
     here, there = (math.prod(shape[dim:]) for shape in (result.shape, whole))
     stride = there // whole[dim]
-    phases = [_moved(program, phase, result.name, here, there) for phase in program.phases]
-    if any(phase is None for phase in phases) or limit < 0:
-        return None
+    unit, offset = stride * ITEM_SIZE[result.dtype], None
     if isinstance(first, str):
-        known, offset = 0, Offset(BEGINS, limit, stride)
-        if operand != -1:
-            return None
+        start, offset = 0, Offset(BEGINS, limit, stride)
+        fits = operand == -1 and limit > 0 and unit % ALIGNMENT == 0
     else:
-        known, offset = first, None
-    start = (known if offset is None else 1) * stride * ITEM_SIZE[result.dtype]
-    if not 0 <= known <= limit or start % ALIGNMENT:
+        start = first * unit
+        fits = 0 <= first <= limit and start % ALIGNMENT == 0
+    phases = [_moved(program, phase, result.name, here, there) for phase in program.phases] if fits else [None]
+    if any(phase is None for phase in phases):
         return None
     buffers = [b if b is not result else replace(b, shape=tuple(whole), offset=offset) for b in program.buffers]
     position = None
@@ -82,7 +80,7 @@ def write_into_slice(
             buffers.insert(last + 2, Buffer(BEGINS, first, (), "in"))
             position = operand + 1
     made = replace(program, buffers=tuple(buffers), phases=tuple(p for p in phases if p is not None))
-    return SlicedOutput(made, 0 if offset is not None else start, operand, position)
+    return SlicedOutput(made, start, operand, position)
 
 
 def _moved(program: Program, phase: Phase, result: str, here: int, there: int) -> Phase | None:

@@ -10,6 +10,7 @@ from jcuts.kernel_ir.node import Guard
 from jcuts.ops.registry import Context, Equation, IndexTuple, Op, op_rule
 
 INDEX = "int64"
+UPDATE = "dynamic_update_slice"
 IN_PLACE = "XLA updates in place; a kernel would copy the whole operand"
 
 
@@ -40,7 +41,7 @@ def dynamic_slice(eqn: Equation) -> Op | Refusal:
     return Op(eqn.prim, "gather", eqn.inputs, eqn.outputs, pull=pull, cost=1)
 
 
-@op_rule("dynamic_update_slice")
+@op_rule(UPDATE)
 def dynamic_update_slice(eqn: Equation) -> Op | Refusal:
     """The operand with a window replaced.
 

@@ -29,14 +29,13 @@ from jcuts.kernel_ir.verify import START_TYPES
 from jcuts.lower.region import lower_region
 from jcuts.lower.sliced_output import SlicedOutput, write_into_slice
 from jcuts.lower.tensor_graph import build_graph
+from jcuts.ops.gather import UPDATE
 from jcuts.pipeline.computation import Computation, Region
 from jcuts.schedule.gpu import candidates as gpu_candidates
 from jcuts.schedule.gpu.candidates import GpuMachine
 from jcuts.trace import jaxapi
 from jcuts.trace.source import place
 from jcuts.xla.kernel_cache import is_for_gpu
-
-UPDATE = "dynamic_update_slice"
 
 
 @dataclass(frozen=True)

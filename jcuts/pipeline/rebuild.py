@@ -101,7 +101,7 @@ def _copy_calls(level: Computation) -> list[KernelCall]:
         if (kernel := _compiled(update.placed.program, "update")) is None:
             continue
         eqn, operand = level.closed.jaxpr.eqns[update.number], update.placed.operand
-        inputs = [eqn.invars[1]] if operand is None else [eqn.invars[1], update.array]
+        inputs = update.inputs([eqn.invars[1]])
         covers = [n for n in (update.zeros, update.number) if n is not None]
         level.copied += covers
         place = operand, update.placed.start

@@ -185,7 +185,8 @@ def collect_problems(
     for region in regions:
         if region.identity not in problems:
             problem = make_problem(region, settings, used[region.identity], device)
-            problem = replace(problem, wanted=region.identity in wanted)
+            if region.identity in wanted:
+                problem = replace(problem, wanted=True)
             if settings.tune == "off":
                 problem = with_candidates(problem, region, used[region.identity])
             problems[region.identity] = problem

@@ -290,9 +290,7 @@ def _tile(
                 name: builder.ptrtoint(value, ir.IntType(64))
                 for name, value in zip(names, args[: len(names)], strict=True)
             }
-            pointers |= {
-                b.name: _moved(gpu, b, pointers, buffers) for b in program.buffers if b.offset and b.name in pointers
-            }
+            pointers |= {b.name: _moved(gpu, b, pointers, buffers) for b in program.outputs if b.offset is not None}
             numbers = [_narrow(builder, value) for value in args[len(names) :]]
             integers = dict(zip(source.record, numbers, strict=True))
             shared = L.I32(0)

@@ -50,7 +50,8 @@ def split_into_kernels(program: Program) -> tuple[list[KernelPart], int]:
         places[buffer.name] = (-1, total)
         total += -(-buffer.bytes // SCRATCH_ALIGN) * SCRATCH_ALIGN
     found = []
-    for part in (with_starts(part, program) for part in kernels):
+    for kernel in kernels:
+        part = with_starts(kernel, program)
         arguments = [places.get(b.name) or (order[b.name], 0) for b in part.buffers if b.role != "local"]
         found.append(KernelPart(part, tuple(arguments)))
     return found, total

@@ -21,10 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jcuts.codegen.cuda.attention.block_walk import checked_tile, counted_loop, head_frame, next_stage
-from jcuts.codegen.cuda.attention.kv_tiles import LineReader, TileCopier, queries
+from jcuts.codegen.cuda.attention.kv_tiles import WIDEST, LineReader, TileCopier, queries
 from jcuts.codegen.cuda.attention.masked_tiles import are_bounded, is_masked, rows_are_bounded, unless
 from jcuts.codegen.cuda.attention.online_softmax import (
-    WIDEST,
     OnlineSoftmaxState,
     is_negligible,
     load_state,

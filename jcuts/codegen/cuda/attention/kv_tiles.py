@@ -17,14 +17,12 @@ from jcuts.codegen.cuda.ptx import mma as ptx_mma
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.llvm import lanes as L
 from jcuts.lower.patterns.attention import Operand
-from jcuts.schedule.gpu.attention.tile import EIGHT, SIXTEEN, STEP, FlashTile
+from jcuts.schedule.gpu.attention.tile import EIGHT, FOUR, SIXTEEN, STEP, FlashTile
 
 WORD = 4
 """Bytes of a register."""
-FOUR = 4
-"""Words of the widest access; words between the two halves of a row of an A fragment."""
 WIDEST = 16
-"""Bytes of the widest copy."""
+"""Bytes of the widest copy, or of what a lane hands over at once."""
 
 
 class CopyShape(Protocol):

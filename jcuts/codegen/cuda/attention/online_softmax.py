@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from jcuts.codegen.cuda.attention.kv_tiles import WIDEST
 from jcuts.codegen.cuda.attention.score_mod import LEAST, Tile
 from jcuts.codegen.cuda.graph.node_emitter import Emitter, store_all
 from jcuts.codegen.cuda.ptx import global_memory as M
@@ -24,8 +25,6 @@ from jcuts.lower.patterns.attention import Attention
 from jcuts.lower.patterns.gemm import ROWS
 from jcuts.schedule.gpu.attention.tile import EIGHT, FOUR, SIXTEEN, FlashTile
 
-WIDEST = 16
-"""Bytes that a lane hands over at once."""
 NEGLIGIBLE = 150
 """Scores this far below their row's maximum have no weight."""
 LOWEST = -(10**30)

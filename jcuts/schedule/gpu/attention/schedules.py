@@ -64,8 +64,6 @@ FEW_SHARED = 208 << 10
 """Bytes of shared memory of such a block."""
 MANY = 16
 """Column tiles of which leaving out the masked ones is likely to gain: with eight it does not (H200, 512 positions)."""
-TPC = 2
-"""Multiprocessors of a texture processing cluster: clusters of so many blocks leave none idle."""
 QUARTERS = 4
 """Parts of a multiprocessor, each with registers and warps of its own."""
 
@@ -198,7 +196,8 @@ def launch_time(
         in_flight: bytes that a block has asked for at a time; 0: enough.
         cluster: blocks that run on multiprocessors of one GPC at once: clusters do not fill all of them.
     """
-    usable = int(machine.sms * (1 - _SPLIT.idle_share_per_block * max(0, cluster - TPC)))
+    beyond = max(0.0, cluster - _SPLIT.tpc_multiprocessors)
+    usable = int(machine.sms * (1 - _SPLIT.idle_share_per_block * beyond))
     full, rest = divmod(-(-blocks // usable), resident)
     first = min(blocks, full * resident * usable)
     waves = [wave(full, resident, first)] if full else []

@@ -31,7 +31,7 @@ FLAGS = ("rounded", "skips")
 EIGHT = 8
 """Rows of which a lane of a warp has one."""
 FOUR = 4
-"""Words of the widest access; lanes that share a row."""
+"""Words of the widest access; lanes that share a row; words between the halves of a row of an A fragment."""
 
 
 @dataclass(frozen=True)

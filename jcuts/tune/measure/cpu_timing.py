@@ -33,6 +33,8 @@ LOOP_BELOW = 2e-3
 """Programs shorter than this [s] are timed inside a loop."""
 SAME_CODE = 3.0
 """An execution in a loop that takes this many times a call is another program's: a call does more."""
+ROUNDS = 5
+"""As often is a loop found slower before it is taken for other code."""
 SAMPLE_SECONDS = 1e-3
 """Length of one looped sample [s]: a thousand times the clock's resolution."""
 _MOST_INNER = 2000
@@ -216,10 +218,12 @@ def compare(
         announce("")
         return "call", race(runs, seconds=seconds)
     samples = {label: inside(label) for label in entries}
-    if _is_other_code(*samples[first], once):
+    if _is_other_code(*samples[first], plain[first], used, once):
         for label in entries:
-            if _is_other_code(*samples[label], once if label == first else prepare(label)):
-                samples[label] = (_calls(plain[label], used, samples[first][1]), samples[first][1])
+            least = once if label == first else prepare(label)
+            if _is_other_code(*samples[label], plain[label], used, least):
+                count = samples[label][1]
+                samples[label] = (_calls(plain[label], used, count), count)
     announce("")
     runs = {label: samples[label][0] for label in entries}
     return "loop", race(runs, seconds=seconds, inner={label: samples[label][1] for label in entries})
@@ -249,13 +253,24 @@ def _calls(function: Callable[..., Any], used: Sequence[Any], count: int) -> Cal
     return run
 
 
-def _is_other_code(run: Callable[[], object], count: int, once: float) -> bool:
+def _is_other_code(
+    run: Callable[[], object], count: int, function: Callable[..., Any], used: Sequence[Any], once: float
+) -> bool:
     """Whether XLA compiled a function to slower code in a loop: ``count`` executions take longer than as many calls.
 
     XLA:CPU gives convolutions whose dimensions are in another order than Eigen's (gradients of weights) to Eigen
-    outside of loops only, and computes them 20 to 40 times as slowly in loops.
+    outside of loops only, and computes them 20 to 40 times as slowly in loops.  What looks slower is timed in turn with
+    calls, and one round in which it is not settles it: other work on the machine slows either for milliseconds.
+
+    Args:
+        run: ``count`` executions in a loop.
+        function: the same, compiled outside of a loop.
+        once: the least time of one call so far [s].
     """
-    return _shortest(run, 3) > SAME_CODE * count * once
+    if _shortest(run, 1) <= SAME_CODE * count * once:
+        return False
+    calls = _calls(function, used, count)
+    return all(_shortest(run, 1) > SAME_CODE * _shortest(calls, 1) for _ in range(ROUNDS))
 
 
 @functools.cache

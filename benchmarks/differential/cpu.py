@@ -85,6 +85,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "by_transform": dict(Counter(r["transform"] for r in ran)),
         "distinct_equations_in_kernels": len(equations),
         "kernels": sum(r["kernels"] for r in ran),
+        "kernels_by_form": dict(Counter(form for r in ran for form in r.get("forms", ())).most_common()),
         "kernels_of_several_tiles": sum(r["most_tiles"] > 1 for r in ran),
         "primitives": dict(Counter(p for r in ran for p in r["primitives"]).most_common()),
         "mismatches": [[r["seed"], r["transform"]] for r in ran if r["status"] == "mismatch"],

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 # Imported in this order, by which their operations are registered and drawn.
-from benchmarks.random_programs import calls, lookups, networks, steps  # noqa: F401
+from benchmarks.random_programs import calls, lookups, loops, networks, steps  # noqa: F401
 from benchmarks.random_programs.draw import LARGE_SIZE, MAX_SIZE, NARROW, WIDE, Draw, Kind
 
 WEIGHTS = {
@@ -37,6 +37,10 @@ MORE_FROM = 100_000_000
 MORE = {"network": 1.6, "library": 0.5}
 """Families of programs with seeds from `MORE_FROM` on: the smaller seeds keep the programs that they have named."""
 
+LOOPS_FROM = 200_000_000
+"""Programs with seeds from here on are loops (`loops`), with few operations around them."""
+LOOPS = {"loop": 1.0}
+
 
 @dataclass(frozen=True)
 class Program:
@@ -55,7 +59,11 @@ class Program:
         draw = Draw(rng, self.kind, self.main, list(args), limit=LARGE_SIZE if self.large else MAX_SIZE)
         weights = WEIGHTS if self.seed < MORE_FROM else {**WEIGHTS, **MORE}
         names = [n for n in weights if not (self.kind.smooth and n in NOT_SMOOTH)]
-        draw.grow(self.steps, names, [weights[n] for n in names])
+        count = self.steps
+        if self.seed >= LOOPS_FROM:
+            draw.grow(draw.number(1, 2), list(LOOPS), list(LOOPS.values()))
+            count = draw.number(0, 2)
+        draw.grow(count, names, [weights[n] for n in names])
         made = draw.pool[len(args) :]
         if not made:
             return (lax.neg(args[0]) if args[0].dtype != bool else lax.bitwise_not(args[0]),)

@@ -62,6 +62,8 @@ class Verdict:
     rounding beyond what those runs cover, and every kernel alone keeps the rule on the values that XLA computes for
     it.  The latter excuses no NaN, infinity or sign of zero.
 
+    ``forms``: of every kernel the schedule parameter ``cuda``, on a CPU its template.
+
     ``nan_unlike_xla``: so many elements of accepted results are NaN where XLA's are not, or the reverse.  ``xla_lost``:
     by primitive, the results in which XLA has lost a NaN according to NumPy (`oracle`).  ``nan_unlike_any``: elements
     where this also holds for XLA without its simplifier and operation by operation; ``nan_unlike_float64``: and for
@@ -75,6 +77,7 @@ class Verdict:
     equations: list[str] = field(default_factory=list)
     primitives: list[str] = field(default_factory=list)
     kernels: int = 0
+    forms: list[str] = field(default_factory=list)
     most_tiles: int = 0
     accepted: str = ""
     nan_unlike_xla: int = 0
@@ -274,6 +277,7 @@ def _count(planned: Sequence[computation.Computation], verdict: Verdict) -> None
         if subset.chosen is None:
             continue
         verdict.kernels += 1
+        verdict.forms.append(str(dict(subset.chosen.params).get("cuda", subset.chosen.template)))
         verdict.most_tiles = max(verdict.most_tiles, subset.chosen.tiles)
         for eqn in subset.closed.jaxpr.eqns:
             equations.setdefault(equation_key(eqn))

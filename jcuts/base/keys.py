@@ -193,9 +193,11 @@ def cpu_kernel(program: str, target: Sequence[str | int]) -> str:
     return digest(program, *target, _compilers("cpu"), fingerprint.cpu())
 
 
-def cuda_kernel(program: str, arch: str, toolchain: str) -> str:
-    """A kernel for a GPU, in HLO and on disk: program, architecture, compilers, emitter, and `cuda_toolchain`."""
-    return digest("cuda", program, arch, _compilers("cuda"), toolchain)
+def cuda_kernel(program: str, arch: str, toolchain: str, prefetched: float) -> str:
+    """A kernel for a GPU, in HLO and on disk: program, architecture, compilers, emitter, `cuda_toolchain`, and the most
+    bytes that it prefetches into the L2 cache.
+    """
+    return digest("cuda", program, arch, _compilers("cuda"), toolchain, prefetched)
 
 
 def cuda_toolchain(distributions: Sequence[str], assembler: str) -> str:
@@ -238,7 +240,8 @@ def convolution_library(cudnn: str, jaxlib: str, timing: str, tolerance: str) ->
 def plan(function: str, settings: str, platform: str) -> str:
     """A planned function, but for the state of databases: program, options, platform, knobs that change plans."""
     here = knobs.current()
-    return digest(function, settings, platform, here.fuel, here.chunk, here.chains, here.restore_convs)
+    changing = (here.fuel, here.chunk, here.chains, here.restore_convs, here.l2_prefetch_mb)
+    return digest(function, settings, platform, *changing)
 
 
 def remembered_plan(plan: str, tuning: str, convolutions: Any) -> str:

@@ -124,6 +124,12 @@ class Knobs:
     )
     verify: bool = _knob(_boolean, "check programs and partitions after every pass", default=False)
     chains: bool = _knob(_boolean, "one call for kernels that can follow each other", default=True)
+    l2_prefetch_mb: float | None = _knob(
+        _number(0.0, 1e3, with_low=True),
+        "MiB of weights, keys and values that a kernel of a chain prefetches into the GPU's L2 cache before the kernel "
+        "in front is complete; 0: none (default: by its operands)",
+        default=None,
+    )
     restore_convs: str = _knob(
         _one_of("auto", "all", "off"),
         "products of 1x1 convolutions without a kernel are convolutions again: by a rule of their size, all, or none",

@@ -44,13 +44,12 @@ class DecisionCache:
         places = "; ".join(place_text(place) for _, place in signature.leaves)
         kinds = sorted({d.device_kind for d in jax.local_devices() if d.platform == platform})
         limits = ("limits 2",) if microbatch_convs.is_asked(self._settings) else ()  # changes with what they allow
-        singly = ("single calls",) if platform in variant_space.GPUS and not knobs.current().chains else ()
-        restored = () if knobs.current().restore_convs == "off" else (f"restore {knobs.current().restore_convs}",)
         numbers = numbers_of(closed)  # constants that are others in other weights, where a program is another one
         known = (f"numbers {numbers}",) if numbers else ()
         # Whoever may not measure follows what was measured.
         settings = replace(self._settings, tune="auto") if self._settings.tune == "cached" else self._settings
-        more = (*limits, *singly, *restored, *known, repr(settings), ",".join(kinds), places, repr(self._options))
+        changed = _changed_knobs(platform)
+        more = (*limits, *changed, *known, repr(settings), ",".join(kinds), places, repr(self._options))
         text = jaxapi.canonical_text(closed)
         key = keys.decision(platform, text, more)
         self._pinned[key] = keys.pinned_decision(platform, text, more)
@@ -108,3 +107,12 @@ class DecisionCache:
     def _current(self) -> DecisionStore:
         chosen = self._store if self._store is not None else decisions.default_store()
         return chosen if chosen is not None else session.store()
+
+
+def _changed_knobs(platform: str) -> tuple[str, ...]:
+    """Variables of the environment that change programs or kernels, where they are not what they are by default."""
+    here = knobs.current()
+    singly = ("single calls",) if platform in variant_space.GPUS and not here.chains else ()
+    restored = () if here.restore_convs == "off" else (f"restore {here.restore_convs}",)
+    prefetched = () if here.l2_prefetch_mb is None else (f"prefetch {here.l2_prefetch_mb}",)
+    return (*singly, *restored, *prefetched)

@@ -56,9 +56,14 @@ def test_gradients_of_the_newer_families_match_xla():
     assert _failures(generator.MORE_FROM + SEED + 100, 2, "grad") == []
 
 
+def test_loops_match_xla():
+    assert _failures(generator.LOOPS_FROM + SEED, 3, "plain") == []
+    assert _failures(generator.LOOPS_FROM + SEED + 100, 1, "grad") == []
+
+
 def test_every_step_makes_a_program():
     """Each step alone, on two small arrays: it applies to at least one of a few attempts."""
-    for family in generator.MORE:
+    for family in (*generator.MORE, *generator.LOOPS):
         for _, rule in draw._STEPS[family]:
 
             def program(*values, rule=rule):
@@ -71,11 +76,11 @@ def test_every_step_makes_a_program():
 
 
 def test_smaller_seeds_keep_their_programs():
-    draws = [generator.program(seed) for seed in (SEED, generator.MORE_FROM + SEED)]
+    draws = [generator.program(seed) for seed in (SEED, generator.MORE_FROM + SEED, generator.LOOPS_FROM + SEED)]
     for of in draws:
         with jax.enable_x64(of.kind.x64):
             assert jax.make_jaxpr(of.function)(*generator.signature(of)).jaxpr.eqns
-    assert draw.families() == sorted({*generator.WEIGHTS, *generator.MORE})
+    assert draw.families() == sorted({*generator.WEIGHTS, *generator.MORE, *generator.LOOPS})
 
 
 def test_a_seed_is_a_program():

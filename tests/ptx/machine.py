@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jcuts.codegen.artifact import CompiledKernel
-from jcuts.codegen.cuda.toolchain import programmatic_launch
+from jcuts.codegen.cuda.toolchain import l2_prefetch, programmatic_launch
 from jcuts.codegen.cuda.toolchain.image import Image
 from jcuts.kernel_ir.numpy_semantics import numpy_dtype
 from tests.ptx import cluster as ptx_cluster
@@ -63,8 +63,8 @@ class Module:
 
 
 WAIT = "griddepcontrol.wait"
-EARLY = programmatic_launch.COMPUTES | {"nanosleep", "prefetch"}
-"""What a kernel may do before it waits, parameters read as well: prefetches change no value."""
+EARLY = programmatic_launch.COMPUTES | {"nanosleep", "griddepcontrol"}
+"""What a kernel may do before it waits, parameters read as well."""
 
 
 def parse(ptx: str) -> Module:
@@ -98,7 +98,8 @@ def parse(ptx: str) -> Module:
                 code.append(_instruction(re.sub(r"(?<![\w%.$])(p|tmp)(?!\w)", rf"%inner{inner}\1", line)))
         if WAIT in (ops := [ins.op for ins in code]):
             place = ops.index(WAIT)
-            before = {op for op in ops[:place] if not op.startswith("ld.param") and op.split(".")[0] not in EARLY}
+            before = {op for op in ops[:place] if not op.startswith(("ld.param", l2_prefetch.BULK))}
+            before = {op for op in before if op.split(".")[0] not in EARLY}
             if before or min(labels.values(), default=place + 1) <= place:
                 raise Fault(f"does {sorted(before)} before it waits for the grid in front of it")
         kernels[name] = Kernel(parameters, tuple(code), labels)
@@ -344,7 +345,7 @@ class Machine:
         elif name == "mapa":
             tensor_core.address_of_block(self, ins, on)
         elif ins.op.startswith("cp.async.bulk."):
-            self.barriers.bulk(ins, parts, on)
+            (self._bulk_prefetch if ins.op == l2_prefetch.BULK else self._bulk_copy)(ins, on)
         elif ins.op.startswith("cp.async.mbarrier.arrive"):
             self.pipeline.arrive(on)
             self.barriers.step(ins, ["mbarrier", "arrive"], on)
@@ -469,6 +470,19 @@ class Machine:
         """Byte addresses of an operand like ``[%r1+16]`` in the threads ``live``."""
         base, _, offset = where.strip("[]").partition("+")
         return self.value(base.strip(), kind)[live].astype(np.uint64) + np.uint64(int(offset or 0) % (1 << 64))
+
+    def _bulk_copy(self, ins: Instruction, on: np.ndarray) -> None:
+        self.barriers.bulk(ins, ins.op.split("."), on)
+
+    def _bulk_prefetch(self, ins: Instruction, on: np.ndarray) -> None:
+        """Whole pieces of operands into the L2 cache: changes no value."""
+        live = np.flatnonzero(on)
+        size = self.value(ins.operands[1], "u32")[live].astype(np.int64)
+        source = self.address(ins.operands[0], "u64", live)
+        if (size % l2_prefetch.UNIT).any() or (size <= 0).any() or (source % np.uint64(l2_prefetch.UNIT)).any():
+            raise Fault(f"no whole pieces: {ins.text}")
+        for first, count in zip(source, size, strict=True):
+            self.memory.read(first + np.arange(0, count, l2_prefetch.UNIT, dtype=np.uint64), l2_prefetch.UNIT, ins.text)
 
     def shared_place(
         self, address: np.ndarray, size: int, live: np.ndarray, ins: Instruction

@@ -25,12 +25,14 @@ from jcuts.codegen.cuda.ptx.builder import GpuBuilder
 from jcuts.codegen.cuda.split_kernels import KernelPart, split_into_kernels
 from jcuts.codegen.cuda.toolchain import ptxas
 from jcuts.codegen.cuda.toolchain.image import SYMBOL, Image, Launch, Resources
+from jcuts.codegen.cuda.toolchain.l2_prefetch import OperandPrefetch
 from jcuts.codegen.cuda.toolchain.target import AMPERE, GROUPED, REGISTERS, CudaTarget
 from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import ITEM_SIZE, Buffer, Program
 from jcuts.kernel_ir.verify import verify
 from jcuts.schedule.gpu.families import FAMILIES, TENSOR_CORES
+from jcuts.schedule.gpu.weight_prefetch.operands import most_bytes, prefetched_ranges
 
 _lock = threading.RLock()
 _SLOW_PATHS = frozenset({"sin", "cos", "tan"})
@@ -70,8 +72,8 @@ def _toolchain() -> str:
 
 
 def kernel_digest(program: Program, target: CudaTarget) -> str:
-    """Names a kernel in HLO and on disk: program, architecture, compilers."""
-    return keys.cuda_kernel(program.digest, target.arch, _toolchain())
+    """Names a kernel in HLO and on disk: program, architecture, compilers, and how much it prefetches."""
+    return keys.cuda_kernel(program.digest, target.arch, _toolchain(), most_bytes())
 
 
 def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
@@ -92,7 +94,7 @@ def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:
         for part, source, symbol in zip(found, emitted, symbols, strict=True)
     ]
     arch = arch_of(program, target)
-    grids = [ptxas.Grid(source.blocks, source.threads, source.shared) for source in emitted]
+    grids = _grids(program, found, emitted)
     cubin, report, early = ptxas.assemble_best(sources, arch, grids, overlapped=kernel_family_of(program).overlapped)
     launches = []
     for part, source, symbol in zip(found, emitted, symbols, strict=True):
@@ -210,9 +212,26 @@ def ptx_of(program: Program, target: CudaTarget) -> str:
     """PTX of all kernels of a program, for dumps and tests."""
     check_tensor_core_support(program, target)
     found, _ = split_into_kernels(program)
-    sources = [(_ptx(p.program, emit_source(p.program), target, f"k{n}"), f"k{n}") for n, p in enumerate(found)]
+    emitted = [emit_source(part.program) for part in found]
+    sources = [
+        (_ptx(p.program, source, target, f"k{n}"), f"k{n}")
+        for n, (p, source) in enumerate(zip(found, emitted, strict=True))
+    ]
     arch = arch_of(program, target)
-    return ptxas.merge_modules(sources, arch, early=ptxas.supports_pdl(arch))
+    return ptxas.merge_modules(sources, arch, grids=_grids(program, found, emitted) if ptxas.supports_pdl(arch) else ())
+
+
+def _grids(program: Program, parts: list[KernelPart], sources: list[CudaSource]) -> list[ptxas.Grid]:
+    """The launches of a program's kernels, with what each of them prefetches into the L2 cache."""
+    grids = []
+    for part, source in zip(parts, sources, strict=True):
+        names = [b.name for b in part.program.buffers if b.role != "local"]
+        prefetches = tuple(
+            OperandPrefetch(names.index(one.buffer), one.first, one.bytes, one.wanted)
+            for one in prefetched_ranges(part.program, program)
+        )
+        grids.append(ptxas.Grid(source.blocks, source.threads, source.shared, prefetches))
+    return grids
 
 
 def _ptx(program: Program, source: CudaSource, target: CudaTarget, symbol: str) -> str:

@@ -37,7 +37,7 @@ def _partial_column_sums(program: Program, blocks: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class FamilyStatistics:
-    """What `schedule.gpu.launch_stats.memory_time` has to know of a family.
+    """What the launches of a family move: for `schedule.gpu.launch_stats.memory_time` and `weight_prefetch`.
 
     Attributes:
         unit: the compute unit that does the work, as `jcuts.estimate` names it.
@@ -47,6 +47,8 @@ class FamilyStatistics:
         kernels: the kernels of a program, of families whose kernels are independent of each other; else None.
         launches: grid, block and registers of its launches before it is compiled, as far as they can be estimated.
         partial_results: bytes that so many blocks of a first launch leave to a second one, and of what that one writes.
+        prefetched_operands: operands, the largest ones, that its kernels may prefetch into the L2 cache before they
+            wait for the kernel in front (`schedule.gpu.weight_prefetch`).
     """
 
     unit: Callable[[Program], str] = ffma_unit
@@ -56,6 +58,7 @@ class FamilyStatistics:
     kernels: Callable[[Program], Sequence[Program]] | None = None
     launches: Callable[[Program], Sequence[LaunchShape]] = _one_launch
     partial_results: Callable[[Program, int], tuple[float, float]] = _split_results
+    prefetched_operands: int = 0
 
 
 def coalesced(
@@ -88,18 +91,21 @@ WELFORD = coalesced(
     launch_shapes.welford_launch,
     lambda program: welford.split_kernels(program).programs,
 )
-GEMV = coalesced(coalescing.gemv_access, launch_shapes.column_launch)
+GEMV = replace(coalesced(coalescing.gemv_access, launch_shapes.column_launch), prefetched_operands=1)
 SKINNY_GEMM = FamilyStatistics(
     traffic.mma_unit,
     lambda program, blocks, threads: traffic.coalesced_traffic(program, coalescing.skinny_gemm_access(program)),
     lambda program: coalescing.skinny_gemm_access(program).under_way,
+    prefetched_operands=1,
 )
 SCANS = FamilyStatistics(launches=launch_shapes.scan_launch)
-TENSOR_CORE_GEMM = FamilyStatistics(traffic.mma_unit, traffic.gemm_traffic, traffic.gemm_bytes_in_flight)
-SIMT_GEMM = FamilyStatistics(traffic.ffma_unit, traffic.gemm_traffic, traffic.gemm_bytes_in_flight)
+TENSOR_CORE_GEMM = FamilyStatistics(
+    traffic.mma_unit, traffic.gemm_traffic, traffic.gemm_bytes_in_flight, prefetched_operands=1
+)
+SIMT_GEMM = replace(TENSOR_CORE_GEMM, unit=traffic.ffma_unit)
 FEW_CHANNELS = FamilyStatistics(traffic.conv_unit, traffic.few_channels_traffic, traffic.few_channels_bytes_in_flight)
 INVERTED_RESIDUAL = FamilyStatistics(
     traffic.inverted_residual_unit, traffic.inverted_residual_traffic, traffic.inverted_residual_bytes_in_flight
 )
-ATTENTION = FamilyStatistics(traffic.attention_unit, traffic.attention_traffic)
+ATTENTION = FamilyStatistics(traffic.attention_unit, traffic.attention_traffic, prefetched_operands=2)
 ATTENTION_BACKWARD = FamilyStatistics(traffic.attention_backward_unit, traffic.attention_backward_traffic)

@@ -11,25 +11,20 @@ epilogue: one launch, no scratch memory, no atomics.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.elementwise.thread_tile import RegisterTileEmitter
 from jcuts.codegen.cuda.ptx import cluster as ptx_cluster
-from jcuts.codegen.cuda.ptx import global_memory as M
 from jcuts.codegen.cuda.ptx.builder import GpuBuilder
-from jcuts.codegen.cuda.ptx.mma import cluster_barrier, mapa, prefetch_l2
+from jcuts.codegen.cuda.ptx.mma import cluster_barrier, mapa
 from jcuts.codegen.cuda.ptx.shuffle import WARP, allocate_static, write_word
-from jcuts.codegen.cuda.reduction.column import GROUP, TERM, ColumnReductionKernel, ColumnShape, shape_of
+from jcuts.codegen.cuda.reduction.column import GROUP, ColumnReductionKernel, ColumnShape, shape_of
 from jcuts.codegen.cuda.reduction.split import column_program
 from jcuts.codegen.llvm import lanes as L
-from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import Buffer, Program
 from jcuts.lower.patterns.gemm import ROWS
-from jcuts.schedule.gpu.few_row_gemm import CLUSTERS
-from jcuts.schedule.gpu.machine import ACCESS
 
 WORD = 4
 """Bytes of a partial sum."""
@@ -86,38 +81,6 @@ class GemvKernel(ColumnReductionKernel):
         self.tile = tile
         super().__init__(builder, program, tile, buffers, pointers, integers, symbol, shared)
 
-    def emit(self) -> None:
-        """The thread's sums; its first weights are on their way before the kernel waits for the grid in front."""
-        if self.builder.capability >= CLUSTERS:
-            self._prefetch_weights()
-        super().emit()
-
-    def _prefetch_weights(self) -> None:
-        """``prefetch.global.L2`` of what the thread loads first of W: `toolchain.programmatic_launch`."""
-        builder, phase, tile = self.builder, self.phase, self.tile
-        loads = [n for n in phase.body.nodes if n.op == "load" and n.index is not None]
-        weights = max(loads, key=lambda n: self.buffers[n.buffer].bytes)
-        inner = [r for r in phase.reds if r.name != TERM]
-        tiled = [(self.lane.name, self.lane.unroll), *((r.name, r.extent) for r in inner)]
-        assert weights.index is not None
-        strides = [weights.index.stride(name) for name, _ in tiled]
-        if weights.index.values() or any(stride is None for stride in strides):
-            return
-        item = self.buffers[weights.buffer].bytes // self.buffers[weights.buffer].size
-        points = itertools.product(*(range(count) for _, count in tiled))
-        offsets = [sum(at * (stride or 0) for at, stride in zip(p, strides, strict=True)) for p in points]
-        index = weights.index.substitute({r.name: Index() for r in inner}, phase.ranges())
-        last: L.Value = L.I32(tile.terms - 1)
-        if self.split:
-            last = builder.sub(last, builder.mul(self.outer[GROUP], L.I32(self.share)))
-        fixed = {**self._column_variables(), **{a.name: L.I32(0) for a in phase.axes if a.name == ROWS}}
-        for piece in range(min(tile.flight, -(-self.share // tile.deep))):
-            term = builder.add(self.y, L.I32(piece * tile.deep))
-            term = builder.select(builder.icmp_signed("<", term, last), term, last)
-            frame = M.Frame(builder, {**fixed, TERM: term}, self.pointers, phase.ranges(), {})
-            for offset in _accesses(offsets, item):
-                prefetch_l2(builder, M.address(frame, weights.buffer, item, index + offset), None)
-
     def _thread_place(self) -> tuple[L.Value, L.Value]:
         if not self.tile.is_k_major:
             return super()._thread_place()
@@ -157,12 +120,3 @@ class GemvKernel(ColumnReductionKernel):
                 builder.store(functools.reduce(builder.fadd, sums), slot)
             end._finish()
         cluster_barrier(builder)  # no block may end while the first one reads its shared memory
-
-
-def _accesses(offsets: Iterable[int], item: int) -> list[int]:
-    """Elements, of those of a register tile, at which accesses of `ACCESS` bytes begin."""
-    found: list[int] = []
-    for offset in sorted(set(offsets)):
-        if not found or (offset - found[-1]) * item >= ACCESS:
-            found.append(offset)
-    return found

@@ -95,11 +95,6 @@ def load_words(
 
 def prefetch_l2(builder: GpuBuilder, source: tuple[L.Value, int], live: L.Value | None) -> None:
     """``prefetch.global.L2`` of an address. ``live``: predicate."""
-    if live is None:  # an instruction by itself: it may come before `toolchain.programmatic_launch`'s wait
-        register, constant = with_immediate_offset(builder, source)
-        where = f"[$0+{constant}]" if constant else "[$0]"
-        asm(builder, f"prefetch.global.L2 {where};", VOID, [register], effects=True)
-        return
     _early(builder, "prefetch.global.L2 ", source, live)
 
 

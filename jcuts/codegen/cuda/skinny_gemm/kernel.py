@@ -43,7 +43,6 @@ from jcuts.codegen.llvm import lanes as L
 from jcuts.kernel_ir.program import Buffer, Program
 from jcuts.kernel_ir.register_tiling import points
 from jcuts.lower.patterns.gemm import COLUMNS, ROWS, TYPES, B, S
-from jcuts.schedule.gpu.few_row_gemm import CLUSTERS
 from jcuts.schedule.gpu.machine import ACCESS
 from jcuts.schedule.gpu.skinny_gemm.schedules import LANES, LINE_BYTES, M_TILE, N_TILE, WORD
 
@@ -104,10 +103,6 @@ class SkinnyGemmKernel:
         self.ring = builder.add(self.shared, warp)
         operands = self._operands()
         lives = [self._live(L.I32(0), o.term) for o in operands]
-        slices = tile.cluster * next((a.extent for a in self.phase.axes if a.name == S), 1)
-        whole = tile.total - (slices - 1) * tile.share * tile.terms >= tile.terms  # the first step of every slice
-        for number in range(tile.flight) if whole and builder.capability >= CLUSTERS else ():
-            operands[1].prefetch(number * tile.depth)  # before the kernel waits for the grid in front
         for number in range(tile.flight):
             self._start(operands, [o.places for o in operands], lives, number)
         self._prefetch_epilogue()

@@ -99,11 +99,6 @@ class LaneCopies:
         """Accesses of a lane to a tile, each of `LINE_BYTES` of its warp."""
         raise NotImplementedError
 
-    def prefetch(self, first: int) -> None:
-        """``prefetch.global.L2`` of one tile of the lane's first step. Args: first: as of `accesses`."""
-        for (register, constant), term, _ in self.accesses(self.places, first):
-            ptx_mma.prefetch_l2(self.builder, (register, constant + term * self.step), None)
-
     def _copy(self, place: Place, far: int, live: L.Value | None, target: Place) -> None:
         source = (place[0], place[1] + far)
         hint = "" if self.cached else WHOLE_LINES

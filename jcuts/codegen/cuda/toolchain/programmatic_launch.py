@@ -3,8 +3,13 @@
 A kernel may be launched before the one in front of it has ended (PTX ISA, ``griddepcontrol``).  Until that one is
 complete it may compute, but touch no memory that others touch.  The address arithmetic of a kernel's first copies takes
 a hundred instructions and more, up to a third of a microsecond: it comes before the wait.  So do prefetches into the L2
-cache: they change no value, and the L2 cache is where all multiprocessors' writes meet, so that what is prefetched is
-never old.  A kernel of few rows has its first weights there while the one in front still adds up.
+cache (`l2_prefetch`).
+
+When it allows the next one to be launched (``griddepcontrol.launch_dependents``) decides how far ahead weights travel.
+A kernel that prefetches does so behind its wait: the weights of one kernel at a time lie in the L2 cache ahead.  All
+others do so first of all: a norm, or the sums of a split, between two products do not keep the second one's weights
+waiting.  Order stays what it was: a kernel passes its wait when the one in front is complete, which that one is only
+after its own wait, so that by induction all in front are.
 
 ptxas would move the wait to the front and the computation behind it, to save registers.  A dummy instruction between
 them, predicated so that it practically never executes, reads the first values that are used behind the wait; ptxas
@@ -16,9 +21,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-WAIT = "griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;"
-"""Nothing is read or written before the grid in front is complete and visible, and only then may the next one be
-launched.  Other launches pay nothing."""
+WAIT = "griddepcontrol.wait;"
+"""Nothing is read or written before the grid in front is complete and visible.  Other launches pay nothing."""
+LAUNCH = "griddepcontrol.launch_dependents;"
+"""Only when all blocks are there, or have ended, is the next grid launched: none of them waits for room."""
 MOST = 40
 """Numbers that are computed before the wait for certain: as many registers as every kernel has to spare there."""
 COMPUTES = frozenset(
@@ -57,20 +63,30 @@ COMPUTES = frozenset(
     }
 )
 """Instructions that only write registers (without ``.cc``: then a carry, too, that the next one reads)."""
-HINT = "\tprefetch.global.L2 "
-"""Instructions that change no value at all."""
 _LINE = re.compile(r"\t(?:ld\.param|([a-z0-9]+))[.\w]*\s[^;{}]*;")
 _REGISTER = re.compile(r"%[a-z_]+\d+\b")
 _ENDS = re.compile(r"\s*(?:@|\$|bra|brx|ret|exit|call|[{}])")
 
 
-def insert_grid_dependency_wait(lines: Sequence[str], place: int) -> list[str]:
-    """The lines of a PTX kernel with ``griddepcontrol.wait`` inserted (`WAIT`).
+def insert_grid_dependency_wait(
+    lines: Sequence[str], place: int, prefetches: Sequence[str] = (), *, ready: bool = True
+) -> list[str]:
+    """The lines of a PTX kernel with ``griddepcontrol.wait`` and ``griddepcontrol.launch_dependents`` inserted.
 
-    What the first block of instructions computes from parameters comes before it, in its order.
+    What the first block of instructions computes from parameters comes before the wait, in its order.
 
-    Args: place: the line in front of which the instructions begin.
+    Args:
+        place: the line in front of which the instructions begin.
+        prefetches: instructions in front of all others (`l2_prefetch.prefetch_instructions`).
+        ready: whether what can be computed before the wait is.
     """
+    head, wait = lines[:place], ["\t" + WAIT]
+    if prefetches:
+        head, wait = [*head, *prefetches], [*wait, "\t" + LAUNCH]
+    else:
+        head = [*head, "\t" + LAUNCH]
+    if not ready:
+        return [*head, *wait, *lines[place:]]
     early: list[str] = []
     late: list[str] = []
     made: set[str] = set()  # by what comes before the wait
@@ -79,9 +95,7 @@ def insert_grid_dependency_wait(lines: Sequence[str], place: int) -> list[str]:
     while end < len(lines) and not _ENDS.match(lines[end]):
         line = lines[end]
         names = _REGISTER.findall(line)
-        if line.startswith(HINT) and made.issuperset(names):
-            early.append(line)
-        elif _computes(line) and touched.isdisjoint(names):
+        if _computes(line) and touched.isdisjoint(names):
             early.append(line)
             made |= set(names[:1])
         else:
@@ -89,7 +103,7 @@ def insert_grid_dependency_wait(lines: Sequence[str], place: int) -> list[str]:
             touched |= set(names)
         end += 1
     rest = [*late, *lines[end:]]
-    return [*lines[:place], *early, *_hoistable_prefix(_first_used(rest, made)), "\t" + WAIT, *rest]
+    return [*head, *early, *_hoistable_prefix(_first_used(rest, made)), *wait, *rest]
 
 
 def _computes(line: str) -> bool:

@@ -20,7 +20,8 @@ from typing import NamedTuple
 from jcuts.arch.sm_limits import SM_90
 from jcuts.base.errors import CompileRejected
 from jcuts.codegen.cuda.toolchain.image import Resources
-from jcuts.codegen.cuda.toolchain.programmatic_launch import WAIT, insert_grid_dependency_wait
+from jcuts.codegen.cuda.toolchain.l2_prefetch import OperandPrefetch, prefetch_instructions
+from jcuts.codegen.cuda.toolchain.programmatic_launch import insert_grid_dependency_wait
 
 PTX_VERSION = "8.0"
 """Oldest PTX version that knows everything emitted here: assemblers of CUDA 12.0 and newer read it."""
@@ -34,6 +35,7 @@ _TIMEOUT = 120.0
 _LEAST_SMS = 114
 """Multiprocessors of the H100 PCIe: no GPU of compute capability 9.0 has fewer."""
 _ENTRY = re.compile(r"^\.visible \.entry (\S+)\(", re.MULTILINE)
+_PARAMETER = re.compile(r"\.param \.u64 (?:\.ptr [^,]*)?(\w+)")
 _REGCOUNT = 0x2F
 _FRAME_SIZE = 0x11
 _SIZED = 0x04
@@ -46,14 +48,36 @@ _EXTREME = re.compile(r"\b(?:min|max)\.[su](?:16|32)\b")
 _NEGATED = re.compile(r"^(\s*)(?:neg|sub)\.s(16|32)(\s+)(%\w+), (?:0, )?(%\w+);", re.MULTILINE)
 
 
-def merge_modules(sources: list[tuple[str, str]], arch: str = "", *, early: bool = False, ready: bool = True) -> str:
+class Grid(NamedTuple):
+    """A launch: blocks, threads per block, dynamic shared memory per block [B], and operands that it prefetches."""
+
+    blocks: int
+    threads: int
+    shared: int
+    prefetches: tuple[OperandPrefetch, ...] = ()
+
+    def blocks_per_sm(self, registers: int, shared: int) -> int:
+        """Resident blocks per multiprocessor with so many registers per thread (occupancy), at most the blocks that it
+        gets at all.
+        """
+        warps = -(-self.threads // SM_90.warp_threads)
+        by_shared = SM_90.smem_per_sm_bytes // max(1, self.shared + shared)
+        by_registers = SM_90.registers_per_sm // (warps * max(1, -(-registers // 8)) * 8 * SM_90.warp_threads)
+        by_threads = SM_90.threads_per_sm // (SM_90.warp_threads * warps)
+        return min(by_shared, by_registers, by_threads, -(-self.blocks // _LEAST_SMS))
+
+
+def merge_modules(
+    sources: list[tuple[str, str]], arch: str = "", *, grids: Sequence[Grid] = (), ready: bool = True
+) -> str:
     """Merges PTX modules into one: [(PTX of one kernel, the name that it gets)].
 
-    Args: arch: what the module asks for where that is more than the compiler wrote, e.g. ``sm_90a``; early: kernels
-        wait for the grid in front of them (`insert_grid_dependency_wait`); ready: behind what they can compute before.
+    Args: arch: what the module asks for where that is more than the compiler wrote, e.g. ``sm_90a``; grids: launches of
+        kernels that wait for the grid in front of them (`insert_grid_dependency_wait`), () where none does; ready: wait
+        behind what they can compute before.
     """
     head, bodies = "", []
-    for text, symbol in sources:
+    for number, (text, symbol) in enumerate(sources):
         found = _ENTRY.search(text)
         if found is None:
             raise CompileRejected("PTX without a kernel in it")
@@ -61,7 +85,8 @@ def merge_modules(sources: list[tuple[str, str]], arch: str = "", *, early: bool
         lines = [x for x in text.splitlines() if not x.lstrip().startswith((".common .global", "//"))]
         start = next(k for k, x in enumerate(lines) if x.startswith(".address_size"))
         head = "\n".join(lines[: start + 1])
-        bodies.append("\n".join(_waiting(lines[start + 1 :], ready) if early else lines[start + 1 :]))
+        body = lines[start + 1 :]
+        bodies.append("\n".join(_waiting(body, grids[number], ready) if grids else body))
     version = PTX_VERSION if not any(FAR_STORES in body for body in bodies) else PTX_OF_FAR_STORES
     head = re.sub(r"^\.version .*$", f".version {version}", head, flags=re.MULTILINE)
     if arch:
@@ -86,15 +111,15 @@ def supports_pdl(arch: str) -> bool:
     return found is not None and int(found[1]) >= _DEPENDENT
 
 
-def _waiting(lines: list[str], ready: bool) -> list[str]:
-    """The lines of a PTX kernel that begins with `griddepcontrol.wait`, behind its declarations. Args: ready: as of
-    `merged`.
-    """
+def _waiting(lines: list[str], grid: Grid, ready: bool) -> list[str]:
+    """The lines of a PTX kernel with its wait, behind its declarations. Args: ready: as of `merge_modules`."""
     entry = next(k for k, x in enumerate(lines) if _ENTRY.match(x))
     place = lines.index("{", entry) + 1
+    parameters = [found[1] for line in lines[entry:place] for found in _PARAMETER.finditer(line)]
     while not lines[place].strip() or lines[place].lstrip().startswith((".", "//")):
         place += 1
-    return insert_grid_dependency_wait(lines, place) if ready else [*lines[:place], "\t" + WAIT, *lines[place:]]
+    prefetches = prefetch_instructions(parameters, grid.prefetches, grid.blocks, grid.threads)
+    return insert_grid_dependency_wait(lines, place, prefetches, ready=ready)
 
 
 @functools.cache
@@ -143,24 +168,6 @@ def assemble(ptx: str, arch: str, *, overlapped: bool = False) -> bytes:
     return _run_ptxas(path, ptx, arch, overlapped) if path else _link(ptx, arch)
 
 
-class Grid(NamedTuple):
-    """A launch for the occupancy calculation: blocks, threads per block, dynamic shared memory per block [B]."""
-
-    blocks: int
-    threads: int
-    shared: int
-
-    def blocks_per_sm(self, registers: int, shared: int) -> int:
-        """Resident blocks per multiprocessor with so many registers per thread (occupancy), at most the blocks that it
-        gets at all.
-        """
-        warps = -(-self.threads // SM_90.warp_threads)
-        by_shared = SM_90.smem_per_sm_bytes // max(1, self.shared + shared)
-        by_registers = SM_90.registers_per_sm // (warps * max(1, -(-registers // 8)) * 8 * SM_90.warp_threads)
-        by_threads = SM_90.threads_per_sm // (SM_90.warp_threads * warps)
-        return min(by_shared, by_registers, by_threads, -(-self.blocks // _LEAST_SMS))
-
-
 def assemble_best(
     sources: list[tuple[str, str]], arch: str, grids: Sequence[Grid], *, overlapped: bool = False
 ) -> tuple[bytes, dict[str, Resources], bool]:
@@ -170,12 +177,12 @@ def assemble_best(
     have fewer blocks at once, the wait comes first; and where ptxas keeps small arrays in memory only because there is
     a wait, there is none.
 
-    Args: sources: as of `merged`; grids: of each; arch, overlapped: as of `assemble`.
+    Args: sources: as of `merge_modules`; grids: of each; arch, overlapped: as of `assemble`.
     """
     found: list[tuple[int, bytes, dict[str, Resources]]] = []
     for ready in (True, False) if supports_pdl(arch) else ():
         try:
-            cubin = assemble(merge_modules(sources, arch, early=True, ready=ready), arch, overlapped=overlapped)
+            cubin = assemble(merge_modules(sources, arch, grids=grids, ready=ready), arch, overlapped=overlapped)
         except CompileRejected:
             if not found:
                 raise

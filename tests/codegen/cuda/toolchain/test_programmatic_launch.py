@@ -8,15 +8,17 @@ import pytest
 
 from jcuts.codegen.cuda.toolchain import ptxas
 from jcuts.codegen.cuda.toolchain.image import Resources
-from jcuts.codegen.cuda.toolchain.programmatic_launch import MOST, WAIT, insert_grid_dependency_wait
+from jcuts.codegen.cuda.toolchain.programmatic_launch import LAUNCH, MOST, WAIT, insert_grid_dependency_wait
 
 HEAD = ["\t.reg .b32 \t%r<9>;", ""]
 
 
 def parts(body):
+    """Lines between the kernel's permission to launch the next one and its wait, and those behind the wait."""
     lines = insert_grid_dependency_wait([*HEAD, *body], len(HEAD))
     place = lines.index("\t" + WAIT)
-    return lines[len(HEAD) : place], lines[place + 1 :]
+    assert lines[len(HEAD)] == "\t" + LAUNCH
+    return lines[len(HEAD) + 1 : place], lines[place + 1 :]
 
 
 def test_what_follows_from_parameters_comes_first_and_memory_after():
@@ -91,10 +93,10 @@ def test_kernels_that_lack_registers_for_it_wait_first(spills, waits, early, mon
     )
     cubin, report, found = ptxas.assemble_best([(PTX, "k")], "sm_90", [ptxas.Grid(1, 128, 0)])
     lines = [line.strip() for line in cubin.decode().splitlines()]
-    assert report["k"].stack == 0 and found == waits == (WAIT.splitlines()[0] in lines)
+    assert report["k"].stack == 0 and found == waits == (WAIT in lines)
     if waits:
-        place = lines.index(WAIT.splitlines()[0])
-        assert (lines.index("mov.u32 \t%r2, %tid.x;") < place) == early == (lines[place - 1] != "")
+        place = lines.index(WAIT)
+        assert (lines.index("mov.u32 \t%r2, %tid.x;") < place) == early == (lines[place - 1] != LAUNCH)
 
 
 @pytest.mark.parametrize("blocks, shared, early", [(99, 0, True), (999, 0, False), (999, 100_000, True)])

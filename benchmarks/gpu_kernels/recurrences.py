@@ -32,6 +32,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 from benchmarks.cpu_kernels import loops  # noqa: E402
+from benchmarks.gpu_kernels import unseen_cells  # noqa: E402
 from benchmarks.networks.baseline import environment  # noqa: E402
 from benchmarks.networks.device_profile import profiled  # noqa: E402
 
@@ -71,6 +72,7 @@ OTHERS: dict[str, Callable[[], loops.Case]] = {
     "Kalman filter, 16 states, 1000 steps": lambda: loops.kalman(16, 1000),
     "MLP in a scan, width 256, b1, 200 steps": lambda: loops.perceptrons(256, 1, 200),
     "scalar loop, 10000 steps": lambda: loops.scalar(10000),
+    **unseen_cells.CELLS,
 }
 
 

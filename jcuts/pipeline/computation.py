@@ -106,7 +106,8 @@ class Computation:
     share them, as they share its graph.
     ``updated`` are updates in place that kernels took over (`updates`), and what made arrays that they begin;
     ``copied`` those that kernels make of what XLA computed; ``accumulated`` add to a loop's carry
-    (`trace.loop_carries`); ``loops`` are scans that are one kernel, regions of every cover.  The greedy cover,
+    (`trace.loop_carries`); ``loops`` are scans that are one kernel, regions of every cover; ``refused_loops`` says why
+    others are none.  The greedy cover,
     ``grouping``, is looked for when it is first asked for: who takes a stored one never does.
     """
 
@@ -125,6 +126,7 @@ class Computation:
     copied: list[int] = field(default_factory=list)
     accumulated: Members = frozenset()
     loops: dict[int, Region] = field(default_factory=dict)
+    refused_loops: dict[int, Refusal] = field(default_factory=dict)
     begun: bool = False
 
     @functools.cached_property

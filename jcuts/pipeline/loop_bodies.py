@@ -27,6 +27,7 @@ from jcuts.xla import devices as xla_devices
 
 log = logging.getLogger("jcuts.pipeline.loop_bodies")
 
+NO_ROOM = "no block has a thread for every point of its columns, and registers and shared memory for what it keeps"
 RANKED = 4
 """Schedules of a loop, best first, of which the fastest counts."""
 MOST_LOOPS = 256
@@ -155,9 +156,11 @@ def take_recurrences(top: Computation, *, fuse: bool) -> None:
             if jaxapi.primitive_name(eqn) != "scan":
                 continue
             program = lower_recurrence(level.graph, node, eqn, bodies[0].graph, f"scan_{number}")
-            if isinstance(program, Refusal):
-                log.info("scan is no single kernel: %s", program)
-            elif has_gpu_kernel(program):
+            refusal = program if isinstance(program, Refusal) else Refusal("schedule", NO_ROOM)
+            if isinstance(program, Refusal) or not has_gpu_kernel(program):
+                log.info("scan is no single kernel: %s", refusal)
+                level.refused_loops[number] = Refusal("scan", f"its steps are no single kernel: {refusal}")
+            else:
                 level.loops[number] = level.subset(frozenset({number}), program)
                 add_candidates([level.loops[number]], "cuda")
                 del level.bodies[number]

@@ -80,7 +80,7 @@ def refusal_rows(top: Computation) -> tuple[RefusalReport, ...]:
     """What XLA keeps, by operation, reason and source line; calls that other passes made are none of it."""
     refusals: Counter[tuple[str, str, str]] = Counter()
     for level in top.walk():
-        for number, refusal in level.left_out.items():
+        for number, refusal in (*level.refused_loops.items(), *level.left_out.items()):
             if microbatch_convs.is_ours(level.closed.jaxpr.eqns[number]) or number in (*level.updated, *level.copied):
                 continue
             refusals[refusal.op, refusal.reason, level.graph.nodes[number].where] += 1

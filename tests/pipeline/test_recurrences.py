@@ -9,6 +9,7 @@ import pytest
 
 from jcuts.base.settings import Settings, Variant
 from jcuts.pipeline import computation, kernel_selection, loop_bodies
+from jcuts.pipeline.report_rows import refusal_rows
 from jcuts.pipeline.verify import verify_partition, verify_programs
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace import jaxapi
@@ -99,3 +100,19 @@ def test_an_unused_result_is_none_of_the_kernel(grouped):
     (region,) = level.loops.values()
     assert [b.shape for b in region.program.outputs] == [(3, 2, 64)]
     assert np.prod([b.size for b in region.program.outputs]) == 3 * 2 * 64
+
+
+def test_why_a_scan_is_no_kernel_is_reported(monkeypatch):
+    def sorts(x):
+        return jax.lax.scan(lambda c, row: (jnp.sort(c + row), None), x[0], x)[0]
+
+    def sums(x):
+        return jax.lax.scan(lambda c, row: (jnp.tanh(c + row), None), x[0], x)[0]
+
+    monkeypatch.setattr(loop_bodies, "has_gpu_kernel", lambda program: False)
+    for function, reason in ((sorts, "sort"), (sums, loop_bodies.NO_ROOM)):
+        closed = simplify(inline(jaxapi.closed_jaxpr_of(function, np.ones((5, 4), np.float32))))
+        level = computation.group(closed, SETTINGS, computation.Fuel(), "cuda")
+        loop_bodies.take_recurrences(level, fuse=True)
+        (row,) = [r for r in refusal_rows(level) if r.op == "scan"]
+        assert reason in row.reason and __name__.rpartition(".")[2] in row.where

@@ -10,6 +10,10 @@ in a row, `waited` that of single ones, medians with quartiles of programs that 
 of a copy of 1 GiB, measured in the same process, at which the bytes are read that a step must read: all weights, and
 the caches up to its position.  Errors are the largest of a logit, over the largest logit, against float64.
 
+``--forced`` measures nothing first: kernels wherever there is a form, each with the schedule that the time model puts
+first.  ``--prefetch 0 12 24`` repeats a case with so many MiB of weights prefetched ahead (``JCUTS_L2_PREFETCH_MB``),
+``--prefetch alone`` with every kernel a call of its own.
+
 Generation makes the last `COUNT` tokens of the cache greedily in one call, and must make those of one step per call;
 where two logits are a tie within their rounding it may differ from there on: `margin` is the distance of both over the
 largest logit.
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import sys
@@ -49,6 +54,8 @@ SECONDS = 3.0
 """Of timing per case and kind."""
 COUNT = 64
 """Tokens of a generation."""
+ALONE = "alone"
+"""In place of MiB: kernels are no chains."""
 SMALL = 4096
 """Divides the size of the copy with tiny sizes."""
 
@@ -102,21 +109,28 @@ CASES: dict[str, Case] = {
 
 
 # -- one case ---------------------------------------------------------------------------------------------------------
-def makers() -> dict[str, Callable[[Any], Any]]:
-    """What makes a program of a function whose first argument is donated, by the program's name."""
+def makers(*, forced: bool = False) -> dict[str, Callable[[Any], Any]]:
+    """What makes a program of a function whose first argument is donated, by the program's name. Args: forced: kernels
+    of jcuts wherever there is a form, without measurements.
+    """
     import jcuts
 
     made: dict[str, Callable[[Any], Any]] = {"jax.jit": functools.partial(jax.jit, donate_argnums=0)}
     for label, options in FLAGS.items():
         made[label] = functools.partial(jax.jit, donate_argnums=0, compiler_options=options)
-    return {**made, "jcuts": functools.partial(jcuts.optimize, donate_argnums=0)}
+    settings = {"mode": "fusion", "tune": "off"} if forced else {}
+    return {**made, "jcuts": functools.partial(jcuts.optimize, donate_argnums=0, **settings)}
 
 
-def measure(case: Case, seconds: float, copied: int) -> dict[str, Any]:
-    """One case, in this process. Args: copied: numbers of the copy that gives the memory's rate."""
+def measure(case: Case, seconds: float, copied: int, *, forced: bool = False) -> dict[str, Any]:
+    """One case, in this process. Args: copied: numbers of the copy that gives the memory's rate; forced: as of
+    `makers`.
+    """
     form = case.program().form(closed=False)
     needed, rate = case.bytes(form.arguments), copy_rate(copied, seconds / 4)
-    runs = {label: Stepped(make(form.function), form, own_arguments(form)) for label, make in makers().items()}
+    runs = {
+        label: Stepped(make(form.function), form, own_arguments(form)) for label, make in makers(forced=forced).items()
+    }
     first, results = {}, {}
     for label, run in runs.items():
         start = time.perf_counter()
@@ -135,7 +149,7 @@ def measure(case: Case, seconds: float, copied: int) -> dict[str, Any]:
         "bound_seconds": needed / rate,
         **times,
         "share": {label: needed / rate / t["median"] for label, t in times["back_to_back"].items()},
-        **(generated(case, results) if case.count else {"errors_to_float64": errors(form, results)}),
+        **(generated(case, results, forced=forced) if case.count else {"errors_to_float64": errors(form, results)}),
         "kernels": {label: profile(call) for label, call in calls.items()},
         **report(ours),
         **environment(),
@@ -160,12 +174,12 @@ def exact_logits(form: Any) -> np.ndarray:
         return np.asarray(jax.jit(form.function)(*jax.tree.map(widened, form.arguments))[2])
 
 
-def generated(case: Case, results: dict[str, Any]) -> dict[str, Any]:
+def generated(case: Case, results: dict[str, Any], *, forced: bool = False) -> dict[str, Any]:
     """Whether each program's tokens of one call are those of one step per call, and what these steps take."""
     step = Case(case.sizes, case.batch, case.scan)
     form = step.program().form(closed=False)
     found: dict[str, Any] = {"generated": {}, "step_by_step_seconds": {}}
-    for label, make in makers().items():
+    for label, make in makers(forced=forced).items():
         program = make(form.function)
         one_by_one(program, form, case, case.count)  # compiles and tunes
         start = time.perf_counter()
@@ -208,11 +222,13 @@ def report(run: Stepped) -> dict[str, Any]:
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
-def child(name: str, *, small: bool) -> dict[str, Any]:
-    """A case's measurements from a process of its own."""
+def child(name: str, ahead: str, *, small: bool, forced: bool) -> dict[str, Any]:
+    """A case's measurements from a process of its own. Args: ahead: as of ``--prefetch``, or ''."""
     usual = {"JCUTS_TUNE_SECONDS": "5" if small else "60", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     settings = {**usual, **os.environ, **({"JAX_PLATFORMS": "cpu"} if small else {})}
-    return in_process([__file__, "--child", name, *(["--small"] * small)], settings, 4)
+    if ahead:
+        settings |= {"JCUTS_CHAINS": "0"} if ahead == ALONE else {"JCUTS_L2_PREFETCH_MB": ahead}
+    return in_process([__file__, "--child", name, *(["--small"] * small), *(["--forced"] * forced)], settings, 4)
 
 
 def line(name: str, row: dict[str, Any]) -> str:
@@ -236,19 +252,23 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {'; '.join(CASES)}; all, if none is given")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--small", action="store_true", help="tiny sizes on the CPU")
+    parser.add_argument("--forced", action="store_true", help="kernels by the time model alone")
+    parser.add_argument("--prefetch", nargs="+", default=[""], metavar="MB", help=f"MiB prefetched ahead, or {ALONE!r}")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := set(options.names) - set(CASES):
         parser.error(f"no such case: {', '.join(sorted(unknown))}")
     if options.child:
         case = CASES[options.child]
-        made = measure(case.small(), 0.1, COPY // SMALL) if options.small else measure(case, SECONDS, COPY)
+        sizes = (case.small(), 0.1, COPY // SMALL) if options.small else (case, SECONDS, COPY)
+        made = measure(*sizes, forced=options.forced)
         print(json.dumps(made))
         return 0
     rows: dict[str, Any] = {}
-    for name in options.names or CASES:
-        rows[name] = child(name, small=options.small)
-        print(line(name, rows[name]), flush=True)
+    for name, ahead in itertools.product(options.names or CASES, options.prefetch):
+        label = f"{name}, prefetch {ahead}" if ahead else name
+        rows[label] = child(name, ahead, small=options.small, forced=options.forced)
+        print(line(label, rows[label]), flush=True)
         if options.out:
             options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return int(any("error" in row for row in rows.values()))

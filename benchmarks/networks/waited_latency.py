@@ -42,8 +42,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Compiler options of XLA: how much of a command buffer is updated before it is launched again."""
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-TURN, LEAST, STREAM = 20, 5, 20
-"""Calls of a program in a turn; turns at least; calls in a row."""
+TURN = 20
+"""Calls of a program in a turn."""
+LEAST = 5
+"""Turns at least."""
+STREAM = 20
+"""Calls in a row."""
 SECONDS = 4.0
 """Of timing per row."""
 

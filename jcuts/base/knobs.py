@@ -125,7 +125,7 @@ class Knobs:
     verify: bool = _knob(_boolean, "check programs and partitions after every pass", default=False)
     chains: bool = _knob(_boolean, "one call for kernels that can follow each other", default=True)
     l2_prefetch_mb: float | None = _knob(
-        _number(0.0, 1e3, with_low=True),
+        _number(0.0, math.inf, with_low=True),
         "MiB of weights, keys and values that a kernel of a chain prefetches into the GPU's L2 cache before the kernel "
         "in front is complete; 0: none (default: by its operands)",
         default=None,

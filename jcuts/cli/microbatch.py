@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from jcuts.base import knobs
 from jcuts.base.errors import CacheError, UsageError
 from jcuts.cli.printing import console, duration, size, table
 from jcuts.microbatch import html_report
@@ -30,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``jcuts microbatch``."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
     one = actions.add_parser("analyse", help="divide every convolution of a network")
-    one.add_argument("database", type=Path, metavar="DB")
-    one.add_argument("--network", metavar="NAME", help="network in the database (default: the only one)")
+    _add_database(one)
+    one.add_argument("--network", metavar="NAME", help="a network, or part of its name (default: the only one)")
     one.add_argument("--device", metavar="TEXT", help="part of a device's name (default: the only one)")
     limits = one.add_mutually_exclusive_group()
     limits.add_argument("--limit", metavar="BYTES", help="workspace per kernel (WR), e.g. 64MiB")
@@ -47,14 +48,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--html", metavar="FILE", help="write an HTML page with every Pareto front as a plot")
     one.add_argument("--json", metavar="FILE", help="write everything as JSON; - is standard output, instead of tables")
     ls = actions.add_parser("ls", help="list devices, networks and convolutions")
-    ls.add_argument("database", type=Path, metavar="DB")
+    _add_database(ls)
     merge = actions.add_parser("merge", help="take over other databases; of two entries the newer stays")
     merge.add_argument("database", type=Path, metavar="DB")
     merge.add_argument("others", type=Path, nargs="+", metavar="OTHER")
 
 
+def _add_database(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "database",
+        type=Path,
+        metavar="DB",
+        nargs="?",
+        help="benchmark database; default: what optimize(workspace_limit=...) filled below JCUTS_CACHE_DIR",
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Runs ``jcuts microbatch``."""
+    if arguments.database is None:
+        arguments.database = knobs.current().cache_dir / "microbatch.sqlite"
     database = Database(arguments.database)
     if arguments.action == "merge":
         taken = database.merge(arguments.others)

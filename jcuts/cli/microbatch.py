@@ -21,7 +21,19 @@ from jcuts.microbatch.shared_workspace_ilp import CONSTRAINTS
 from jcuts.microbatch.timings import POLICIES, Division
 
 HELP = "divide convolutions under a workspace limit, offline"
-COLUMNS = ("kernel", "division", "time", "undivided", "gain", "workspace", "unlimited", "set")
+COLUMNS = (
+    "kernel",
+    "division",
+    "time",
+    "undivided",
+    "gain",
+    "TRUE_HALF",
+    "PSEUDO_HALF",
+    "workspace",
+    "unlimited",
+    "set",
+)
+HALF = ("TRUE_HALF", "PSEUDO_HALF")
 WIDE = ("undivided", "unlimited", "set")
 """Columns that a narrow terminal has no room for; JSON and the page have everything."""
 _UNITS = {"": 0, "b": 0, "k": 10, "kib": 10, "m": 20, "mib": 20, "g": 30, "gib": 30}
@@ -37,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits = one.add_mutually_exclusive_group()
     limits.add_argument("--limit", metavar="BYTES", help="workspace per kernel (WR), e.g. 64MiB")
     limits.add_argument("--total", metavar="BYTES", help="workspace of the whole network (WD), e.g. 960MiB")
+    limits.add_argument(
+        "--memory", metavar="BYTES", help="activations, weights and workspaces of the network together, e.g. 8GiB"
+    )
     one.add_argument("--policy", choices=POLICIES, default="all", help="micro-batch sizes to use; default: %(default)s")
     one.add_argument(
         "--constraint",
@@ -82,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         database.device(arguments.device),
         limit=parse_bytes("--limit", arguments.limit),
         total=parse_bytes("--total", arguments.total),
+        memory=parse_bytes("--memory", arguments.memory),
         policy=arguments.policy,
         constraint=arguments.constraint,
     )
@@ -149,6 +165,7 @@ def document(analysis: Analysis) -> dict[str, Any]:
         "undivided_seconds": analysis.undivided,
         "workspace_total": analysis.total,
         "workspace_peak": analysis.peak,
+        "memory_peak": analysis.memory or None,
         "undivided_workspace_total": analysis.undivided_total,
         "unlimited_workspace_total": analysis.unlimited_total,
         "kernels": [
@@ -158,6 +175,8 @@ def document(analysis: Analysis) -> dict[str, Any]:
                 "batch": row.use.batch,
                 "division": _division(row.division),
                 "undivided": row.undivided and _division(row.undivided),
+                "true_half": row.true_half and _division(row.true_half),
+                "pseudo_half": row.pseudo_half and _division(row.pseudo_half),
                 "desirable": [_division(division) for division in row.desirable],
             }
             for row in analysis.rows
@@ -176,11 +195,14 @@ def _show(analysis: Analysis) -> None:
         what = "no limit"
     elif analysis.method == "WR":
         what = f"at most {size(analysis.limit)} per kernel"
+    elif analysis.with_held:
+        what = f"at most {size(analysis.limit)} with all that is live beside the workspaces"
     else:
         what = f"at most {size(analysis.limit)} in all, constraint {analysis.constraint}"
     title = f"{analysis.network.name} on {analysis.device}: {analysis.method}, {what}, policy {analysis.policy}"
     out.print(title, style="bold", markup=False)
-    shown = [name for name in COLUMNS if out.width >= 110 or name not in WIDE]
+    has_half = any(row.true_half or row.pseudo_half for row in analysis.rows)
+    shown = [c for c in COLUMNS if (out.width >= 110 or c not in WIDE) and (has_half or c not in HALF)]
     places = [COLUMNS.index(name) for name in shown]
     lines = [[_line(row)[place] for place in places] for row in analysis.rows]
     out.print(table("Kernels", shown, lines, right=range(2, len(shown))))
@@ -191,6 +213,8 @@ def _show(analysis: Analysis) -> None:
         f"workspaces {size(analysis.total)} in all, {size(analysis.peak)} live at once; the fastest single calls take "
         f"{size(analysis.unlimited_total)} in all"
     )
+    if analysis.memory:
+        out.print(f"with what is live beside them at most {size(analysis.memory)} at a convolution")
     if not analysis.proven:
         out.print("not proven to be the best: the search would have outgrown memory", style="yellow")
 
@@ -203,6 +227,7 @@ def _line(row: Row) -> tuple[str, ...]:
         duration(row.division.seconds),
         duration(plain.seconds) if plain else "none fits",
         f"{plain.seconds / row.division.seconds:.2f}x" if plain else "",
+        *(duration(half.seconds) if half else "" for half in (row.true_half, row.pseudo_half)),
         size(row.division.workspace),
         size(row.unlimited.workspace) if row.unlimited else "",
         str(len(row.desirable)),

@@ -29,6 +29,7 @@ from jcuts.microbatch.pareto import desirable
 from jcuts.microbatch.report import DivisionReport, size_text
 from jcuts.microbatch.shared_workspace_ilp import divide_network
 from jcuts.microbatch.timings import Division, Table
+from jcuts.plan.cost.program_memory.jaxpr_liveness import live_at
 from jcuts.trace import jaxapi
 from jcuts.trace.source import place
 from jcuts.tune.cudnn.measurer import database_path
@@ -192,7 +193,24 @@ def network_of(closed: jaxapi.Closed, name: str) -> Network:
 def named_network(closed: jaxapi.Closed, function: str) -> Network:
     """`network_of`, named by the function and a digest of its convolutions: other shapes are another network."""
     made = network_of(closed, function)
-    return replace(made, name=f"{function} {keys.convolution_network(made.to_json()['uses'])}")
+    name = f"{function} {keys.convolution_network(made.to_json()['uses'])}"
+    return replace(made, name=name, held=held_at(closed))
+
+
+def held_at(closed: jaxapi.Closed) -> tuple[int, ...]:
+    """Bytes that are live anyway while each convolution of `network_of` runs: weights, activations, gradients, results.
+
+    By liveness of the program as XLA would fuse it (`plan.cost.program_memory`); () where that is not known.
+    """
+    try:
+        found = live_at(closed, PRIMITIVE)
+    except (JcutsError, LookupError, TypeError, ValueError) as error:
+        log.info("what convolutions hold beside their workspaces is not known: %s", error)
+        return ()
+    every = sites(closed)
+    if len(found) != len(every):
+        return ()
+    return tuple(size for size, site in zip(found, every, strict=True) if isinstance(site, Site))
 
 
 # -- finding --------------------------------------------------------------------------------------------------------

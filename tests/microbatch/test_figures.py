@@ -1,4 +1,4 @@
-"""mu-cuDNN's figures on recorded times: the committed drawings are those of the committed numbers, and what they show."""
+"""mu-cuDNN's figures on recorded times: drawings are those of the committed numbers; what they show."""
 
 from __future__ import annotations
 

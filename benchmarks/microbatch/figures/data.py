@@ -5,7 +5,6 @@ Each function has one figure's numbers as plain data; `draw.py` draws them.  No 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from benchmarks.microbatch.modelled_device import training_step
 from benchmarks.microbatch.offline import database_of, memory
 from benchmarks.microbatch.table_run import BATCHES, MIB, in_mode
 from jcuts.microbatch import batch_division_dp, deepbench
-from jcuts.microbatch.analysis import analyse
+from jcuts.microbatch.analysis import analyse, half_divisions
 from jcuts.microbatch.best_batch import best_batch_size
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database, Device
@@ -92,7 +91,7 @@ def one_byte_less(times: Times) -> dict[str, Any]:
 
 
 def layers(times: Times, mode: str = "float32") -> dict[str, Any]:
-    """004, figure 1: memory and time of AlexNet's layers, forward and backward, at 8, 64 and 512 MiB for each kernel."""
+    """004, figure 1: memory and time of AlexNet's layers, forward and backward, at 8, 64 and 512 MiB each."""
     from jcuts.xla.cudnn.plan import buffer_bytes
 
     found: dict[str, Any] = {}
@@ -213,10 +212,10 @@ def half_arithmetic(times: Times) -> dict[str, Any]:
     for layer in deepbench.layers("forward", "float16"):
         table, batch = times.table(layer.convolution), 4 * layer.batch
         row: dict[str, Any] = {"layer": str(layer.convolution), "batch": batch}
-        for name, kept in (("TRUE_HALF", "float16"), ("PSEUDO_HALF", "float32"), ("either", "float")):
-            mine = dataclasses.replace(table, micros=tuple(m for m in table.micros if m.math.startswith(kept)))
-            row[name] = _seconds(mine, batch)
-        rows.append(row)
+        either = batch_division_dp.divide(table, batch, 64 * MIB, precision="float16")
+        for name, one in zip(("TRUE_HALF", "PSEUDO_HALF"), half_divisions(table, batch, 64 * MIB), strict=True):
+            row[name] = None if one is None else one.seconds
+        rows.append({**row, "either": either.seconds})
     both = [row for row in rows if row["TRUE_HALF"] and row["PSEUDO_HALF"]]
     ratios = sorted(row["TRUE_HALF"] / row["PSEUDO_HALF"] for row in both)
     better = sum(row["PSEUDO_HALF"] is not None and row["either"] == row["PSEUDO_HALF"] for row in rows)
@@ -227,15 +226,6 @@ def half_arithmetic(times: Times) -> dict[str, Any]:
         "TRUE_HALF over PSEUDO_HALF, least, median, largest": [ratios[0], ratios[len(ratios) // 2], ratios[-1]],
         "rows": rows,
     }
-
-
-def _seconds(table: Table, batch: int) -> float | None:
-    from jcuts.microbatch.errors import NoDivisionError
-
-    try:
-        return batch_division_dp.divide(table, batch, 64 * MIB, precision="float16").seconds
-    except NoDivisionError:
-        return None
 
 
 def heterogeneous(batch: int = 32, combinations: Iterable[tuple[str, ...]] = HETEROGENEOUS) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def times():
 
 def test_drawings_are_those_of_the_numbers(stored):
     made = draw.drawings(stored)
-    assert len(made) == 10
+    assert len(made) == 11
     for name, text in made.items():
         assert (PICTURES / name).read_text(encoding="utf-8") == text, (
             f"run benchmarks/microbatch/figures/draw.py: {name}"

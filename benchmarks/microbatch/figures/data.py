@@ -189,6 +189,34 @@ def division(times: Times, total: int = 120, limit: int = 8) -> dict[str, Any]:
     return found
 
 
+def activations(times: Times) -> dict[str, Any]:
+    """003, section VI: memory that is assigned to activations and workspaces together, against equal limits.
+
+    What is live at each convolution is that of the traced step by `plan.cost.program_memory`; the memory is its peak
+    and 8 or 64 MiB more, which is also the equal limit of every convolution.
+    """
+    from benchmarks.microbatch.fill_database import traced_step
+    from jcuts.pipeline.microbatch_convs import named_network
+
+    found: dict[str, Any] = {}
+    for name in ("AlexNet", "ResNet-18"):
+        network = named_network(traced_step(name, BATCHES[name], tiny=False), name)
+        for mode, title in MODES.items():
+            uses = in_mode(network, mode)
+            for spare in (8, 64):
+                one = analyse(uses, times.unsliced, times.device, limit=spare * MIB)
+                two = analyse(uses, times.unsliced, times.device, memory=max(network.held) + spare * MIB)
+                found.setdefault(title, {})[f"{name}, batch {BATCHES[name]}, peak + {spare} MiB"] = {
+                    "peak of what is held MiB": max(network.held) / MIB,
+                    "equal limits, undivided ms": None if one.undivided is None else 1e3 * one.undivided,
+                    "equal limits ms": 1e3 * one.seconds,
+                    "together ms": 1e3 * two.seconds,
+                    "largest workspace MiB": two.peak / MIB,
+                    "proven": two.proven,
+                }
+    return found
+
+
 def by_filter(times: Times) -> dict[str, Any]:
     """004, figure 8: gains of DeepBench's 94 layers by filter, at 4 times the batch within 64 MiB."""
     found: dict[str, Any] = {}

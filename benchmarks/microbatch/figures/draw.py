@@ -36,6 +36,7 @@ def numbers() -> dict[str, Any]:
         "policies": data.policies(times),
         "totals": data.totals(times),
         "division": data.division(times),
+        "activations": data.activations(times),
         "DeepBench by filter": data.by_filter(times),
         "half arithmetic": data.half_arithmetic(times),
         "heterogeneous": data.heterogeneous(),
@@ -53,6 +54,7 @@ def drawings(found: dict[str, Any]) -> dict[str, str]:
         "microbatch_policies.svg": _policies(found["policies"]),
         "microbatch_wd_totals.svg": _totals(found["totals"]),
         "microbatch_wd_division.svg": _division(found["division"]),
+        "microbatch_activations.svg": _activations(found["activations"]),
         "microbatch_deepbench_filters.svg": _by_filter(found["DeepBench by filter"]),
         "microbatch_heterogeneous.svg": _heterogeneous(found["heterogeneous"]),
     }
@@ -143,6 +145,21 @@ def _totals(found: dict[str, Any]) -> str:
                 f"WR and WD with equal memory in all, {mode}, H200: kernels' times added up",
                 " ms",
                 ("WR, single calls", "WR", "WD"),
+                [(key, [row[name] for name in names]) for key, row in rows.items()],
+            )
+            for mode, rows in found.items()
+        )
+    )
+
+
+def _activations(found: dict[str, Any]) -> str:
+    names = ("equal limits, undivided ms", "equal limits ms", "together ms")
+    return charts.below(
+        *(
+            bar_chart(
+                f"Memory for activations and workspaces, {mode}, H200: kernels' times added up",
+                " ms",
+                ("equal limits, single calls", "equal limits", "what each step leaves"),
                 [(key, [row[name] for name in names]) for key, row in rows.items()],
             )
             for mode, rows in found.items()

@@ -29,7 +29,6 @@ from jcuts.microbatch.pareto import desirable
 from jcuts.microbatch.report import DivisionReport, size_text
 from jcuts.microbatch.shared_workspace_ilp import divide_network
 from jcuts.microbatch.timings import Division, Table
-from jcuts.plan.cost.program_memory.jaxpr_liveness import live_at
 from jcuts.trace import jaxapi
 from jcuts.trace.source import place
 from jcuts.tune.cudnn.measurer import database_path
@@ -202,6 +201,8 @@ def held_at(closed: jaxapi.Closed) -> tuple[int, ...]:
 
     By liveness of the program as XLA would fuse it (`plan.cost.program_memory`); () where that is not known.
     """
+    from jcuts.plan.cost.program_memory.jaxpr_liveness import live_at  # the planner, which few programs need
+
     try:
         found = live_at(closed, PRIMITIVE)
     except (JcutsError, LookupError, TypeError, ValueError) as error:

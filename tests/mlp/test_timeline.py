@@ -29,7 +29,8 @@ def test_the_drawing_is_that_of_the_stored_run():
     assert DRAWN.read_text(encoding="utf-8") == timeline.drawn(found)
 
 
-def test_two_processes(tmp_path):
-    command = [sys.executable, timeline.__file__, "--out", str(tmp_path), "--dry"]
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run(tmp_path, processes):
+    command = [sys.executable, timeline.__file__, "--out", str(tmp_path), "--dry", "--processes", str(processes)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
-    check(json.loads((tmp_path / "timeline.json").read_text(encoding="utf-8")), 2, 3)
+    check(json.loads((tmp_path / "timeline.json").read_text(encoding="utf-8")), processes, 3)

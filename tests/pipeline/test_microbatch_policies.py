@@ -52,11 +52,10 @@ def test_a_policy_names_the_sizes_that_are_measured(host_cudnn, cache_dir, monke
 
 
 def test_undivided_by_the_variable_is_one_call(host_cudnn, cache_dir, monkeypatch):
+    monkeypatch.setattr(Measurer, "__call__", one_second)
     monkeypatch.setenv("JCUTS_MICROBATCH_POLICY", "UNDIVIDED")
-    x, w = operands(6)
-    fast = jcuts.optimize(layer, mode="fusion", workspace_limit=1 << 20)
-    np.testing.assert_allclose(fast(x, w), layer(x, w), rtol=2e-4, atol=2e-5)
-    (row,) = fast.explain(x, w).divisions
+    closed, settings = jax.make_jaxpr(layer)(*operands(6)), Settings(mode="fusion", workspace_limit=1 << 20)
+    (row,) = microbatch_convs.divide_convolutions(closed, settings, "cpu", may_measure=True).rows
     assert sizes(cache_dir) == {6} and row.division.startswith("1 x 6 ") and "slices" not in row.division
     monkeypatch.setenv("JCUTS_MICROBATCH_POLICY", "half")
     with pytest.raises(UsageError, match="all, powerOfTwo, undivided"):
@@ -86,7 +85,11 @@ def test_an_unknown_policy_is_an_error():
         jcuts.optimize(layer, microbatch_policy="half")
 
 
-def test_what_optimize_measures_the_command_line_analyses_and_splits(host_cudnn, cache_dir, tmp_path, capsys):
+def test_what_optimize_measures_the_command_line_analyses_and_splits(
+    host_cudnn, cache_dir, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(Measurer, "__call__", one_second)
+
     def two_layers(x, w):
         return layer(jax.nn.relu(layer(x, w)), w)
 
@@ -109,10 +112,11 @@ def test_what_optimize_measures_the_command_line_analyses_and_splits(host_cudnn,
     used = [str(row.division) for row in fast.explain(x, w).divisions]
     for kernel, text in zip(found["kernels"], used, strict=True):
         assert kernel["batch"] == 2 and kernel["division"]["seconds"] > 0 and "cudnn/" in text
-    assert sum(split["sizes"]) == 2
+    assert sum(split["sizes"]) == 2 and found["memory_peak"] >= 2 * x.nbytes + w.nbytes
     names = {network.name for network in Database(there).networks()}
     fast(x, w)
-    jcuts.optimize(two_layers, mode="fusion", workspace_limit=1 << 20)(*operands(1))  # another network
+    other, settings = jax.make_jaxpr(two_layers)(*operands(1)), Settings(mode="fusion", workspace_limit=1 << 20)
+    microbatch_convs.divide_convolutions(other, settings, "cpu", may_measure=True, name="two_layers")
     again = {network.name for network in Database(cache_dir / "microbatch.sqlite").networks()}
     assert len(names) == 1 and len(again) == 2 and names < again
     assert main(["microbatch", "ls"]) == 0 and "two_layers" in capsys.readouterr().out  # the user's own database

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import jax
 import numpy as np
@@ -91,12 +92,12 @@ def test_what_optimize_measures_the_command_line_analyses_and_splits(
     monkeypatch.setattr(Measurer, "__call__", one_second)
 
     def two_layers(x, w):
-        return layer(jax.nn.relu(layer(x, w)), w)
+        return layer(layer(x, w), w)
 
     x, w = operands(2)
-    fast = jcuts.optimize(two_layers, mode="fusion", workspace_limit=1 << 20)
-    fast(x, w)
-    capsys.readouterr()
+    settings = Settings(mode="fusion", workspace_limit=1 << 20)
+    measure = partial(microbatch_convs.divide_convolutions, platform="cpu", may_measure=True, name="two_layers")
+    measure(jax.make_jaxpr(two_layers)(x, w), settings)
     there = tmp_path / "elsewhere.sqlite"  # another machine: no device, no cuDNN
     there.write_bytes((cache_dir / "microbatch.sqlite").read_bytes())
     with knobs.scope(cudnn=None, cache_dir=tmp_path / "none"):
@@ -109,14 +110,14 @@ def test_what_optimize_measures_the_command_line_analyses_and_splits(
         split = json.loads(capsys.readouterr().out)
     assert found["network"].startswith("two_layers ") and found["device"].startswith("host")
     assert [k["name"] for k in found["kernels"]] == ["conv1 forward", "conv2 forward"]
-    used = [str(row.division) for row in fast.explain(x, w).divisions]
+    report = jcuts.optimize(two_layers, mode="fusion", workspace_limit=1 << 20, tune="cached").explain(x, w)
+    used = [str(row.division) for row in report.divisions]
     for kernel, text in zip(found["kernels"], used, strict=True):
         assert kernel["batch"] == 2 and kernel["division"]["seconds"] > 0 and "cudnn/" in text
     assert sum(split["sizes"]) == 2 and found["memory_peak"] >= 2 * x.nbytes + w.nbytes
     names = {network.name for network in Database(there).networks()}
-    fast(x, w)
-    other, settings = jax.make_jaxpr(two_layers)(*operands(1)), Settings(mode="fusion", workspace_limit=1 << 20)
-    microbatch_convs.divide_convolutions(other, settings, "cpu", may_measure=True, name="two_layers")
+    measure(jax.make_jaxpr(two_layers)(x, w), settings)
+    measure(jax.make_jaxpr(two_layers)(*operands(1)), settings)  # another network
     again = {network.name for network in Database(cache_dir / "microbatch.sqlite").networks()}
     assert len(names) == 1 and len(again) == 2 and names < again
     assert main(["microbatch", "ls"]) == 0 and "two_layers" in capsys.readouterr().out  # the user's own database

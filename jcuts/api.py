@@ -47,6 +47,7 @@ def optimize(
     workspace_limit: int | None = None,
     total_workspace: int | None = None,
     convolution_accuracy: str = "exact",
+    microbatch_policy: str | None = None,
     tune: str = "auto",
     tune_seconds: float | None = None,
     tolerance: float = 2.0,
@@ -65,8 +66,9 @@ def optimize(
         workspace_limit: bytes of workspace per convolution, or None.  total_workspace: bytes of all workspaces that are
             live at once, or None.  With either, convolutions on a GPU may run by cuDNN in pieces of the batch
             (docs/microbatch.md); ``mixed`` keeps XLA's own where that is measured to be faster.
-        convolution_accuracy: of these convolutions in float32: ``exact`` takes algorithms within 1e-4 of the most exact
-            one, ``vendor`` whatever cuDNN computes in float32, Winograd's with 5x5 windows (off by 1e-3) included.
+        convolution_accuracy: their float32 algorithms: ``exact`` ones, within 1e-4 of the most exact one, or whatever
+            cuDNN computes in float32 (``vendor``), Winograd's with 5x5 windows (off by 1e-3) included.
+        microbatch_policy: sizes of pieces: ``all``, ``powerOfTwo``, ``undivided`` (default: docs/microbatch.md).
         tune: ``auto`` measures at the first concrete top-level call of each signature; ``online`` starts with XLA's
             program, measures between calls, for at most ``JCUTS_ONLINE_SHARE`` of the time, and switches when it has
             decided (docs/tuning.md); ``serve`` likewise for servers: no call waits for tuning or for a stored
@@ -77,19 +79,16 @@ def optimize(
         tolerance: allowed error as a multiple of XLA's own error against float64.
         strict: raise ``UnsupportedError`` instead of leaving an equation to XLA that no kernel covers (one with too
             little work for a kernel of its own is left to XLA all the same).
-        chunk_logits: True computes logits that feed a softmax loss, and their gradient, in chunks of tokens, so that
-            they are never whole in memory (docs/cross_entropy.md), whatever that takes; False never does; None where
-            they would take much of a device's memory, or where that wins a race.
+        chunk_logits: True computes logits that feed a softmax loss, and their gradient, in chunks of tokens, False
+            never; None where they would take much of a device's memory, or where it wins (docs/cross_entropy.md).
         require: ``complete`` measures nothing, and raises ``IncompleteTuning`` where something was not measured that a
             call needs; the error lists it (docs/tuning.md, "Results that travel").
-        batch_buckets: batch sizes at which all batches run, padded with copies of their last row, or in pieces: for a
-            function each of whose results has a row for each row of the batch that depends on that row alone.  You say
-            so, jcuts checks shapes only (docs/serving.md).
-        batch_argnums: the positional arguments whose arrays have the batch of ``batch_buckets`` as leading dimension.
+        batch_buckets: batch sizes at which all batches run, padded or in pieces: for a function each of whose results
+            has a row for each row of the batch that depends on that row alone (docs/serving.md; only shapes are
+            checked).  batch_argnums: the arguments whose arrays have the batch as leading dimension.
 
-    Like ``jax.jit``, it knows a function object that it has seen: made again for it with equal options, it gives the
-    same ``Optimized``, with all that was planned and compiled.  Bound methods, callable objects, and functions that are
-    defined anew each time are new functions.
+    Like ``jax.jit``, it gives the same ``Optimized`` for a function object and options that it has seen.  Bound
+    methods, callable objects, and functions that are defined anew each time are new functions.
 
     Returns: an ``Optimized``, with ``batch_buckets`` a ``BucketedOptimized``.
     Raises: UsageError for impossible options, NotJaxError if ``fn`` cannot be a JAX function.
@@ -103,6 +102,7 @@ def optimize(
         workspace_limit=workspace_limit,
         total_workspace=total_workspace,
         convolution_accuracy=convolution_accuracy,
+        microbatch_policy=microbatch_policy,
         strict=strict,
         chunk_logits=chunk_logits,
         require=require,

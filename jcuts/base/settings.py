@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from jcuts.base import knobs
 from jcuts.base.errors import UsageError
 
 MODES = ("no_fusion", "fusion", "mixed")
@@ -18,6 +19,8 @@ BETWEEN_CALLS = (ONLINE, SERVE)
 """Calls begin with XLA's program, and tuning goes on beside them."""
 COMPLETE = "complete"
 ACCURACIES = ("exact", "vendor")
+MICROBATCH_POLICIES = ("all", "powerOfTwo", "undivided")
+"""Micro-batch sizes that are measured and used, as named by mu-cuDNN (III-B)."""
 SEARCHED = "searched"
 CLEAR = "clear"
 ATTENTION = "attention"
@@ -103,6 +106,8 @@ class Settings:
         total_workspace: bytes per network (WD), or None.
         convolution_accuracy: which algorithms count as float32 where a limit is set: ``exact`` ones, or whatever the
             vendor's library computes in float32 (``vendor``).
+        microbatch_policy: of `MICROBATCH_POLICIES`, or None: ``JCUTS_MICROBATCH_POLICY``, else powers of two and sizes
+            between them that the limit makes worth it.  No part of ``repr``: keys have `division_sizes`.
         strict: raise ``UnsupportedError`` instead of leaving an equation to XLA.
         chunk_logits: whether logits of a softmax loss are computed in chunks of tokens, to save memory; None: where
             they would take much of a device's memory, and where that wins a race (`pipeline.chunk_logits`).
@@ -124,6 +129,12 @@ class Settings:
     form: Variant | None = None
     tune_seconds: float | None = field(default=None, repr=False)
     require: str | None = field(default=None, repr=False)
+    microbatch_policy: str | None = field(default=None, repr=False)
+
+    @property
+    def division_sizes(self) -> str | None:
+        """The policy of micro-batch sizes in force; None: powers of two, and sizes between them where a limit asks."""
+        return self.microbatch_policy or knobs.current().microbatch_policy
 
     @property
     def measures(self) -> bool:
@@ -159,6 +170,11 @@ class Settings:
             raise UsageError(
                 f"convolution_accuracy={self.convolution_accuracy!r} is unknown: choose one of {ACCURACIES}",
                 convolution_accuracy=self.convolution_accuracy,
+            )
+        if self.microbatch_policy not in (None, *MICROBATCH_POLICIES):
+            raise UsageError(
+                f"microbatch_policy={self.microbatch_policy!r} is unknown: choose one of {MICROBATCH_POLICIES}",
+                microbatch_policy=self.microbatch_policy,
             )
         if not isinstance(self.strict, bool):
             raise UsageError(f"strict={self.strict!r} must be True or False", strict=self.strict)

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--db", type=Path, metavar="DB", help="benchmark database: kernels of a network, each divided")
     source.add_argument("--times", type=Path, metavar="CSV", help="columns device, batch, seconds")
-    parser.add_argument("--network", metavar="NAME", help="network in --db (default: the only one)")
+    parser.add_argument("--network", metavar="NAME", help="network in --db, or part of its name")
     parser.add_argument("--limit", metavar="BYTES", help="workspace per kernel with --db, e.g. 64MiB")
     parser.add_argument(
         "--policy", choices=POLICIES, default="all", help="micro-batch sizes to use with --db; default: %(default)s"

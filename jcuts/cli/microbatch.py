@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from jcuts.base import knobs
 from jcuts.base.errors import CacheError, UsageError
 from jcuts.cli.printing import console, duration, size, table
 from jcuts.microbatch import html_report
@@ -20,7 +21,19 @@ from jcuts.microbatch.shared_workspace_ilp import CONSTRAINTS
 from jcuts.microbatch.timings import POLICIES, Division
 
 HELP = "divide convolutions under a workspace limit, offline"
-COLUMNS = ("kernel", "division", "time", "undivided", "gain", "workspace", "unlimited", "set")
+COLUMNS = (
+    "kernel",
+    "division",
+    "time",
+    "undivided",
+    "gain",
+    "TRUE_HALF",
+    "PSEUDO_HALF",
+    "workspace",
+    "unlimited",
+    "set",
+)
+HALF = ("TRUE_HALF", "PSEUDO_HALF")
 WIDE = ("undivided", "unlimited", "set")
 """Columns that a narrow terminal has no room for; JSON and the page have everything."""
 _UNITS = {"": 0, "b": 0, "k": 10, "kib": 10, "m": 20, "mib": 20, "g": 30, "gib": 30}
@@ -30,12 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``jcuts microbatch``."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
     one = actions.add_parser("analyse", help="divide every convolution of a network")
-    one.add_argument("database", type=Path, metavar="DB")
-    one.add_argument("--network", metavar="NAME", help="network in the database (default: the only one)")
+    _add_database(one)
+    one.add_argument("--network", metavar="NAME", help="a network, or part of its name (default: the only one)")
     one.add_argument("--device", metavar="TEXT", help="part of a device's name (default: the only one)")
     limits = one.add_mutually_exclusive_group()
     limits.add_argument("--limit", metavar="BYTES", help="workspace per kernel (WR), e.g. 64MiB")
     limits.add_argument("--total", metavar="BYTES", help="workspace of the whole network (WD), e.g. 960MiB")
+    limits.add_argument(
+        "--memory", metavar="BYTES", help="activations, weights and workspaces of the network together, e.g. 8GiB"
+    )
     one.add_argument("--policy", choices=POLICIES, default="all", help="micro-batch sizes to use; default: %(default)s")
     one.add_argument(
         "--constraint",
@@ -47,14 +63,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--html", metavar="FILE", help="write an HTML page with every Pareto front as a plot")
     one.add_argument("--json", metavar="FILE", help="write everything as JSON; - is standard output, instead of tables")
     ls = actions.add_parser("ls", help="list devices, networks and convolutions")
-    ls.add_argument("database", type=Path, metavar="DB")
+    _add_database(ls)
     merge = actions.add_parser("merge", help="take over other databases; of two entries the newer stays")
     merge.add_argument("database", type=Path, metavar="DB")
     merge.add_argument("others", type=Path, nargs="+", metavar="OTHER")
 
 
+def _add_database(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "database",
+        type=Path,
+        metavar="DB",
+        nargs="?",
+        help="benchmark database; default: what optimize(workspace_limit=...) filled below JCUTS_CACHE_DIR",
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Runs ``jcuts microbatch``."""
+    if arguments.database is None:
+        arguments.database = knobs.current().cache_dir / "microbatch.sqlite"
     database = Database(arguments.database)
     if arguments.action == "merge":
         taken = database.merge(arguments.others)
@@ -69,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         database.device(arguments.device),
         limit=parse_bytes("--limit", arguments.limit),
         total=parse_bytes("--total", arguments.total),
+        memory=parse_bytes("--memory", arguments.memory),
         policy=arguments.policy,
         constraint=arguments.constraint,
     )
@@ -136,6 +165,7 @@ def document(analysis: Analysis) -> dict[str, Any]:
         "undivided_seconds": analysis.undivided,
         "workspace_total": analysis.total,
         "workspace_peak": analysis.peak,
+        "memory_peak": analysis.memory or None,
         "undivided_workspace_total": analysis.undivided_total,
         "unlimited_workspace_total": analysis.unlimited_total,
         "kernels": [
@@ -145,6 +175,8 @@ def document(analysis: Analysis) -> dict[str, Any]:
                 "batch": row.use.batch,
                 "division": _division(row.division),
                 "undivided": row.undivided and _division(row.undivided),
+                "true_half": row.true_half and _division(row.true_half),
+                "pseudo_half": row.pseudo_half and _division(row.pseudo_half),
                 "desirable": [_division(division) for division in row.desirable],
             }
             for row in analysis.rows
@@ -163,11 +195,14 @@ def _show(analysis: Analysis) -> None:
         what = "no limit"
     elif analysis.method == "WR":
         what = f"at most {size(analysis.limit)} per kernel"
+    elif analysis.with_held:
+        what = f"at most {size(analysis.limit)} with all that is live beside the workspaces"
     else:
         what = f"at most {size(analysis.limit)} in all, constraint {analysis.constraint}"
     title = f"{analysis.network.name} on {analysis.device}: {analysis.method}, {what}, policy {analysis.policy}"
     out.print(title, style="bold", markup=False)
-    shown = [name for name in COLUMNS if out.width >= 110 or name not in WIDE]
+    has_half = any(row.true_half or row.pseudo_half for row in analysis.rows)
+    shown = [c for c in COLUMNS if (out.width >= 110 or c not in WIDE) and (has_half or c not in HALF)]
     places = [COLUMNS.index(name) for name in shown]
     lines = [[_line(row)[place] for place in places] for row in analysis.rows]
     out.print(table("Kernels", shown, lines, right=range(2, len(shown))))
@@ -178,6 +213,8 @@ def _show(analysis: Analysis) -> None:
         f"workspaces {size(analysis.total)} in all, {size(analysis.peak)} live at once; the fastest single calls take "
         f"{size(analysis.unlimited_total)} in all"
     )
+    if analysis.memory:
+        out.print(f"with what is live beside them at most {size(analysis.memory)} at a convolution")
     if not analysis.proven:
         out.print("not proven to be the best: the search would have outgrown memory", style="yellow")
 
@@ -190,6 +227,7 @@ def _line(row: Row) -> tuple[str, ...]:
         duration(row.division.seconds),
         duration(plain.seconds) if plain else "none fits",
         f"{plain.seconds / row.division.seconds:.2f}x" if plain else "",
+        *(duration(half.seconds) if half else "" for half in (row.true_half, row.pseudo_half)),
         size(row.division.workspace),
         size(row.unlimited.workspace) if row.unlimited else "",
         str(len(row.desirable)),

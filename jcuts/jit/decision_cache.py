@@ -43,7 +43,10 @@ class DecisionCache:
         """What a decision is kept under."""
         places = "; ".join(place_text(place) for _, place in signature.leaves)
         kinds = sorted({d.device_kind for d in jax.local_devices() if d.platform == platform})
-        limits = ("limits 2",) if microbatch_convs.is_asked(self._settings) else ()  # changes with what they allow
+        limits: tuple[str, ...] = ()
+        if microbatch_convs.is_asked(self._settings):  # changes with what they allow
+            sizes = self._settings.division_sizes
+            limits = ("limits 2", *((f"sizes {sizes}",) if sizes else ()))
         numbers = numbers_of(closed)  # constants that are others in other weights, where a program is another one
         known = (f"numbers {numbers}",) if numbers else ()
         # Whoever may not measure follows what was measured.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from jcuts.base.errors import UsageError
 from jcuts.microbatch import batch_division_dp
 from jcuts.microbatch.best_batch import DeviceTimes
 from jcuts.microbatch.database import Database, Device
-from jcuts.microbatch.errors import MissingTimesError
+from jcuts.microbatch.errors import MissingTimesError, NoDivisionError
 from jcuts.microbatch.network import Network, Use, peak
 from jcuts.microbatch.pareto import desirable
 from jcuts.microbatch.shared_workspace_ilp import NetworkDivision, divide_network
@@ -28,6 +28,8 @@ class Row:
         share: the limit that ``undivided`` obeys [B], None for no limit.
         unlimited: the fastest single call.
         desirable: the Pareto front that the division was chosen from (under WR the one within the limit).
+        true_half, pseudo_half: of 16-bit storage the best division by arithmetic in 16 bits alone, and by sums in
+            float32 alone (TRUE_HALF and PSEUDO_HALF of the paper), under the same limit and policy; None: nothing fits.
     """
 
     use: Use
@@ -36,6 +38,8 @@ class Row:
     unlimited: Division | None
     share: int | None
     desirable: tuple[Division, ...]
+    true_half: Division | None = None
+    pseudo_half: Division | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Analysis:
     Attributes:
         method: "WR" or "WD".
         limit: bytes per kernel (WR) or per network (WD), or None.
+        with_held: the limit holds what is live beside the workspaces, too.
         constraint: of WD.
         proven: the choice is an optimum (WR: always).
     """
@@ -57,6 +62,7 @@ class Analysis:
     constraint: str | None
     rows: tuple[Row, ...]
     proven: bool = True
+    with_held: bool = False
 
     @property
     def seconds(self) -> float:
@@ -82,6 +88,12 @@ class Analysis:
         return peak([row.division.workspace for row in self.rows], self.network.lives)
 
     @property
+    def memory(self) -> int:
+        """Peak over the convolutions of workspaces and of what is live beside them [B]; 0 where that is not known."""
+        held = self.network.held
+        return peak([row.division.workspace for row in self.rows], self.network.lives, held) if held else 0
+
+    @property
     def undivided_total(self) -> int:
         """Sum of the workspaces of single calls under the same limits [B]."""
         return sum(row.undivided.workspace for row in self.rows if row.undivided)
@@ -99,21 +111,30 @@ def analyse(
     *,
     limit: int | None = None,
     total: int | None = None,
+    memory: int | None = None,
     policy: str = "all",
     constraint: str = "paper",
 ) -> Analysis:
     """Divides every kernel of a network.
 
     Args:
-        limit: workspace per kernel: WR.  total: workspace per network: WD.  Neither: WR without a limit.
+        limit: workspace per kernel: WR.  total: workspace per network: WD.  memory: of the network's activations,
+            weights and workspaces together: WD under liveness, in which a convolution may take what its step leaves.
+            None of them: WR without a limit.
         policy: micro-batch sizes that may be used, of those in the database.
         constraint: of WD, "paper" or "liveness".
-    Raises: UsageError for both limits, or a bad one; NoDivisionError; ForeignDeviceError; MissingTimesError.
+    Raises: UsageError for several limits, a bad one, or memory of a network that says nothing of what is live;
+    NoDivisionError; ForeignDeviceError; MissingTimesError.
     """
-    if limit is not None and total is not None:
-        raise UsageError("give a limit per kernel (WR) or a total per network (WD), not both", limit=limit, total=total)
-    check_bytes("limit", limit)
-    check_bytes("total", total)
+    given = {"limit": limit, "total": total, "memory": memory}
+    for name, value in given.items():
+        check_bytes(name, value)
+    if sum(value is not None for value in given.values()) > 1:
+        raise UsageError("give a limit per kernel (WR), or a total or memory per network (WD), not several", **given)
+    if memory is not None:
+        if len(network.held) != len(network.uses):
+            raise UsageError(f"network {network.name} does not say what is live beside its workspaces: use a total")
+        total, constraint = memory, "liveness"
     tables = tables_of(network, database, device)
     most = limit if total is None else total  # no workspace of a network's share is larger than the share of all
     sets = _once(network, lambda use, t: desirable(t, use.batch, most, policy=policy, precision=use.precision), tables)
@@ -123,7 +144,7 @@ def analyse(
         share = limit
     else:
         shares: NetworkDivision = divide_network(
-            sets, total, constraint=constraint, lives=network.lives, held=network.held
+            sets, total, constraint=constraint, lives=network.lives, held=() if memory is None else network.held
         )
         chosen, proven = shares.divisions, shares.proven
         share = total // len(network.uses) if constraint == "paper" and network.uses else total
@@ -131,12 +152,32 @@ def analyse(
         network, lambda use, t: batch_division_dp.undivided(t, use.batch, share, precision=use.precision), tables
     )
     free = _once(network, lambda use, t: batch_division_dp.undivided(t, use.batch, precision=use.precision), tables)
+    halves = _once(network, lambda use, t: half_divisions(t, use.batch, share, policy=policy), tables)
     rows = tuple(
-        Row(use, division, one, fast, share, found)
-        for use, division, one, fast, found in zip(network.uses, chosen, plain, free, sets, strict=True)
+        Row(use, division, one, fast, share, found, *half)
+        for use, division, one, fast, found, half in zip(network.uses, chosen, plain, free, sets, halves, strict=True)
     )
     method = "WR" if total is None else "WD"
-    return Analysis(network, device, method, most, policy, None if total is None else constraint, rows, proven)
+    how = None if total is None else constraint
+    return Analysis(network, device, method, most, policy, how, rows, proven, with_held=memory is not None)
+
+
+def half_divisions(
+    table: Table, batch: int, limit: int | None, *, policy: str = "all"
+) -> tuple[Division | None, Division | None]:
+    """The best divisions of a float16 convolution by TRUE_HALF and by PSEUDO_HALF alone (004, III-D and table I).
+
+    Returns: (arithmetic in float16, sums in float32), each None where nothing fits the limit, both of other types.
+    """
+    found: list[Division | None] = []
+    for arithmetic in ("float16", "float32"):
+        kept = tuple(m for m in table.micros if m.math.startswith(arithmetic))
+        try:
+            wanted = replace(table, micros=kept if table.convolution.dtype == "float16" else ())
+            found.append(batch_division_dp.divide(wanted, batch, limit, policy=policy, precision="float16"))
+        except (NoDivisionError, UsageError):
+            found.append(None)
+    return found[0], found[1]
 
 
 def tables_of(network: Network, database: Database, device: Device) -> list[Table]:

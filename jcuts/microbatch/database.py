@@ -187,15 +187,16 @@ class Database:
         return tuple(found[name] for name in sorted(found))
 
     def network(self, name: str | None = None) -> Network:
-        """The network of this name; None: the only one.
+        """The network of this name, or whose name contains it; None: the only one.
 
         Raises: MissingTimesError if there is none, or more than one.
         """
         known = {network.name: network for network in self.networks()}
-        if name is None and len(known) == 1:
-            return next(iter(known.values()))
+        found = [one for one in known if name is None or name.lower() in one.lower()]
+        if len(found) == 1:
+            return known[found[0]]
         if name not in known:
-            problem = "which network?" if name is None else f"no network {name!r}"
+            problem = "which network?" if name is None or found else f"no network {name!r}"
             names = ", ".join(known) or "none"
             raise MissingTimesError(f"{self._where}: {problem} it has: {names}", network=name, known=tuple(known))
         return known[name]

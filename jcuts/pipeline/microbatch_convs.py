@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jcuts.base import knobs
+from jcuts.base import keys, knobs
 from jcuts.base.errors import JcutsError, Refusal
 from jcuts.base.settings import Settings
 from jcuts.microbatch import batch_division_dp
@@ -32,7 +32,7 @@ from jcuts.microbatch.timings import Division, Table
 from jcuts.trace import jaxapi
 from jcuts.trace.source import place
 from jcuts.tune.cudnn.measurer import database_path
-from jcuts.tune.cudnn.tables import DivisionRequest, only_cudnn, tables_of, xla_times
+from jcuts.tune.cudnn.tables import DivisionRequest, only_cudnn, remember_network, tables_of, xla_times
 from jcuts.xla.cudnn import call as cudnn_call
 from jcuts.xla.cudnn.match import LIBRARY, PRIMITIVE, Site, call_site, recognise
 from jcuts.xla.rebuild import traced_eqns
@@ -41,6 +41,8 @@ log = logging.getLogger("jcuts.pipeline.microbatch_convs")
 
 LOOPS = ("scan", "while", "cond")
 CONSTRAINT = "liveness"
+EVERY = "all"
+"""Every size that was measured."""
 MARGIN = 0.05
 """A division must be faster by this than a single call: times of many short calls add up their errors."""
 NOT_TIMED = "not timed yet"
@@ -105,17 +107,21 @@ def generation(settings: Settings) -> str:
         return ""
     current = knobs.current()
     path = database_path()
+    known = f"{current.cudnn} {current.cudnn_graphs} {settings.division_sizes} {path}"
     try:
         found = path.stat()
-        return f"{current.cudnn} {current.cudnn_graphs} {path} {found.st_mtime_ns} {found.st_size}"
+        return f"{known} {found.st_mtime_ns} {found.st_size}"
     except OSError:
-        return f"{current.cudnn} {current.cudnn_graphs} {path}"
+        return known
 
 
-def divide_convolutions(closed: jaxapi.Closed, settings: Settings, platform: str, *, may_measure: bool) -> Divided:
+def divide_convolutions(
+    closed: jaxapi.Closed, settings: Settings, platform: str, *, may_measure: bool, name: str = "function"
+) -> Divided:
     """Replaces convolutions of a flat program, and of its loops' bodies, by divided ones within the limits.
 
-    Args: platform: 'cpu' or 'cuda'; may_measure: as for the whole pipeline.
+    Args: platform: 'cpu' or 'cuda'; may_measure: as for the whole pipeline: the network is then stored, too; name: of
+    the function.
     """
     if not is_asked(settings):
         return Divided(closed)
@@ -127,7 +133,10 @@ def divide_convolutions(closed: jaxapi.Closed, settings: Settings, platform: str
     if why := cudnn_call.unusable(platform):
         return Divided(closed, note=f"no convolution is divided: {why}")
     try:
-        postponed = _take_times(uses, settings, platform, may_measure and settings.tune == "auto")
+        measuring = may_measure and settings.tune == "auto"
+        postponed = _take_times(uses, settings, platform, measuring)
+        if measuring and not (settings.form and settings.form.rewrites):
+            remember_network(named_network(closed, name))
         _choose(uses, settings)
     except (JcutsError, OSError) as error:  # no database, no device, no disk: XLA computes everything
         log.warning("no convolution is divided: %s", error)
@@ -137,8 +146,9 @@ def divide_convolutions(closed: jaxapi.Closed, settings: Settings, platform: str
     if not any(use.replaced for use in uses):
         return Divided(closed, rows, note=broken, postponed=postponed)
     rebuilt = _rebuilt(closed, {id(use.eqn): use for use in uses if use.replaced}, platform)
-    notes = [RACE] * (settings.mode == "mixed") + [broken] * bool(broken)
-    return Divided(jaxapi.dce(rebuilt), rows, note="; ".join(notes), postponed=postponed)
+    sizes = settings.division_sizes
+    notes = (RACE if settings.mode == "mixed" else "", f"micro-batch sizes: {sizes}" if sizes else "", broken)
+    return Divided(jaxapi.dce(rebuilt), rows, note="; ".join(filter(None, notes)), postponed=postponed)
 
 
 def over_limit(rows: Sequence[DivisionReport], settings: Settings, *, by_xla: bool) -> list[str]:
@@ -179,6 +189,31 @@ def network_of(closed: jaxapi.Closed, name: str) -> Network:
     )
 
 
+def named_network(closed: jaxapi.Closed, function: str) -> Network:
+    """`network_of`, named by the function and a digest of its convolutions: other shapes are another network."""
+    made = network_of(closed, function)
+    name = f"{function} {keys.convolution_network(made.to_json()['uses'])}"
+    return replace(made, name=name, held=held_at(closed))
+
+
+def held_at(closed: jaxapi.Closed) -> tuple[int, ...]:
+    """Bytes that are live anyway while each convolution of `network_of` runs: weights, activations, gradients, results.
+
+    By liveness of the program as XLA would fuse it (`plan.cost.program_memory`); () where that is not known.
+    """
+    from jcuts.plan.cost.program_memory.jaxpr_liveness import live_at  # the planner, which few programs need
+
+    try:
+        found = live_at(closed, PRIMITIVE)
+    except (JcutsError, LookupError, TypeError, ValueError) as error:
+        log.info("what convolutions hold beside their workspaces is not known: %s", error)
+        return ()
+    every = sites(closed)
+    if len(found) != len(every):
+        return ()
+    return tuple(size for size, site in zip(found, every, strict=True) if isinstance(site, Site))
+
+
 # -- finding --------------------------------------------------------------------------------------------------------
 def _found(closed: jaxapi.Closed) -> Iterator[tuple[str, Any, Site | Refusal]]:
     """Convolutions in program order: name, equation, kernel."""
@@ -205,7 +240,11 @@ def _take_times(uses: Sequence[_Use], settings: Settings, platform: str, may_mea
         if isinstance(use.site, Site):
             wanted.setdefault((use.site.convolution, use.site.batch), set()).add(use.site.precision)
     asked = DivisionRequest(
-        platform, limit=_limit(settings), accuracy=settings.convolution_accuracy, library=settings.mode == "mixed"
+        platform,
+        limit=_limit(settings),
+        accuracy=settings.convolution_accuracy,
+        library=settings.mode == "mixed",
+        policy=settings.division_sizes,
     )
     found, postponed = tables_of(wanted, asked, may_measure=may_measure)
     for use in uses:
@@ -231,7 +270,9 @@ def _choose(uses: Sequence[_Use], settings: Settings) -> None:
             use.why = candidates
             continue
         try:
-            use.front = desirable(candidates, batch, limit, precision=precision)
+            use.front = desirable(
+                candidates, batch, limit, precision=precision, policy=settings.division_sizes or EVERY
+            )
             open_.append(use)
         except NoDivisionError as error:
             use.why = error.message

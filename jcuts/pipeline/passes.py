@@ -118,7 +118,7 @@ def _chunk(state: State) -> State:
 
 def _divide(state: State) -> State:
     division = microbatch_convs.divide_convolutions(
-        state.closed, state.settings, state.platform, may_measure=state.may_measure
+        state.closed, state.settings, state.platform, may_measure=state.may_measure, name=state.name
     )
     return replace(state, closed=division.closed, division=division).noted(division.note or None)
 

@@ -17,7 +17,7 @@ from jcuts.microbatch.database import Database
 from jcuts.microbatch.errors import MissingTimesError
 from jcuts.microbatch.network import Network
 from jcuts.microbatch.pareto import desirable
-from jcuts.microbatch.timings import policy_sizes
+from jcuts.microbatch.timings import MicroConfig, policy_sizes
 
 MIB = 1 << 20
 
@@ -201,3 +201,46 @@ def test_modelled_sets_hold_the_fastest(made):
         found = desirable(table, use.batch)
         assert found[-1].ticks == batch_division_dp.divide(table, use.batch).ticks
         assert np.all(np.diff([d.workspace for d in found]) > 0)
+
+
+def test_true_half_against_pseudo_half(tmp_path, capsys):
+    network = training_step("AlexNet", 8, "float16")
+    use = network.uses[1]
+    database, device = Database(tmp_path / "half.db"), Modelled("here").device
+    for size in (8, 4):
+        micros = [
+            MicroConfig(size, "GEMM", "float16", 0.1 * size, 0),
+            MicroConfig(size, "GEMM", "float32", 0.2, 100 * size),
+        ]
+        database.record(device, use.convolution, size, micros)
+    database.record_network(Network("half", (use,)))
+    assert main(["microbatch", "analyse", str(tmp_path / "half.db"), "--limit", "400", "--json", "-"]) == 0
+    (kernel,) = json.loads(capsys.readouterr().out)["kernels"]
+    assert [kernel[name]["seconds"] for name in ("true_half", "pseudo_half")] == pytest.approx([0.8, 0.4])
+    assert kernel["division"] == kernel["pseudo_half"]
+    assert main(["microbatch", "analyse", str(tmp_path / "half.db"), "--limit", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "TRUE_HALF" in shown and "PSEUDO_HALF" in shown and "800 ms" in shown and "400 ms" not in shown
+
+
+def test_memory_of_activations_and_workspaces_together(tmp_path, capsys):
+    network = training_step("AlexNet", 64)
+    network = Network("AlexNet", network.uses, tuple(abs(7 - k) * MIB for k in range(len(network.uses))))
+    database, device = Database(tmp_path / "times.db"), Modelled("here")
+    for convolution in {use.convolution for use in network.uses}:
+        for size in policy_sizes("powerOfTwo", 64):
+            database.record(device.device, convolution, size, device(convolution, size))
+    database.record_network(network)
+    command = ["microbatch", "analyse", str(tmp_path / "times.db"), "--memory", "16MiB"]
+    assert main([*command, "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    spaces = [kernel["division"]["workspace"] for kernel in found["kernels"]]
+    assert max(w + h for w, h in zip(spaces, network.held, strict=True)) == found["memory_peak"] <= 16 * MIB
+    assert max(spaces) > 9 * MIB  # where activations leave more than at their peak
+    for use, kernel, held in zip(network.uses, found["kernels"], network.held, strict=True):
+        table = database.table(device.device, use.convolution)
+        best = batch_division_dp.divide(table, use.batch, 16 * MIB - held)
+        assert kernel["division"]["seconds"] == best.seconds
+    assert main(command) == 0 and "with what is live beside them" in capsys.readouterr().out
+    database.record_network(Network("AlexNet", network.uses))
+    assert main(command) == 2 and "does not say what is live" in capsys.readouterr().err

@@ -312,6 +312,8 @@ def test_missing_times_are_measured_at_the_first_call(host_cudnn, cache_dir):
         close(fast(x, w), small(x, w))
     (row,) = fast.explain(x, w).divisions
     assert row.xla_seconds is not None and row.front
+    (network,) = Database(cache_dir / "microbatch.sqlite").networks()  # for the command line
+    assert network.name.startswith("small ") and network.held
     (entry,) = {(e.convolution, e.device) for e in Database(cache_dir / "microbatch.sqlite").entries()}
     assert entry[1] == this_device("cpu")
 

@@ -1,7 +1,8 @@
 """Time tables of a program's convolutions for the micro-batching pass: from the database, or measured now.
 
 Per convolution: every size of ``powerOfTwo``, sizes in between and slices of the outputs that the limit makes worth it
-(`microbatch.sampling_plan`), and XLA's own convolution where that competes.
+(`microbatch.sampling_plan`), and XLA's own convolution where that competes.  With a policy the sizes are its own, and
+slices are theirs; ``undivided`` has none.  The network is stored beside its times, for ``jcuts microbatch analyse``.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from jcuts.base.errors import JcutsError
 from jcuts.microbatch.convolution import Convolution
 from jcuts.microbatch.database import Database, Device
 from jcuts.microbatch.errors import MissingTimesError
+from jcuts.microbatch.network import Network
 from jcuts.microbatch.sampling_plan import sizes_between
-from jcuts.microbatch.timings import MicroConfig, Table
+from jcuts.microbatch.timings import MicroConfig, Table, policy_sizes, usable_sizes
 from jcuts.tune.cudnn import measurer as timing
 from jcuts.tune.parent.machine_lock import default_patience, holder, measuring_lock
 from jcuts.xla.cudnn import call as cudnn_call
@@ -26,6 +28,8 @@ log = logging.getLogger("jcuts.pipeline.microbatch_convs")
 
 Key = tuple[Convolution, int]
 """A convolution and its batch."""
+POWERS = "powerOfTwo"
+UNDIVIDED = "undivided"
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,15 @@ class DivisionRequest:
     """Parameters of a table request.
 
     Attributes: platform: 'cpu' or 'cuda'; limit: of one convolution's workspace [B]; accuracy: of
-    `settings.ACCURACIES`; library: XLA's own convolutions compete.
+    `settings.ACCURACIES`; library: XLA's own convolutions compete; policy: of `timings.POLICIES`, or None for powers of
+    two and what the limit makes worth it.
     """
 
     platform: str
     limit: int
     accuracy: str
     library: bool
+    policy: str | None = None
 
 
 def tables_of(
@@ -57,8 +63,8 @@ def tables_of(
         key
         for key, table in found.items()
         if table is None
-        or database.missing(device, key[0], (key[1],), limit=asked.limit)
-        or timing.to_slice(*key, (asked.limit,), sorted(wanted[key]), database, device)
+        or database.missing(device, key[0], _sizes(key, asked), limit=asked.limit)
+        or (asked.policy != UNDIVIDED and timing.to_slice(*key, (asked.limit,), sorted(wanted[key]), database, device))
         or (asked.library and not xla_times(table, key[1]) and LIBRARY not in database.remarks(device, *key))
     ]
     if not missing or not may_measure:
@@ -69,6 +75,23 @@ def tables_of(
             return found, True
         made, postponed = _measured({key: wanted[key] for key in missing}, asked, database, device)
     return {**found, **made}, postponed
+
+
+def _sizes(key: Key, asked: DivisionRequest) -> tuple[int, ...]:
+    """Sizes without which a convolution is measured again."""
+    if asked.policy is None:
+        return (key[1],)
+    return usable_sizes(policy_sizes(asked.policy, key[1]), key[1], key[0].unit)
+
+
+def remember_network(network: Network) -> None:
+    """Stores a network beside the times of its convolutions, once.
+
+    Raises: CacheError if the database cannot be used.
+    """
+    database = _database(str(timing.database_path()))
+    if all(known.name != network.name for known in database.networks()):
+        database.record_network(network)
 
 
 def only_cudnn(table: Table) -> Table:
@@ -99,7 +122,7 @@ def _known(database: Database, device: Device, convolution: Convolution, batch: 
 def _measured(
     todo: Mapping[Key, set[str]], asked: DivisionRequest, database: Database, device: Device
 ) -> tuple[dict[Key, Table | None], bool]:
-    """Measures powers of two, and then what the limit makes worth it.
+    """Measures powers of two, and then what the limit makes worth it; or a policy's sizes.
 
     Returns: tables, None where nothing could be measured; and whether that was for want of memory or the like.
     """
@@ -108,13 +131,16 @@ def _measured(
     with timing.Measurer(device, asked.platform, asked=asked.limit, accuracy=asked.accuracy) as measurer:
         for (convolution, batch), precisions in todo.items():
             try:
-                table = timing.measured(convolution, batch, database, measurer, library=asked.library)
-                for precision in sorted(precisions):
+                policy = asked.policy or POWERS
+                table = timing.measured(convolution, batch, database, measurer, policy=policy, library=asked.library)
+                for precision in sorted(precisions) if asked.policy is None else ():
                     for size in sizes_between(only_cudnn(table), batch, asked.limit, precision=precision):
-                        timing.measured(convolution, size, database, measurer, policy="undivided", library=False)
-                found[convolution, batch] = timing.measured_in_slices(
-                    convolution, batch, (asked.limit,), sorted(precisions), database, measurer
-                )
+                        timing.measured(convolution, size, database, measurer, policy=UNDIVIDED, library=False)
+                if policy != UNDIVIDED:
+                    table = timing.measured_in_slices(
+                        convolution, batch, (asked.limit,), sorted(precisions), database, measurer
+                    )
+                found[convolution, batch] = table
             except JcutsError as error:
                 log.warning("%s, batch %d, is left to XLA: %s", convolution, batch, error.message)
                 found[convolution, batch] = None

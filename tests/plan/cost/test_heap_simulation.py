@@ -40,3 +40,21 @@ def test_no_two_live_buffers_overlap_in_what_is_counted(seed):
     most = max(sum(size for size, start, end in spans if start <= now <= end) for now in range(60))
     assert sum(buffer.bytes for buffer in made.live()) == most
     assert most <= made.height() <= sum(size for size, _, _ in spans)
+
+
+def test_what_is_live_at_each_convolution():
+    import jax
+    import numpy as np
+
+    from jcuts.plan.cost.program_memory.jaxpr_liveness import live_at
+
+    def net(x, w):
+        y = jax.lax.conv(x, w, (1, 1), "SAME")
+        z = jax.lax.conv(jax.nn.relu(y), w, (1, 1), "SAME")
+        return (z + y).sum()
+
+    x, w = np.ones((2, 4, 8, 8), np.float32), np.ones((4, 4, 3, 3), np.float32)
+    first, second = live_at(jax.make_jaxpr(net)(x, w), "conv_general_dilated")
+    given = x.nbytes + w.nbytes + 4
+    assert first == given + x.nbytes  # its result
+    assert second in (given + 2 * x.nbytes, given + 3 * x.nbytes)  # y, z, and relu(y) where that is a buffer

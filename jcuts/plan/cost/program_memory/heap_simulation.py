@@ -40,6 +40,12 @@ class Timeline:
 
     now: int = 0
     lifetimes: list[Lifetime] = field(default_factory=list)
+    ran: list[tuple[str, int]] = field(default_factory=list)
+    """Primitives and the instants at which they ran."""
+
+    def bytes_at(self, instant: int) -> float:
+        """Bytes of all buffers that are live at an instant."""
+        return sum(one.buffer.bytes for one in self.lifetimes if one.start <= instant <= one.end)
 
     def allocate(self, buffer: Buffer) -> Lifetime:
         """A buffer that is live from now on, until its ``end`` is set."""

@@ -77,6 +77,22 @@ def footprint(
     return Footprint(sum(sizes), total, min(free, total), timeline.height(), timeline.live())
 
 
+def live_at(closed: jaxapi.Closed, primitive: str) -> tuple[int, ...]:
+    """Bytes that are live while each equation of a primitive runs, in program order: arguments, results, temporaries.
+
+    Bodies of loops that stay loops count once, as `footprint` counts them; the equation's own operands and result are
+    among them, what it needs only while it runs is not.
+    """
+    given = [Value(v.aval) for v in closed.jaxpr.invars]
+    constants = sum(np.asarray(c).nbytes if not hasattr(c, "nbytes") else c.nbytes for c in closed.consts)
+    nodes, outs = inlined(closed.jaxpr, given)
+    held = constants + sum(map(bytes_of, given)) + sum(bytes_of(v) for v in outs if v is not None)
+    nodes, outs = expanded(nodes, outs)
+    timeline = Timeline()
+    _Run(_Program(nodes, given, outs, {}), "gpu", timeline).run()
+    return tuple(int(held + timeline.bytes_at(instant)) for name, instant in timeline.ran if name == primitive)
+
+
 def shares(nodes: list[Node]) -> dict[Value, float]:
     """Fraction of each value per device, where a ``shard_map`` determines it; elementwise neighbours are
     sharded alike.
@@ -175,6 +191,7 @@ class _Run:
         """Runs all nodes."""
         for position, node in enumerate(self.nodes):
             self.timeline.now += 1
+            self.timeline.ran.append((node.name, self.timeline.now))
             self._prefetch(position, node)
             dying = [v for v in self.alive if self.last.get(v, -1) <= position]
             made = [v for v in node.outputs if self._is_made(v)]

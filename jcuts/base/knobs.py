@@ -151,6 +151,12 @@ class Knobs:
         "wall time that tuning may take at a first call, beyond jax.jit's own; inf: no limit (default: 60)",
         default=None,
     )
+    first_call_seconds: float | None = _knob(
+        _number(0.0, math.inf, with_low=True),
+        "seconds that a first call on a CPU waits for its tuning; then it runs XLA's program, and tuning goes on beside "
+        "the calls that follow; inf: it waits for the end (default: 3.5; inf where tune_seconds is set)",
+        default=None,
+    )
     memory_over: float = _knob(
         _number(0.0, math.inf, with_low=True),
         "share by which a program's peak memory may exceed that of plain jax.jit where it needs more than a quarter of "

@@ -153,7 +153,7 @@ class Knobs:
     )
     first_call_seconds: float | None = _knob(
         _number(0.0, math.inf, with_low=True),
-        "seconds that a first call on a CPU waits for its tuning; then it runs XLA's program, and tuning goes on beside "
+        "seconds that a first call on a CPU waits for tuning; then it runs XLA's program, and tuning goes on beside "
         "the calls that follow; inf: it waits for the end (default: 3.5; inf where tune_seconds is set)",
         default=None,
     )
@@ -162,6 +162,11 @@ class Knobs:
         "share by which a program's peak memory may exceed that of plain jax.jit where it needs more than a quarter of "
         "the GPU's (default: 0.03)",
         default=3 / 100,
+    )
+    tune_caches: str = _knob(
+        _one_of("warm", "cold"),
+        "caches of a CPU while its kernels are timed: warm, or evicted before every sample (GPUs: always cold)",
+        default="warm",
     )
     online_share: float = _knob(
         _number(0.0, 1.0),

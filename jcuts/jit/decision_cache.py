@@ -115,4 +115,5 @@ def _changed_knobs(platform: str) -> tuple[str, ...]:
     singly = ("single calls",) if platform in variant_space.GPUS and not here.chains else ()
     restored = () if here.restore_convs == "off" else (f"restore {here.restore_convs}",)
     prefetched = () if here.l2_prefetch_mb is None else (f"prefetch {here.l2_prefetch_mb}",)
-    return (*singly, *restored, *prefetched)
+    caches = () if here.tune_caches == "warm" else (f"{here.tune_caches} caches",)
+    return (*singly, *restored, *prefetched, *caches)

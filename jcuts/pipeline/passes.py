@@ -68,7 +68,7 @@ from jcuts.trace.canonical import canonical_digest
 from jcuts.trace.inline import inline
 from jcuts.trace.runnable import runnable_files
 from jcuts.trace.source import as_source
-from jcuts.tune import session
+from jcuts.tune import session, time_budget
 from jcuts.tune.session import RegionProblems
 from jcuts.xla import devices as xla_devices
 from jcuts.xla import native_library
@@ -346,7 +346,8 @@ def start_planning(
     program = keys.plan(original, repr(settings), platform)
     with _memo_lock:
         found = _memo.get(_memo_key(program, settings))
-    if found is not None and (not may_measure or settings.tune != "auto" or _is_settled(found)):
+    settled = found is not None and _is_settled(found) and not time_budget.current().again
+    if found is not None and (not may_measure or settings.tune != "auto" or settled):
         return Planning(None, program, found)
     dump = open_dump(name)
     dump.stage("jaxpr", lambda: str(closed.jaxpr))

@@ -39,9 +39,11 @@ from jcuts.tune.database_rows import (
     insert,
     read_export,
     recorded_schedules,
+    regime_distance,
     to_object,
     to_text,
 )
+from jcuts.tune.measure import regime
 from jcuts.tune.row_signature import FOREIGN, OTHER_VERSIONS, TUNED, Signer
 
 UNWRITTEN = "cannot write the tuning database"
@@ -134,24 +136,27 @@ class Store:
             if (kind, key) in self._memory:
                 value = self._memory[kind, key][1]
                 return value, self._sources.get((kind, key, to_text(value)), FOREIGN)
-        for versions, data, source in self._rows(kind, key):
-            if self._counts(versions, data):
-                return data, source
+        counting = [(data, source) for versions, data, source in self._rows(kind, key) if self._counts(versions, data)]
+        if counting:
+            return counting[0] if kind != "choice" else min(counting, key=lambda found: regime_distance(found[0]))
         return self._other(kind, key) if kind == "partition" else (None, "")
 
     def _other(self, kind: str, key: str) -> tuple[dict[str, Any] | None, str]:
         """The newest row of other versions that may be right here, and whether this cache has written it."""
         for versions, data, source in self._rows(kind, key):
             recorded = recorded_schedules(data)
-            if versions != keys.row_versions(self.versions, recorded) and keys.is_current(recorded):
+            if versions != self._versions_of(data) and keys.is_current(recorded):
                 believed = source != FOREIGN and (recorded or kind == "choice")
                 return data, OTHER_VERSIONS if believed else FOREIGN
         return None, ""
 
     def _counts(self, versions: str, value: Mapping[str, Any]) -> bool:
         """Whether a row of this device is one of these packages and schedules."""
-        recorded = recorded_schedules(value)
-        return versions == keys.row_versions(self.versions, recorded) and keys.is_current(recorded)
+        return versions == self._versions_of(value) and keys.is_current(recorded_schedules(value))
+
+    def _versions_of(self, value: Mapping[str, Any]) -> str:
+        """The ``versions`` of a row that these packages write."""
+        return keys.row_versions(self.versions, recorded_schedules(value), regime.key_text(regime.recorded(value)))
 
     def has_these_versions(self, row: Row) -> bool:
         """Whether an entry is one of these packages and schedules, on whatever device."""
@@ -224,7 +229,7 @@ class Store:
                 if data is not None:
                     rows[kind, k, device, versions] = Row(kind, k, device, versions, created, data)
         for (kind, k), (created, data) in list(self._memory.items()):
-            versions = keys.row_versions(self.versions, recorded_schedules(data))
+            versions = self._versions_of(data)
             rows[kind, k, self.device, versions] = Row(kind, k, self.device, versions, created, data)
         found = sorted(rows.values(), key=lambda row: (row.created, row.kind, row.key))
         if all_devices:
@@ -298,9 +303,7 @@ class Store:
     # Inside ----------------------------------------------------------------------------------------------------------
 
     def _put(self, kind: str, key: str, value: dict[str, Any], is_news: bool = True, source: str = TUNED) -> None:
-        row = Row(
-            kind, key, self.device, keys.row_versions(self.versions, recorded_schedules(value)), time.time(), value
-        )
+        row = Row(kind, key, self.device, self._versions_of(value), time.time(), value)
         text = to_text(value)
         signature = self._signer.sign((kind, key, self.device, row.versions, text), source)
         with self._lock:

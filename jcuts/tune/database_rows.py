@@ -12,6 +12,7 @@ from typing import Any
 from jcuts.base import json_fields
 from jcuts.base.errors import CacheError
 from jcuts.tune.choice import Choice
+from jcuts.tune.measure import regime
 
 SCHEMA = 2
 APPLICATION_ID = 0x6A637574  # 'jcut', shown by file(1)
@@ -61,6 +62,13 @@ def recorded_schedules(value: Mapping[str, Any]) -> dict[str, str]:
     """Versions of kernel families that a value records; none for what a person made of them."""
     found = value.get("schedules")
     return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
+
+
+def regime_distance(value: Mapping[str, Any]) -> int:
+    """How far a choice's regime is from the one that would be measured in now (`tune.measure.regime`); 0 if pinned."""
+    if value.get("pinned") is True:
+        return 0
+    return regime.distance(regime.recorded(value), regime.platform_of(recorded_schedules(value)))
 
 
 def to_text(value: Mapping[str, Any]) -> str:

@@ -54,7 +54,8 @@ def environment(platform: str = "cpu") -> dict[str, str]:
     if platform == "cpu":
         env.update({name: value for name, value in WARM_BUFFERS.items() if name not in env})
     current = knobs.current()
-    for name in ("threads", "native", "cache_dir", "cudnn"):  # a `knobs.scope` of the parent is not in its environment
+    # A `knobs.scope` of the parent is not in its environment.
+    for name in ("threads", "native", "cache_dir", "cudnn", "tune_caches"):
         value = getattr(current, name)
         if value is not None:
             env[knobs.variable(name)] = str(value)

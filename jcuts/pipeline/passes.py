@@ -346,8 +346,7 @@ def start_planning(
     program = keys.plan(original, repr(settings), platform)
     with _memo_lock:
         found = _memo.get(_memo_key(program, settings))
-    settled = found is not None and _is_settled(found) and not time_budget.current().again
-    if found is not None and (not may_measure or settings.tune != "auto" or settled):
+    if found is not None and (not may_measure or settings.tune != "auto" or _is_settled(found)):
         return Planning(None, program, found)
     dump = open_dump(name)
     dump.stage("jaxpr", lambda: str(closed.jaxpr))
@@ -394,7 +393,7 @@ def forget() -> None:
 
 def _is_settled(outcome: Outcome) -> bool:
     timed = (
-        not outcome.report.postponed
+        not (time_budget.current().again or outcome.report.postponed)
         and not outcome.report.unmeasured
         and all(row.why != microbatch_convs.NOT_TIMED for row in outcome.report.divisions)
     )

@@ -69,10 +69,10 @@ def problem(
 ) -> str:
     """A tuning problem: what is computed, on what, from which candidates, to which tolerance.
 
-    Args: device: kind of GPU, '' for a CPU (whose kind is the row's ``device``); identity: the region's canonical
-    digest; inputs, outputs: shapes, dtypes, how operands are drawn, and what decides tolerances; space: `ranking` and
-    the number of candidates, or the candidates' own keys.  Versions of schedules are no part of it: a choice records
-    them (`schedules`), so that databases of all versions of jcuts have the same keys.
+    Args: device: kind of GPU (the row's ``device`` is `GPU_DEVICE`), '' for a CPU (whose kind is the row's ``device``);
+    identity: the region's canonical digest; inputs, outputs: shapes, dtypes, how operands are drawn, and what decides
+    tolerances; space: `ranking` and the number of candidates, or the candidates' own keys.  Versions of schedules are
+    no part of it: a choice records them (`schedules`), so that databases of all versions of jcuts have the same keys.
     """
     text = json.dumps(
         {
@@ -146,6 +146,10 @@ def row_versions(packages: str, recorded: Mapping[str, str], regime: str = "") -
 def cpu_device() -> str:
     """The ``device`` of a database row: model, features and cores of this CPU, for which measured times are valid."""
     return digest(fingerprint.cpu())
+
+
+GPU_DEVICE = "gpu"
+"""The ``device`` of rows about GPUs: the kind of GPU is part of their keys, and the host's CPU of nothing."""
 
 
 def partition(function: str, mode: str, tolerance: float, more: Sequence[str] = ()) -> str:

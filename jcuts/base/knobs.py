@@ -114,6 +114,7 @@ class Knobs:
     database_key: Path | None = _knob(
         _path, "key with which files of these folders are signed: those are followed without a check", default=None
     )
+    shipped: bool = _knob(_boolean, "read the tuning results that jcuts comes with, beside the database", default=True)
     dump: Path | None = _knob(_path, "write every stage of every function below this directory", default=None)
     fuel: int | None = _knob(_integer(0), "stop after this many fusions (bisects a miscompile)", default=None)
     chunk: int | None = _knob(

@@ -24,7 +24,10 @@ CACHES = "caches"
 BESIDE = "beside"
 POWER = "power"
 CORES = "cores"
-KEPT = (CACHES, BESIDE, POWER, CORES)
+CODE = "code"
+EARLIER = "earlier"
+"""Code of a shipped choice's kernel that other schedules made than those here."""
+KEPT = (CACHES, BESIDE, POWER, CORES, CODE)
 """What a regime consists of; what is as usual is left out."""
 WARM = "warm"
 COLD = "cold"
@@ -66,7 +69,7 @@ def described(regime: Mapping[str, str], platform: str) -> str:
     """A regime for people: ``warm caches, alone``."""
     usual = WARM if platform == "cpu" else COLD
     beside = "between calls" if regime.get(BESIDE) else "alone"
-    more = [f"{name} {regime[name]}" for name in (POWER, CORES) if regime.get(name)]
+    more = [f"{name} {regime[name]}" for name in (POWER, CORES, CODE) if regime.get(name)]
     return ", ".join([f"{regime.get(CACHES, usual)} caches", beside, *more])
 
 

@@ -47,7 +47,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="programs to tune; their files are added")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        os.environ.update({"JCUTS_CACHE_DIR": folder, "JCUTS_SHIPPED": "0", "JCUTS_PROGRESS": "0"})
+        os.environ.update(
+            {"JCUTS_CACHE_DIR": folder, "JCUTS_SHIPPED": "0", "JCUTS_PROGRESS": "0", "JCUTS_LOCK_PATIENCE_S": "3600"}
+        )
         import jcuts
         from jcuts.tune import session
         from jcuts.tune.portable import shipped

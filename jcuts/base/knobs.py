@@ -155,7 +155,7 @@ class Knobs:
     first_call_seconds: float | None = _knob(
         _number(0.0, math.inf, with_low=True),
         "seconds that a first call on a CPU waits for tuning; then it runs XLA's program, and tuning goes on beside "
-        "the calls that follow; inf: it waits for the end (default: 3.5; inf where tune_seconds is set)",
+        "the calls that follow; inf: it waits for the end (default: 3; inf where tune_seconds is set)",
         default=None,
     )
     memory_over: float = _knob(

@@ -368,6 +368,7 @@ class Optimized(StoredResults):
 
     def _first_call(self, call: Call) -> tuple[Program, Decision] | None:
         """What a first call runs that need not wait for the end of its tuning; None for any other call."""
+        begun = time.monotonic()  # what is imported and traced for it counts
         from jcuts.jit.online import background_tuner, first_call
 
         if not first_call.applies(self.settings):
@@ -377,8 +378,7 @@ class Optimized(StoredResults):
             known = function_name(self._fn), self.settings, self._arguments, tuner, self._publish
             self._online = self._first_calls = first_call.FirstCallTuning(*known)
             tuner.listen(self)
-        kept = self._first_calls.first_call(self._deciding, call)
-        if kept is None:
+        if (kept := self._first_calls.first_call(self._deciding, call, begun)) is None:
             return None
         return self._kept(call.signature, kept, lasting=self._first_calls.is_tuned(call.signature))
 

@@ -11,6 +11,7 @@ import functools
 import logging
 import math
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,7 @@ from jcuts.trace import jaxapi
 from jcuts.tune import time_budget
 
 log = logging.getLogger("jcuts")
-PATIENCE = 7 / 2
+PATIENCE = 3
 """A first call waits for its tuning so long by default [s]."""
 SHARE = 1 / 4
 """Share of the run that calls wait for measurements after a first call that did not wait for the end."""
@@ -73,9 +74,10 @@ class FirstCallTuning(OnlineTuning):
         state = self.states.get(signature)
         return state is not None and state.what == TUNING
 
-    def first_call(self, selector: VariantSelector, call: Call) -> tuple[Program, Decision] | None:
+    def first_call(self, selector: VariantSelector, call: Call, begun: float) -> tuple[Program, Decision] | None:
         """The program that a first call runs; None where it has to be decided on the calling thread, as it takes.
 
+        Args: begun: when the call began (monotonic seconds).
         Raises: what tuning raises while the call waits for it.
         """
         seconds = patience(self._settings)
@@ -93,7 +95,7 @@ class FirstCallTuning(OnlineTuning):
         if job is None:
             return None
         if not is_busy:
-            self._wait_for(job, seconds)
+            self._wait_for(job, max(0.0, begun + seconds - time.monotonic()))
         with attempt.lock:
             if attempt.error is not None:
                 raise attempt.error

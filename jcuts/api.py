@@ -67,7 +67,8 @@ def optimize(
             (docs/microbatch.md); ``mixed`` keeps XLA's own where that is measured to be faster.
         convolution_accuracy: of these convolutions in float32: ``exact`` takes algorithms within 1e-4 of the most exact
             one, ``vendor`` whatever cuDNN computes in float32, Winograd's with 5x5 windows (off by 1e-3) included.
-        tune: ``auto`` measures at the first concrete top-level call of each signature; ``online`` starts with XLA's
+        tune: ``auto`` measures at the first concrete top-level call of each signature, on a CPU for some seconds
+            (``JCUTS_FIRST_CALL_SECONDS``) and then beside the calls that follow; ``online`` starts with XLA's
             program, measures between calls, for at most ``JCUTS_ONLINE_SHARE`` of the time, and switches when it has
             decided (docs/tuning.md); ``serve`` likewise for servers: no call waits for tuning or for a stored
             decision (docs/serving.md); ``cached`` uses earlier choices only, ``off`` the estimator alone.

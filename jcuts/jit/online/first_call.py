@@ -111,7 +111,7 @@ class FirstCallTuning(OnlineTuning):
     def _may_leave(self, selector: VariantSelector, call: Call) -> bool:
         """Whether a call need not wait for the end of its tuning, as far as that takes no trace to know."""
         plain = knobs.current().disable or jaxapi.jit_disabled() or call.placement.spans_processes
-        if plain or call.platform != "cpu" or self._tuner.is_here():
+        if plain or call.placement.shardings or call.platform != "cpu" or self._tuner.is_here():
             return False
         return time_budget.seconds_of(self._settings) > 0 and jaxapi.trace_context() == _context_of_threads()
 

@@ -67,11 +67,10 @@ def optimize(
             (docs/microbatch.md); ``mixed`` keeps XLA's own where that is measured to be faster.
         convolution_accuracy: of these convolutions in float32: ``exact`` takes algorithms within 1e-4 of the most exact
             one, ``vendor`` whatever cuDNN computes in float32, Winograd's with 5x5 windows (off by 1e-3) included.
-        tune: ``auto`` measures at the first concrete top-level call of each signature, on a CPU for some seconds
-            (``JCUTS_FIRST_CALL_SECONDS``) and then beside the calls that follow; ``online`` starts with XLA's
-            program, measures between calls, for at most ``JCUTS_ONLINE_SHARE`` of the time, and switches when it has
-            decided (docs/tuning.md); ``serve`` likewise for servers: no call waits for tuning or for a stored
-            decision (docs/serving.md); ``cached`` uses earlier choices only, ``off`` the estimator alone.
+        tune: ``auto`` measures at the first concrete top-level call of each signature, on a CPU after some seconds
+            (``JCUTS_FIRST_CALL_SECONDS``) beside those that follow; ``online`` starts with XLA's program, measures
+            between calls, for at most ``JCUTS_ONLINE_SHARE`` of the time, then switches (docs/tuning.md); ``serve``
+            without any waiting (docs/serving.md); ``cached`` uses earlier choices only, ``off`` the estimator alone.
         tune_seconds: wall time that tuning may take at a first call, beyond ``jax.jit``'s own first call [s]; None:
             what ``JCUTS_TUNE_SECONDS`` says (60).  It goes where the most is expected; a later process,
             or ``.tune()``, goes on where it ended.  ``math.inf``: no limit; 0: nothing is measured.

@@ -93,7 +93,7 @@ class Settings:
     Attributes:
         mode: ``no_fusion`` (one kernel per operation), ``fusion`` (jcuts kernels wherever there is one), or
             ``mixed`` (jcuts kernels and XLA compete by measurement; the default).
-        tune: ``auto`` measures at a concrete top-level call (`jit.online.first_call`), ``online`` between calls that run XLA's program,
+        tune: ``auto`` measures at a concrete top-level call, ``online`` between calls that run XLA's program,
             ``serve`` likewise, where no call waits for a stored decision either, ``cached`` only reads earlier choices,
             ``off`` uses the estimator alone.
         tune_seconds: wall time that tuning may take at a first call [s], ``inf`` for no limit; None:

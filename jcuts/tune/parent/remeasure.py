@@ -5,7 +5,22 @@ from __future__ import annotations
 from jcuts.tune.choice import Choice
 from jcuts.tune.measure import regime
 from jcuts.tune.measure.statistics import MOST_MARGIN
+from jcuts.tune.parent.measure_order import is_close_by_profile
+from jcuts.tune.parent.session_limits import TuningBudget
 from jcuts.tune.problem import Problem
+
+
+def to_measure(
+    known: dict[str, Choice], problems: dict[str, Problem], effort: TuningBudget
+) -> tuple[dict[str, Problem], dict[str, Choice]]:
+    """Problems without a complete choice, or whose choice is looked at again; and the choices of the latter."""
+    missing = {digest: p for digest, p in problems.items() if digest not in known or known[digest].is_open}
+    free = {digest: choice for digest, choice in known.items() if not choice.pinned}
+    if not effort.time.is_limited:
+        missing |= {digest: problems[digest] for digest, choice in free.items() if is_close_by_profile(choice)}
+    again = effort.time.again
+    anew = {d: choice for d, choice in free.items() if is_measured_anew(choice, problems[d], again=again)}
+    return missing | {digest: problems[digest] for digest in anew}, anew
 
 
 def is_measured_anew(choice: Choice, problem: Problem, *, again: bool) -> bool:

@@ -24,8 +24,8 @@ from jcuts.tune.measure import regime
 from jcuts.tune.parent import extra_kernels, stored_choice_check
 from jcuts.tune.parent.job import TuningJob, make_job
 from jcuts.tune.parent.machine_lock import default_patience, gave_up_waiting, holder, is_mine, measuring_lock
-from jcuts.tune.parent.measure_order import is_close_by_profile, measure_in_order
-from jcuts.tune.parent.remeasure import is_measured_anew
+from jcuts.tune.parent.measure_order import measure_in_order
+from jcuts.tune.parent.remeasure import to_measure
 from jcuts.tune.parent.rounds import NEGLIGIBLE_LATER, plan_round, worth_measuring
 from jcuts.tune.parent.session_limits import Progress, TuningBudget
 from jcuts.tune.parent.tuning_queue import TuningQueue
@@ -95,12 +95,7 @@ def tune(
         for digest, choice in _check_all(asked_about, store, effort, progress, prepare).items():
             stored[digest], sources[digest] = choice, stored_choice_check.CHECKED_AS[origins[digest]]
     known = {d: choice for d, choice in stored.items() if choice.is_enough(unique[d].mode(settings.mode))}
-    missing = {digest: p for digest, p in unique.items() if digest not in known or known[digest].is_open}
-    if not effort.time.is_limited:
-        close = {digest for digest, choice in known.items() if is_close_by_profile(choice) and not choice.pinned}
-        missing |= {digest: unique[digest] for digest in close}
-    anew = {d: c for d, c in known.items() if not c.pinned and is_measured_anew(c, unique[d], again=effort.time.again)}
-    missing |= {digest: unique[digest] for digest in anew}
+    missing, anew = to_measure(known, unique, effort)
     if settings.tune == "auto" and missing:
         partial = {digest: choice for digest, choice in known.items() if choice.is_cut}
         asked = _TuneRequest(

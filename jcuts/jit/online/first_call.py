@@ -95,7 +95,7 @@ class FirstCallTuning(OnlineTuning):
         if job is None:
             return None
         if not is_busy:
-            self._wait_for(job, max(0.0, begun + seconds - time.monotonic()))
+            self._wait_for(job, max(0, begun + seconds - time.monotonic()))
         with attempt.lock:
             if attempt.error is not None:
                 raise attempt.error

@@ -153,7 +153,7 @@ class Knobs:
         default=None,
     )
     first_call_seconds: float | None = _knob(
-        _number(0.0, math.inf, with_low=True),
+        _number(0, math.inf, with_low=True),
         "seconds that a first call on a CPU waits for tuning; then it runs XLA's program, and tuning goes on beside "
         "the calls that follow; inf: it waits for the end (default: 3; inf where tune_seconds is set)",
         default=None,

@@ -69,10 +69,10 @@ def optimize(
         convolution_accuracy: their float32 algorithms: ``exact`` ones, within 1e-4 of the most exact one, or whatever
             cuDNN computes in float32 (``vendor``), Winograd's with 5x5 windows (off by 1e-3) included.
         microbatch_policy: sizes of pieces: ``all``, ``powerOfTwo``, ``undivided`` (default: docs/microbatch.md).
-        tune: ``auto`` measures at the first concrete top-level call of each signature; ``online`` starts with XLA's
-            program, measures between calls, for at most ``JCUTS_ONLINE_SHARE`` of the time, and switches when it has
-            decided (docs/tuning.md); ``serve`` likewise for servers: no call waits for tuning or for a stored
-            decision (docs/serving.md); ``cached`` uses earlier choices only, ``off`` the estimator alone.
+        tune: ``auto`` measures at the first concrete top-level call of each signature, on a CPU after some seconds
+            (``JCUTS_FIRST_CALL_SECONDS``) beside those that follow; ``online`` starts with XLA's program, measures
+            between calls, for at most ``JCUTS_ONLINE_SHARE`` of the time, then switches (docs/tuning.md); ``serve``
+            without any waiting (docs/serving.md); ``cached`` uses earlier choices only, ``off`` the estimator alone.
         tune_seconds: wall time that tuning may take at a first call, beyond ``jax.jit``'s own first call [s]; None:
             what ``JCUTS_TUNE_SECONDS`` says (60).  It goes where the most is expected; a later process,
             or ``.tune()``, goes on where it ended.  ``math.inf``: no limit; 0: nothing is measured.

@@ -41,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JCUTS_RAISE_ERRORS"] = "1"  # nothing that fails in jcuts itself may pass as XLA's
     os.environ["JCUTS_VERIFY"] = "1"
     os.environ["JCUTS_TUNE_SECONDS"] = "inf"  # how busy the machine is must not decide what is measured
+    os.environ["JCUTS_SHIPPED"] = "0"  # what was measured before a release must not decide what is measured
     os.environ["JCUTS_COMPILE_WORKERS"] = "1"  # few kernels are tuned at a time: a second process costs more to start
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 

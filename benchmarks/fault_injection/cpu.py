@@ -87,6 +87,7 @@ def run_optimize(round_: str, _: str) -> bool:
     rng = np.random.default_rng(0)
     shapes = ((2, height, 28, 32), (32, width), (3, 3, 1, 32))
     args = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    os.environ.setdefault("JCUTS_FIRST_CALL_SECONDS", "inf")  # faults are to meet the call that tunes
     got = np.asarray(jcuts.optimize(network)(*args))
     return bool(np.allclose(got, np.asarray(jax.jit(network)(*args)), rtol=1e-4, atol=1e-6))
 

@@ -25,6 +25,8 @@ GPU_TIMING = 4
 """How kernels are timed on GPUs: times of another way are not compared with these."""
 CODE = "; code "
 """What separates the packages and the versions of schedules in the ``versions`` of a row."""
+REGIME = "; regime "
+"""What separates these and the tuning regime, where that is not the usual one."""
 
 
 # -- content ----------------------------------------------------------------------------------------------------------
@@ -67,10 +69,10 @@ def problem(
 ) -> str:
     """A tuning problem: what is computed, on what, from which candidates, to which tolerance.
 
-    Args: device: kind of GPU, '' for a CPU (whose kind is the row's ``device``); identity: the region's canonical
-    digest; inputs, outputs: shapes, dtypes, how operands are drawn, and what decides tolerances; space: `ranking` and
-    the number of candidates, or the candidates' own keys.  Versions of schedules are no part of it: a choice records
-    them (`schedules`), so that databases of all versions of jcuts have the same keys.
+    Args: device: kind of GPU (the row's ``device`` is `GPU_DEVICE`), '' for a CPU (whose kind is the row's ``device``);
+    identity: the region's canonical digest; inputs, outputs: shapes, dtypes, how operands are drawn, and what decides
+    tolerances; space: `ranking` and the number of candidates, or the candidates' own keys.  Versions of schedules are
+    no part of it: a choice records them (`schedules`), so that databases of all versions of jcuts have the same keys.
     """
     text = json.dumps(
         {
@@ -131,17 +133,23 @@ def packages() -> str:
     return ", ".join(f"{name} {version}" for name, version in known.items())
 
 
-def row_versions(packages: str, recorded: Mapping[str, str]) -> str:
-    """The ``versions`` of a database row: the packages, and the versions of schedules that its value records.
+def row_versions(packages: str, recorded: Mapping[str, str], regime: str = "") -> str:
+    """The ``versions`` of a database row: packages, versions of schedules that its value records, tuning regime.
 
-    Both, so that installations with different schedules share a database without overwriting each other's rows.
+    Both, so that installations with different schedules share a database without overwriting each other's rows.  Args:
+    regime: what differs from the usual one (`tune.measure.regime`), so that rows of earlier versions keep their keys.
     """
-    return packages + CODE + digest(dict(recorded))[:16] if recorded else packages
+    code = CODE + digest(dict(recorded))[:16] if recorded else ""
+    return packages + code + (REGIME + regime if regime else "")
 
 
 def cpu_device() -> str:
     """The ``device`` of a database row: model, features and cores of this CPU, for which measured times are valid."""
     return digest(fingerprint.cpu())
+
+
+GPU_DEVICE = "gpu"
+"""The ``device`` of rows about GPUs: the kind of GPU is part of their keys, and the host's CPU of nothing."""
 
 
 def partition(function: str, mode: str, tolerance: float, more: Sequence[str] = ()) -> str:
@@ -245,7 +253,8 @@ def convolution_library(cudnn: str, jaxlib: str, timing: str, tolerance: str) ->
 def plan(function: str, settings: str, platform: str) -> str:
     """A planned function, but for the state of databases: program, options, platform, knobs that change plans."""
     here = knobs.current()
-    changing = (here.fuel, here.chunk, here.chains, here.restore_convs, here.l2_prefetch_mb)
+    caches = () if here.tune_caches == "warm" else (here.tune_caches,)
+    changing = (here.fuel, here.chunk, here.chains, here.restore_convs, here.l2_prefetch_mb, *caches)
     return digest(function, settings, platform, *changing)
 
 

@@ -122,6 +122,7 @@ class Knobs:
     database_key: Path | None = _knob(
         _path, "key with which files of these folders are signed: those are followed without a check", default=None
     )
+    shipped: bool = _knob(_boolean, "read the tuning results that jcuts comes with, beside the database", default=True)
     dump: Path | None = _knob(_path, "write every stage of every function below this directory", default=None)
     fuel: int | None = _knob(_integer(0), "stop after this many fusions (bisects a miscompile)", default=None)
     chunk: int | None = _knob(
@@ -165,11 +166,22 @@ class Knobs:
         "wall time that tuning may take at a first call, beyond jax.jit's own; inf: no limit (default: 60)",
         default=None,
     )
+    first_call_seconds: float | None = _knob(
+        _number(0, math.inf, with_low=True),
+        "seconds that a first call on a CPU waits for tuning; then it runs XLA's program, and tuning goes on beside "
+        "the calls that follow; inf: it waits for the end (default: 3; inf where tune_seconds is set)",
+        default=None,
+    )
     memory_over: float = _knob(
         _number(0.0, math.inf, with_low=True),
         "share by which a program's peak memory may exceed that of plain jax.jit where it needs more than a quarter of "
         "the GPU's (default: 0.03)",
         default=3 / 100,
+    )
+    tune_caches: str = _knob(
+        _one_of("warm", "cold"),
+        "caches of a CPU while its kernels are timed: warm, or evicted before every sample (GPUs: always cold)",
+        default="warm",
     )
     online_share: float = _knob(
         _number(0.0, 1.0),

@@ -81,7 +81,7 @@ def _ls(store: Store, arguments: argparse.Namespace) -> int:
 def _line(store: Store, row: Row) -> tuple[str, ...]:
     winner = str(row.value.get("winner") or row.value.get("chosen") or "")
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.created))
-    machine = "this" if row.device == store.device else row.device[:12]
+    machine = "this" if row.device == store.device else row.device[:12]  # `keys.GPU_DEVICE`: any host of that GPU
     versions = "these" if store.has_these_versions(row) else _versions_text(row.versions)
     kind = f"{row.kind}, pinned" if row.value.get("pinned") is True else row.kind
     return (kind, row.key[:16], winner, _seconds(row.value, winner), machine, versions, when)

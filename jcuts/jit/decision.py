@@ -25,8 +25,8 @@ class DecisionStore(Protocol):
         """Whether the decision under ``key`` was taken here; one that was imported, or edited, is taken again."""
         ...
 
-    def put_guard(self, key: str, decision: Mapping[str, Any]) -> None:
-        """Keep a decision."""
+    def put_guard(self, key: str, decision: Mapping[str, Any], *, on_gpu: bool = False) -> None:
+        """Keep a decision. Args: on_gpu: about programs of a GPU: the host's CPU is no part of it."""
         ...
 
 
@@ -44,7 +44,7 @@ class MemoryStore:
         """All of them are."""
         return True
 
-    def put_guard(self, key: str, decision: Mapping[str, Any]) -> None:
+    def put_guard(self, key: str, decision: Mapping[str, Any], *, on_gpu: bool = False) -> None:
         """Keep a decision."""
         self._kept[key] = dict(decision)
 

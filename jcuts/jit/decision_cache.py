@@ -38,6 +38,7 @@ class DecisionCache:
         self._options = options
         self._store = store
         self._pinned: dict[str, str] = {}  # keys of decisions -> the keys under which they are pinned
+        self._of_gpus: set[str] = set()  # keys of decisions about GPUs' programs
 
     def key(self, closed: jaxapi.Closed, signature: Signature, platform: str) -> str:
         """What a decision is kept under."""
@@ -56,6 +57,8 @@ class DecisionCache:
         text = jaxapi.canonical_text(closed)
         key = keys.decision(platform, text, more)
         self._pinned[key] = keys.pinned_decision(platform, text, more)
+        if platform in variant_space.GPUS:
+            self._of_gpus.add(key)
         return key
 
     def lookup(self, key: str, platform: str, uses_jcuts: bool = True) -> Decision | None:
@@ -93,11 +96,11 @@ class DecisionCache:
     def keep(self, key: str, decision: Decision) -> None:
         """Stores what this process decided."""
         _decided_here.add(key)
-        self._current().put_guard(key, decision.to_dict())
+        self._current().put_guard(key, decision.to_dict(), on_gpu=key in self._of_gpus)
 
     def keep_pinned(self, key: str, decision: Decision) -> None:
         """Stores a decision that stays, or with ``pinned=False`` that it is one like others again."""
-        self._current().put_guard(self._pinned[key], decision.to_dict())
+        self._current().put_guard(self._pinned[key], decision.to_dict(), on_gpu=key in self._of_gpus)
 
     def of_earlier_process(self, closed: jaxapi.Closed, signature: Signature, uses_jcuts: bool) -> Decision:
         """What an earlier process decided about a function that this one has not called."""
@@ -118,4 +121,5 @@ def _changed_knobs(platform: str) -> tuple[str, ...]:
     singly = ("single calls",) if platform in variant_space.GPUS and not here.chains else ()
     restored = () if here.restore_convs == "off" else (f"restore {here.restore_convs}",)
     prefetched = () if here.l2_prefetch_mb is None else (f"prefetch {here.l2_prefetch_mb}",)
-    return (*singly, *restored, *prefetched)
+    caches = () if here.tune_caches == "warm" else (f"{here.tune_caches} caches",)
+    return (*singly, *restored, *prefetched, *caches)

@@ -31,7 +31,9 @@ from jcuts.trace.capture import function_name
 
 # Planner, code generators and tuner are imported by the call that needs them first: importing jcuts takes little time.
 if TYPE_CHECKING:
+    from jcuts.jit.online.first_call import FirstCallTuning
     from jcuts.jit.online.online_tuning import OnlineTuning
+    from jcuts.jit.traced_call import Call
     from jcuts.jit.variant_compiler import Postponed, Program, VariantCompiler
     from jcuts.jit.variant_selection import VariantSelector
 
@@ -59,6 +61,7 @@ class Optimized(StoredResults):
         self.settings = settings = dataclasses.replace(settings, donates=self._arguments.donates)
         self._online: OnlineTuning | None = None
         decides = settings
+        self._first_calls: FirstCallTuning | None = None  # of tune="auto", where one may end before its tuning
         if settings.tune in BETWEEN_CALLS:
             from jcuts.jit.online import background_tuner
             from jcuts.jit.online.online_tuning import OnlineTuning
@@ -157,6 +160,8 @@ class Optimized(StoredResults):
         with self._lock, isolated_trace():
             with self._switching:
                 self._decisions.pop(signature, None)
+                if self._online is self._first_calls:  # what was tuned beside calls begins anew
+                    self._decisions = {s: kept for s, kept in self._decisions.items() if not kept[1].deferred}
             self._decide(signature, args, kwargs, measure=True, force=True)
             self._refresh()
         return self.explain(*args, **kwargs)
@@ -204,7 +209,7 @@ class Optimized(StoredResults):
         with self._lock:
             known = self._decisions.get(signature) or self._still_waiting(signature)
             if known is None:
-                known = self._decide(signature, args, kwargs, measure=self.settings.measures)
+                known = self._decide(signature, args, kwargs, measure=self.settings.measures, to_end=True)
                 self._refresh()
         return known[0].call.lower(*args, **kwargs)
 
@@ -336,30 +341,60 @@ class Optimized(StoredResults):
         return None if waiting is None or time.monotonic() >= waiting.again else (waiting.program, waiting.decision)
 
     def _decide(
-        self, signature: Signature, args: Any, kwargs: Any, *, measure: bool, force: bool = False
+        self,
+        signature: Signature,
+        args: Any,
+        kwargs: Any,
+        *,
+        measure: bool,
+        force: bool = False,
+        to_end: bool = False,
     ) -> tuple[Program, Decision]:
         from jcuts.jit import progress
         from jcuts.jit.traced_call import Call
-        from jcuts.jit.variant_compiler import Postponed
 
         call = Call(signature, args, kwargs, self._arguments.placement(args, kwargs), platform_of(signature))
-        if self._online is not None and not force:
-            kept = self._online.start(self._deciding, call)
-            with self._switching:
-                self._decisions.setdefault(signature, kept)
-            return kept
+        if self.settings.tune in BETWEEN_CALLS and self._online is not None and not force:
+            return self._kept(signature, self._online.start(self._deciding, call), lasting=True)
+        if measure and not (force or to_end) and (begun := self._first_call(call)) is not None:
+            return begun
         waited = self._waiting.pop(signature, None)
         if waited is not None and waited.program.name != XLA:
             self._carriers.evict(waited.program.name, call.placement)  # compiled before anything was measured
         with progress.shown(function_name(self._fn)) if measure else contextlib.nullcontext():
             decision = self._deciding.select(call, measure=measure, force=force)
         kept = (self._carriers.program(decision.chosen, call.placement, call.platform), decision)
-        if decision.deferred:
+        return self._kept(signature, kept, waited, lasting=False)
+
+    def _first_call(self, call: Call) -> tuple[Program, Decision] | None:
+        """What a first call runs that need not wait for the end of its tuning; None for any other call."""
+        begun = time.monotonic()  # what is imported and traced for it counts
+        from jcuts.jit.online import background_tuner, first_call
+
+        if not first_call.applies(self.settings):
+            return None
+        if self._first_calls is None:
+            tuner = background_tuner.shared()
+            known = function_name(self._fn), self.settings, self._arguments, tuner, self._publish
+            self._online = self._first_calls = first_call.FirstCallTuning(*known)
+            tuner.listen(self)
+        if (kept := self._first_calls.first_call(self._deciding, call, begun)) is None:
+            return None
+        return self._kept(call.signature, kept, lasting=self._first_calls.is_tuned(call.signature))
+
+    def _kept(
+        self, signature: Signature, kept: tuple[Program, Decision], waited: Postponed | None = None, *, lasting: bool
+    ) -> tuple[Program, Decision]:
+        """Keeps what was decided. Args: waited: for the same before; lasting: whether even though it is deferred."""
+        from jcuts.jit.variant_compiler import Postponed
+
+        if kept[1].deferred and not lasting:
+            waited = waited or self._waiting.get(signature)
             self._waiting[signature] = Postponed.after(waited, *kept, time.monotonic())
-        else:
-            with self._switching:
-                self._decisions[signature] = kept
-        return kept
+            return kept
+        with self._switching:
+            self._waiting.pop(signature, None)
+            return self._decisions.setdefault(signature, kept)
 
     def _closed(self, args: Any, kwargs: Any) -> jaxapi.Closed:
         return self._carriers.plain.trace(*args, **kwargs).jaxpr

@@ -98,6 +98,7 @@ class VariantSelector:
             return complete_decision(traced, function_name(self._fn), self.decisions)
         seconds = time_budget.seconds_of(self.settings, explicit=force) if tune_seconds is None else tune_seconds
         budget = time_budget.TimeBudget(seconds, device_slices.current().clock)
+        budget.again = force
         with time_budget.spending(budget):
             return self._select(call, traced, budget, measure=measure and seconds > 0, force=force)
 

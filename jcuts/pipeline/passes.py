@@ -68,7 +68,7 @@ from jcuts.trace.canonical import canonical_digest
 from jcuts.trace.inline import inline
 from jcuts.trace.runnable import runnable_files
 from jcuts.trace.source import as_source
-from jcuts.tune import session
+from jcuts.tune import session, time_budget
 from jcuts.tune.session import RegionProblems
 from jcuts.xla import devices as xla_devices
 from jcuts.xla import native_library
@@ -393,7 +393,7 @@ def forget() -> None:
 
 def _is_settled(outcome: Outcome) -> bool:
     timed = (
-        not outcome.report.postponed
+        not (time_budget.current().again or outcome.report.postponed)
         and not outcome.report.unmeasured
         and all(row.why != microbatch_convs.NOT_TIMED for row in outcome.report.divisions)
     )

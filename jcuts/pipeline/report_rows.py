@@ -17,6 +17,7 @@ from jcuts.schedule.bound import roofline_bound as lower_bound
 from jcuts.schedule.cpu import loop_candidates
 from jcuts.trace.source import as_source
 from jcuts.tune.choice import DERIVED, LIBRARY, OVER_BUDGET, SCREENED, UNVERIFIED
+from jcuts.tune.measure import regime
 
 
 def outcome_of(state: State) -> Outcome:
@@ -163,7 +164,16 @@ def subset_report(level: Computation, subset: Region) -> SubsetReport:
         why,
         derived,
         subset.source if chosen is not None else "",
+        regime=_regime(subset),
     )
+
+
+def _regime(subset: Any) -> str:
+    """How a region's times were taken, '' where none were."""
+    choice = subset.choice
+    if choice is None or choice.origin != "measured":
+        return ""
+    return regime.described(choice.regime, regime.platform_of(choice.schedules))
 
 
 def _flop(program: Any) -> int:

@@ -39,6 +39,7 @@ class SubsetReport:
         source: where a kernel's choice comes from: 'tuned here', 'imported, checked here', or '' where none was stored.
         predicted_seconds, pul: of the chosen kernel, by the performance model (`pipeline.predictions`); None where it
             has none.
+        regime: how the times were taken ('warm caches, alone'), '' where none were (`tune.measure.regime`).
         derived: whether XLA's time follows from other programs', or from a profile (`tune.parent.measure_order`).
     """
 
@@ -63,6 +64,7 @@ class SubsetReport:
     source: str = ""
     predicted_seconds: float | None = None
     pul: float | None = None
+    regime: str = ""
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,15 @@ def sources(report: FunctionReport) -> str:
     return ", ".join(f"{count} {source}" for source, count in sorted(found.items(), key=lambda item: -item[1]))
 
 
+def regimes(report: FunctionReport) -> str:
+    """How the regions' times were taken, as one line; '' where none were."""
+    found: dict[str, int] = {}
+    for s in report.subsets:
+        if s.regime:
+            found[s.regime] = found.get(s.regime, 0) + s.count
+    return "; ".join(f"{count} with {text}" for text, count in sorted(found.items(), key=lambda item: -item[1]))
+
+
 def budget_line(report: FunctionReport) -> str:
     """How many kernels the tuning budget left unmeasured, '' where none."""
     if not report.unmeasured:
@@ -293,6 +304,8 @@ def _text(report: FunctionReport) -> list[str]:
         lines.extend(_columns([HEADINGS, *rows(report)]))
     if found := sources(report):
         lines.append(f"choices of kernels: {found}")
+    if found := regimes(report):
+        lines.append(f"measured: {found}")
     lines.extend(line for line in [budget_line(report)] if line)
     if report.divisions:
         lines.extend(_columns([DIVISION_HEADINGS, *division_rows(report.divisions)]))
@@ -339,6 +352,7 @@ def _html(report: FunctionReport) -> str:
         f"<h1>{html.escape(report.name)}</h1><p>{html.escape(summary(report))}</p>{guard}"
         f"<h2>Subsets</h2>{table(HEADINGS, rows(report))}"
         + (f"<p>choices of kernels: {html.escape(found)}</p>" if (found := sources(report)) else "")
+        + (f"<p>measured: {html.escape(found)}</p>" if (found := regimes(report)) else "")
         + (f"<p>{html.escape(cut)}</p>" if (cut := budget_line(report)) else "")
         + divided
         + (f"<h2>Where XLA won</h2>{table(['operations', 'reason', 'where'], lost)}" if lost else "")

@@ -18,6 +18,7 @@ from jcuts.report.function_report import (
     guard_line,
     reasons,
     refused,
+    regimes,
     rows,
     sources,
     summary,
@@ -38,6 +39,8 @@ def report_tables(report: FunctionReport) -> RenderableType:
         parts.append(SubsetTable(report))
         if found := sources(report):
             parts.append(Text(f"choices of kernels: {found}"))
+        if found := regimes(report):
+            parts.append(Text(f"measured: {found}"))
     if report.divisions:
         parts.append(text_table("Convolutions", DIVISION_HEADINGS, division_rows(report.divisions)))
         parts.append(Text(division_total(report.divisions)))

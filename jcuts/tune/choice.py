@@ -106,6 +106,7 @@ class Choice:
         schedules: kernel family -> its version, of those that were asked for candidates (`keys.schedules`): the choice
             counts while they are the same.  Choices of older databases have none.
         pinned: it stays the choice in other versions of jcuts, too, where it is right.
+        regime: how it was measured, as far as that is not as usual (`tune.measure.regime`).
     """
 
     problem: str
@@ -122,6 +123,7 @@ class Choice:
     programs: dict[str, str] = field(default_factory=dict, hash=False, repr=False)
     schedules: dict[str, str] = field(default_factory=dict, hash=False)
     pinned: bool = False
+    regime: dict[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def kernel(self) -> str:
@@ -187,6 +189,8 @@ class Choice:
         data = asdict(self)
         if not self.pinned:
             del data["pinned"]  # which older versions do not know
+        if not self.regime:
+            del data["regime"]  # nor this
         return data
 
     @classmethod
@@ -200,7 +204,7 @@ class Choice:
             odd = sorted(data.keys() - {f.name for f in fields(cls)})
             if odd:
                 raise TypeError(f"unknown fields {odd}")
-            names = ("kernels", "digests", "programs", "schedules")
+            names = ("kernels", "digests", "programs", "schedules", "regime")
             texts = {name: json_fields.texts(data.get(name, {})) for name in names}
             choice = cls(
                 problem=json_fields.text(data["problem"]),
@@ -227,6 +231,19 @@ class Choice:
                 times=times,
             )
         return choice
+
+
+def describe(choice: Choice) -> dict[str, Any]:
+    """One line of a choice for tables: name, winner, times and speed-up."""
+    return {
+        "name": choice.name or choice.problem[:12],
+        "winner": choice.winner,
+        "origin": choice.origin,
+        "seconds": choice.seconds(choice.winner),
+        "xla_seconds": choice.seconds(LIBRARY),
+        "speedup": choice.speedup,
+        "rejected": len(choice.rejections),
+    }
 
 
 def _measurement(data: Any) -> Measurement:

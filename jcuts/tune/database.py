@@ -36,12 +36,16 @@ from jcuts.tune.database_rows import (
     SIGNATURES,
     TABLES,
     Row,
+    device_of,
     insert,
     read_export,
     recorded_schedules,
+    regime_distance,
     to_object,
     to_text,
+    with_signatures,
 )
+from jcuts.tune.measure import regime
 from jcuts.tune.row_signature import FOREIGN, OTHER_VERSIONS, TUNED, Signer
 
 UNWRITTEN = "cannot write the tuning database"
@@ -53,7 +57,7 @@ class Store:
 
     Args:
         path: the database file, made with its folders on first use; None keeps everything in memory.
-        device: fingerprint of the device that was measured (text).
+        device: fingerprint of the CPU that was measured (text); rows about GPUs have `keys.GPU_DEVICE`.
         versions: the packages that it was measured with (`keys.packages`).
 
     A row counts here where its packages are these and the kernel families that it records (``schedules``) have the
@@ -67,6 +71,7 @@ class Store:
         self.path = None if path is None else Path(path)
         self._file = self.path and SqliteFile(self.path, tables=TABLES, application=APPLICATION_ID, schema=SCHEMA)
         self.device = device
+        self.devices = (device, keys.GPU_DEVICE)
         self.versions = versions
         self.errors: list[CacheError] = []
         self._lock = threading.RLock()
@@ -94,8 +99,8 @@ class Store:
         mine = [versions for versions, value, _ in self._rows("choice", problem) if self._counts(versions, value)]
 
         def work(db: sqlite3.Connection) -> None:
-            for table, versions in itertools.product(("choices", "measurements"), mine):
-                owner = (problem, self.device, versions)
+            for table, versions, device in itertools.product(("choices", "measurements"), mine, self.devices):
+                owner = (problem, device, versions)
                 db.execute(f"DELETE FROM {table} WHERE problem = ? AND device = ? AND versions = ?", owner)
 
         with self._lock:
@@ -134,24 +139,27 @@ class Store:
             if (kind, key) in self._memory:
                 value = self._memory[kind, key][1]
                 return value, self._sources.get((kind, key, to_text(value)), FOREIGN)
-        for versions, data, source in self._rows(kind, key):
-            if self._counts(versions, data):
-                return data, source
+        counting = [(data, source) for versions, data, source in self._rows(kind, key) if self._counts(versions, data)]
+        if counting:
+            return counting[0] if kind != "choice" else min(counting, key=lambda found: regime_distance(found[0]))
         return self._other(kind, key) if kind == "partition" else (None, "")
 
     def _other(self, kind: str, key: str) -> tuple[dict[str, Any] | None, str]:
         """The newest row of other versions that may be right here, and whether this cache has written it."""
         for versions, data, source in self._rows(kind, key):
             recorded = recorded_schedules(data)
-            if versions != keys.row_versions(self.versions, recorded) and keys.is_current(recorded):
+            if versions != self._versions_of(data) and keys.is_current(recorded):
                 believed = source != FOREIGN and (recorded or kind == "choice")
                 return data, OTHER_VERSIONS if believed else FOREIGN
         return None, ""
 
     def _counts(self, versions: str, value: Mapping[str, Any]) -> bool:
         """Whether a row of this device is one of these packages and schedules."""
-        recorded = recorded_schedules(value)
-        return versions == keys.row_versions(self.versions, recorded) and keys.is_current(recorded)
+        return versions == self._versions_of(value) and keys.is_current(recorded_schedules(value))
+
+    def _versions_of(self, value: Mapping[str, Any]) -> str:
+        """The ``versions`` of a row that these packages write."""
+        return keys.row_versions(self.versions, recorded_schedules(value), regime.key_text(regime.recorded(value)))
 
     def has_these_versions(self, row: Row) -> bool:
         """Whether an entry is one of these packages and schedules, on whatever device."""
@@ -159,23 +167,13 @@ class Store:
 
     def _rows(self, kind: str, key: str) -> Iterator[tuple[str, dict[str, Any], str]]:
         """Rows of this device under a key, newest first: versions, value, where it comes from."""
-        table, column, value = PLACES[kind]
-
-        def work(db: sqlite3.Connection) -> list[Any]:
-            query = f"SELECT versions, {value} FROM {table} WHERE {column} = ? AND device = ? ORDER BY created DESC"
-            rows = db.execute(query, (key, self.device)).fetchall()
-            signed = rows and db.execute("SELECT name FROM sqlite_master WHERE name = 'signatures'").fetchall()
-            query = "SELECT versions, source, signature FROM signatures WHERE kind = ? AND key = ? AND device = ?"
-            marks = db.execute(query, (kind, key, self.device)).fetchall() if signed else []
-            return [(*row, [mark[1:] for mark in marks if mark[0] == row[0]]) for row in rows]
-
-        for versions, text, marks in self._ask(work):
+        for versions, device, text, marks in self._ask(lambda db: with_signatures(db, kind, key, self.devices)):
             data = to_object(text) if isinstance(text, str) else None
             if data is None or not isinstance(text, str) or not isinstance(versions, str):
                 continue
             source = self._sources.get((kind, key, text), FOREIGN)
             for name, signature in marks:
-                if self._signer.is_signed((kind, key, self.device, versions, text), str(name), str(signature)):
+                if self._signer.is_signed((kind, key, device, versions, text), str(name), str(signature)):
                     source = str(name)
             yield versions, data, source
 
@@ -187,9 +185,9 @@ class Store:
         """Whether this cache has taken the last-guard decision under a key."""
         return self.entry("guard", key)[1] != FOREIGN
 
-    def put_guard(self, key: str, decision: Mapping[str, Any]) -> None:
-        """Stores a last-guard decision."""
-        self._put("guard", key, dict(decision))
+    def put_guard(self, key: str, decision: Mapping[str, Any], *, on_gpu: bool = False) -> None:
+        """Stores a last-guard decision. Args: on_gpu: about programs of a GPU, whose kind is part of the key."""
+        self._put("guard", key, dict(decision), on_gpu=on_gpu)
 
     def partition(self, key: str) -> dict[str, Any] | None:
         """The stored cover of a function (JSON object) on this device with these versions, or None."""
@@ -224,12 +222,12 @@ class Store:
                 if data is not None:
                     rows[kind, k, device, versions] = Row(kind, k, device, versions, created, data)
         for (kind, k), (created, data) in list(self._memory.items()):
-            versions = keys.row_versions(self.versions, recorded_schedules(data))
-            rows[kind, k, self.device, versions] = Row(kind, k, self.device, versions, created, data)
+            versions, device = self._versions_of(data), device_of(kind, data, self.device)
+            rows[kind, k, device, versions] = Row(kind, k, device, versions, created, data)
         found = sorted(rows.values(), key=lambda row: (row.created, row.kind, row.key))
         if all_devices:
             return found
-        return [row for row in found if row.device == self.device and self.has_these_versions(row)]
+        return [row for row in found if row.device in self.devices and self.has_these_versions(row)]
 
     def clear(self) -> int:
         """Removes every entry (the file stays); returns how many there were."""
@@ -290,19 +288,26 @@ class Store:
 
         if fresh and not self._write(work):
             for row in fresh.values():
-                if row.device == self.device and self.has_these_versions(row):
+                if row.device in self.devices and self.has_these_versions(row):
                     self._memory[row.kind, row.key] = (row.created, row.value)
                     self._writes += 1
         return len(fresh)
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
-    def _put(self, kind: str, key: str, value: dict[str, Any], is_news: bool = True, source: str = TUNED) -> None:
-        row = Row(
-            kind, key, self.device, keys.row_versions(self.versions, recorded_schedules(value)), time.time(), value
-        )
+    def _put(
+        self,
+        kind: str,
+        key: str,
+        value: dict[str, Any],
+        is_news: bool = True,
+        source: str = TUNED,
+        on_gpu: bool = False,
+    ) -> None:
+        device = keys.GPU_DEVICE if on_gpu else device_of(kind, value, self.device)
+        row = Row(kind, key, device, self._versions_of(value), time.time(), value)
         text = to_text(value)
-        signature = self._signer.sign((kind, key, self.device, row.versions, text), source)
+        signature = self._signer.sign((kind, key, device, row.versions, text), source)
         with self._lock:
             self._sources[kind, key, text] = source
             self._writes += is_news

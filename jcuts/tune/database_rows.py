@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jcuts.base import json_fields
+from jcuts.base import json_fields, keys
 from jcuts.base.errors import CacheError
 from jcuts.tune.choice import Choice
+from jcuts.tune.measure import regime
 
 SCHEMA = 2
 APPLICATION_ID = 0x6A637574  # 'jcut', shown by file(1)
@@ -61,6 +62,31 @@ def recorded_schedules(value: Mapping[str, Any]) -> dict[str, str]:
     """Versions of kernel families that a value records; none for what a person made of them."""
     found = value.get("schedules")
     return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
+
+
+def device_of(kind: str, value: Mapping[str, Any], cpu: str) -> str:
+    """The device of a row that is written, by the kernel families that it records: `keys.GPU_DEVICE`, or this CPU."""
+    families = recorded_schedules(value)
+    on_gpu = kind != "guard" and bool(families) and regime.platform_of(families) != "cpu"
+    return keys.GPU_DEVICE if on_gpu else cpu
+
+
+def with_signatures(db: sqlite3.Connection, kind: str, key: str, devices: tuple[str, str]) -> list[Any]:
+    """Rows of devices under a key, newest first: versions, device, text, and (source, signature) of each signature."""
+    table, column, value = PLACES[kind]
+    which = f"FROM {table} WHERE {column} = ? AND device IN (?, ?) ORDER BY created DESC"
+    rows = db.execute(f"SELECT versions, device, {value} {which}", (key, *devices)).fetchall()
+    signed = rows and db.execute("SELECT name FROM sqlite_master WHERE name = 'signatures'").fetchall()
+    query = "SELECT versions, device, source, signature FROM signatures WHERE kind = ? AND key = ?"
+    marks = db.execute(query, (kind, key)).fetchall() if signed else []
+    return [(*row, [mark[2:] for mark in marks if mark[:2] == row[:2]]) for row in rows]
+
+
+def regime_distance(value: Mapping[str, Any]) -> int:
+    """How far a choice's regime is from the one that would be measured in now (`tune.measure.regime`); 0 if pinned."""
+    if value.get("pinned") is True:
+        return 0
+    return regime.distance(regime.recorded(value), regime.platform_of(recorded_schedules(value)))
 
 
 def to_text(value: Mapping[str, Any]) -> str:

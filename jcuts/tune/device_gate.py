@@ -9,6 +9,7 @@ what they lose (`tune.parent.call_pace`).
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -93,6 +94,7 @@ class DeviceGate:
         self._granted: float | None = None
         self._held = self._stopped = False
         self._until = self._not_before = 0.0
+        self._lent = -math.inf  # until then nobody calls
         self._overrun = 0.0
         self._calls = 0  # under way
         self._last = clock()
@@ -140,6 +142,26 @@ class DeviceGate:
             if asked:
                 self._overrun = max(0.0, spent - asked, FORGET * self._overrun)
 
+    def lend(self, seconds: float, ended: threading.Event) -> bool:
+        """Hands the device over until something has ended, or for so many seconds: the caller makes no call meanwhile.
+
+        Returns: whether it has ended.  A slice that is under way then is waited for, as before any call.
+        """
+        with self._turn:
+            self._lent = self.clock() + seconds
+            self._turn.notify_all()
+        try:
+            return ended.wait(min(seconds, threading.TIMEOUT_MAX)) or ended.is_set()
+        finally:
+            with self._turn:
+                self._lent = -math.inf
+                self._turn.wait_for(lambda: not self._held or self._stopped, MOST_WAIT)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether a caller waits for what is measured (`lend`)."""
+        return self._lent > -math.inf
+
     # Both -------------------------------------------------------------------------------------------------------------
 
     def credit(self) -> float:
@@ -160,8 +182,8 @@ class DeviceGate:
             try:
                 while self._granted is None:
                     self.check()
-                    if self.clock() >= self._not_before and self._is_idle():
-                        self._granted = self.longest
+                    if self.clock() >= self._not_before and (self.is_lent or self._is_idle()):
+                        self._granted = max(self._lent - self.clock(), LEAST) if self.is_lent else self.longest
                         break
                     if self.clock() >= end:
                         return None
@@ -248,6 +270,11 @@ class GateSlices(OpenDevice):
     """Slices of a gate, for the thread that tunes, which makes them (`tune.device_slices`)."""
 
     sliced = True
+
+    @property
+    def beside(self) -> bool:  # type: ignore[override]
+        """Whether the user's program runs; while a caller waits it does not."""
+        return not self._gate.is_lent
 
     def __init__(self, gate: DeviceGate) -> None:
         self._gate = gate

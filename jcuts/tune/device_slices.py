@@ -20,10 +20,12 @@ class Stopped(BaseException):
 class OpenDevice:
     """The device belongs to who measures.
 
-    Attributes: sliced: whether somebody else uses the device between slices.
+    Attributes: sliced: whether somebody else uses the device between slices. beside: whether somebody else's program
+        wants the processor now.
     """
 
     sliced = False
+    beside = False
 
     def begin(self) -> None:
         """Waits for the device."""

@@ -38,6 +38,8 @@ class TimeBudget:
         self._measured: list[float] = []
         self._expected = PROBLEM_SECONDS
         self._reserved = 0.0
+        self.again = False
+        """Whether the user asked for tuning: what another regime, or a busy machine, has chosen is measured anew."""
         self.failed = False
         """Whether tuning ended for another reason than time."""
 

@@ -15,8 +15,8 @@ from jcuts.base.schedule_versions import FAMILIES, GPU_FAMILIES, ScheduleVersion
 from scripts.import_graph import read_graph
 
 ROOT = Path(__file__).resolve().parents[2] / "jcuts"
-SHARED = {"graph", "layout", "ptx", "toolchain"}
-"""Folders of ``codegen/cuda`` that are no family: every family that reaches them depends on them."""
+SHARED = {"graph", "layout", "ptx", "toolchain", "weight_prefetch"}
+"""Folders that are no family: every family that reaches them depends on them."""
 DISPATCHERS = {
     "jcuts.codegen.cuda.compile",
     "jcuts.codegen.cuda.families",

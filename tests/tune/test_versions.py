@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from jcuts.base import keys
-from jcuts.base.schedule_versions import ScheduleVersions
+from jcuts.base import keys, schedule_versions
+from jcuts.base.module_code import ModuleFiles
+from jcuts.base.schedule_versions import FAMILIES, ScheduleVersions
 from jcuts.base.settings import Settings
 from jcuts.pipeline import computation
 from jcuts.rewrite.simplify import simplify
@@ -182,3 +186,37 @@ assert store.errors == []
     assert [process.wait() for process in running] == [0] * 4
     rows = store_of(path).ls()
     assert len(rows) == 80 and len({(row.key, row.versions) for row in rows}) == 80
+
+
+def test_a_docs_commit_and_a_patch_of_python_keep_the_database(tmp_path, counts, monkeypatch):  # noqa: F811
+    monkeypatch.setattr("platform.python_version_tuple", lambda: ("3", "11", "7"))
+    path, before = tmp_path / "tuning.db", keys.packages()
+    first = chosen(path, before)
+    assert (first.source, counts["measure"]) == (TUNED, 1)
+    counts.update(check=0, measure=0)
+    # A commit of docs: other Markdown files, docstrings and comments in all modules that the choice depends on.
+    root = Path(keys.__file__).resolve().parents[1]
+    copy = shutil.copytree(root, tmp_path / "jcuts", ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.json"))
+    for name, file in schedule_versions.here().reached(FAMILIES["cpu"], ()).items():
+        mine = copy / file.relative_to(root)
+        mine.write_text(f'"""Other prose about {name}."""\n# A comment.\n\n' + without_docstring(mine.read_text()))
+    (copy / "more.md").write_text("# More to read\n")
+    after = ScheduleVersions(ModuleFiles(copy))
+    monkeypatch.setattr(schedule_versions, "here", lambda: after)
+    # A new patch of Python.
+    monkeypatch.setattr("platform.python_version_tuple", lambda: ("3", "11", "8"))
+    again = chosen(path, keys.packages())
+    assert (again.chosen, again.source) == (first.chosen, TUNED)
+    assert counts == {"check": 0, "measure": 0}
+    module = copy / "schedule" / "cpu" / "candidates.py"
+    module.write_text(module.read_text() + "\n_MORE = 1\n")
+    edited_tree = ScheduleVersions(ModuleFiles(copy))
+    monkeypatch.setattr(schedule_versions, "here", lambda: edited_tree)
+    (row,) = store_of(path, keys.packages()).ls()
+    assert store_of(path, keys.packages()).lookup(row.key) is None  # an edit of schedules does not keep it
+
+
+def without_docstring(text: str) -> str:
+    """The text of a module without its first string."""
+    first = ast.parse(text).body[0]
+    return "\n".join(text.splitlines()[first.end_lineno :]) + "\n"

@@ -32,6 +32,7 @@ class StoredResults:
     _decide: Callable[..., Any]
     _decided: Callable[..., Any]
     _refresh: Callable[[], None]
+    finish_tuning: Callable[..., bool]
 
     def save(
         self,
@@ -75,9 +76,9 @@ class StoredResults:
 
         signature = self._arguments.signature(args, kwargs)
         with self._lock, isolated_trace():
-            known = self._decisions.get(signature)
+            known = self._settled(signature)
             if known is None:
-                known = self._decide(signature, args, kwargs, measure=self.settings.measures)
+                known = self._decide(signature, args, kwargs, measure=self.settings.measures, to_end=True)
                 self._refresh()
             call = Call(signature, args, kwargs, self._arguments.placement(args, kwargs), platform_of(signature))
             plain = self._carriers.plain.trace(*args, **kwargs)
@@ -85,6 +86,17 @@ class StoredResults:
             roles = output_roles(plain.out_info)
             traced = TracedCall(call, plain.jaxpr, leaves, self._carriers, self._arguments, self.settings, roles)
             return saving.saved_call(traced, known[1], jax.tree.structure(plain.out_info), seeds)
+
+    def _settled(self, signature: Any) -> Any:
+        """The program and decision of a signature, once what ``tune="auto"`` tunes beside its calls has ended."""
+        known = self._decisions.get(signature)
+        if known is not None and known[1].deferred and self.settings.tune == "auto":
+            self.finish_tuning()
+            known = self._decisions.get(signature)
+            if known is not None and known[1].deferred:  # it failed: decided now
+                del self._decisions[signature]
+                return None
+        return known
 
     def pin(self, *args: Any, pinned: bool = True, **kwargs: Any) -> int:
         """Keep what calls with these arguments run, in later versions of jcuts, too (docs/tuning.md); False ends that.
@@ -97,6 +109,7 @@ class StoredResults:
         signature = self._arguments.signature(args, kwargs)
         call = Call(signature, args, kwargs, self._arguments.placement(args, kwargs), platform_of(signature))
         with self._lock, isolated_trace():
+            self._settled(signature)
             known = self._decided(signature) or self._deciding.of_earlier_process(call)[0]
             if known is None:
                 raise UsageError(f"{function_name(self._fn)} was not tuned for these arguments: call .tune(...) first")

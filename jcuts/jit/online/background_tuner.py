@@ -1,6 +1,7 @@
 """The background thread of online autotuning: one per process, with the gate through which it gets the device.
 
-All functions with ``tune="online"`` share it: there is one device, one run, and one account of what the user waits for.
+All functions that are tuned beside their calls share it: there is one device, one run, and one account of what the user
+waits for.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import collections
 import contextlib
 import functools
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -112,16 +114,30 @@ class BackgroundTuner:
         share: Callable[[], float] = _online_share,
         rank: Callable[[], float] = float,
         longest: float = MOST,
-    ) -> None:
-        """Tunes when its turn comes.  Args: work: may raise anything: it is logged; share, rank, longest: `Job`."""
+    ) -> Job | None:
+        """Tunes when its turn comes; None at the end of the process, where nothing is tuned any more.
+
+        Args: work: may raise anything: it is logged; share, rank, longest: `Job`.
+        """
         with self._lock:
             if self._over:
-                return
-            self._jobs.append(Job(owner, work, threading.Event(), share, rank, longest))
+                return None
+            job = Job(owner, work, threading.Event(), share, rank, longest)
+            self._jobs.append(job)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="jcuts-online", daemon=True)
                 self._thread.start()
         self._tell()
+        return job
+
+    @property
+    def waiting(self) -> int:
+        """How many jobs wait for their turn."""
+        return len(self._jobs)
+
+    def is_here(self) -> bool:
+        """Whether the calling thread is the one that tunes."""
+        return threading.current_thread() is self._thread
 
     def cancel(self, owner: Any) -> None:
         """Ends all jobs of an owner, and waits until none is under way."""
@@ -186,4 +202,6 @@ def shared() -> BackgroundTuner:
     """The background tuner of this process."""
     tuner = BackgroundTuner(DeviceGate(ShareAccount(lambda: tuner.share())))
     atexit.register(tuner.close)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=shared.cache_clear)  # the thread is the parent's
     return tuner

@@ -165,22 +165,32 @@ class OnlineTuning:
                     return
                 state = self._select(selector, call)
         except Exception as error:
-            state = State(GIVEN_UP, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
-            log.warning("%s stays with XLA's program: tuning between calls failed: %s", self._name, state.why)
-            log.debug("tuning between calls failed", exc_info=True)
+            state = self._failed(error)
         finally:
             self.states[signature] = state
+
+    def _failed(self, error: Exception, *, quiet: bool = False) -> State:
+        """The state of a signature whose tuning has failed. Args: quiet: somebody else is told of it."""
+        state = State(GIVEN_UP, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+        if not quiet:
+            log.warning("%s stays with XLA's program: tuning between calls failed: %s", self._name, state.why)
+        log.debug("tuning between calls failed", exc_info=True)
+        return state
 
     def _select(self, selector: VariantSelector, call: Call) -> State:
         """Selects a program, and publishes it where one was found."""
         decision = selector.select(call, measure=True, tune_seconds=budget_seconds(self._settings))
         state = self._state_of(decision)
         if state.what == DECIDED:
-            program = selector.carriers.program(decision.chosen, call.placement, call.platform)
-            if "whole programs" not in decision.spent:  # another process decided meanwhile: nothing ran here
-                program.call.lower(*call.args, **call.kwargs).compile()
-            self._publish(selector, call.signature, program, replace(decision, reason=self._told(decision)))
+            self._take_over(selector, call, decision)
         return state
+
+    def _take_over(self, selector: VariantSelector, call: Call, decision: Decision) -> None:
+        """Lets the calls that follow run the program that was chosen."""
+        program = selector.carriers.program(decision.chosen, call.placement, call.platform)
+        if "whole programs" not in decision.spent:  # another process decided meanwhile: nothing ran here
+            program.call.lower(*call.args, **call.kwargs).compile()
+        self._publish(selector, call.signature, program, replace(decision, reason=self._told(decision)))
 
     @staticmethod
     def _state_of(decision: Decision) -> State:

@@ -21,10 +21,12 @@ import jax
 import numpy as np
 from jax import lax
 
+from jcuts.base import knobs
 from jcuts.base.errors import NativeError
 from jcuts.codegen.artifact import CompiledKernel
 from jcuts.tune import device_slices
 from jcuts.tune.measure.cpu_launch import Fenced, Launcher, xla_float_mode
+from jcuts.tune.measure.regime import COLD
 from jcuts.tune.measure.statistics import Samples, interleave, race
 from jcuts.tune.verify.inputs import dtype_of
 from jcuts.xla import cpu_ffi_call, cpu_launcher, native_library
@@ -38,6 +40,8 @@ ROUNDS = 5
 SAMPLE_SECONDS = 1e-3
 """Length of one looped sample [s]: a thousand times the clock's resolution."""
 _MOST_INNER = 2000
+COLD_SAMPLES = 60
+"""Most samples with cold caches: evicting them takes longer than most kernels."""
 _PROBE = 8
 SCREEN_ROUNDS = 6
 SCREEN_SECONDS = 3e-3
@@ -182,8 +186,8 @@ def compare(
         seconds: most wall time for the samples of one label, compilation not counted.
         first: label whose time decides between calling and looping (the library).
         announce: is told which label runs next, so that a crash can be blamed on it.
-    Returns: the method (``loop`` or ``call``; in a loop, what is other code there is called all the same) and the
-        samples of every label.
+    Returns: the method (``cold call`` where caches are evicted before every sample, else ``loop`` or ``call``; in a
+        loop, what is other code there is called all the same) and the samples of every label.
     """
     on_device = [[jax.device_put(x) for x in operands] for operands in input_sets]
     used = on_device[0]
@@ -206,6 +210,14 @@ def compare(
         return _sample_of(program.lower(np.int32(0), blank, *used).compile(), (blank, *used))
 
     once = prepare(first)
+    if knobs.current().tune_caches == COLD:
+        for label in entries:
+            if label != first:
+                prepare(label)
+        evict = Eviction(2 * cache_bytes())
+        announce("")
+        cold = {label: _cold(plain[label], used, evict) for label in entries}
+        return "cold call", race(cold, seconds=seconds, told=True, most=COLD_SAMPLES)
     if once >= LOOP_BELOW:
         footprint = sum(x.nbytes for x in used) + sum(
             math.prod(shape) * dtype_of(dtype).itemsize for shape, dtype in outputs
@@ -244,6 +256,27 @@ def _sample_of(compiled: Any, used: Sequence[Any]) -> tuple[Callable[[], object]
     count = max(1, min(_MOST_INNER, math.ceil(SAMPLE_SECONDS * _PROBE / max(spent, 1e-7))))
     n = jax.device_put(np.int32(count))
     return lambda: go(n), count
+
+
+class Eviction:
+    """Evicts the caches, as other work between two calls does. Args: size: of what is written [B]."""
+
+    def __init__(self, size: int) -> None:
+        self._words = np.zeros(-(-size // 8), np.int64)
+
+    def __call__(self) -> None:
+        """Reads and writes every cache line of more memory than the last-level cache holds."""
+        self._words += 1
+
+
+def _cold(function: Callable[..., Any], used: Sequence[Any], evict: Callable[[], object]) -> Callable[[], float]:
+    """A callable that gives the time of one call with cold caches [s]."""
+
+    def run() -> float:
+        evict()
+        return _clocked(lambda: jax.block_until_ready(function(*used)))
+
+    return run
 
 
 def _calls(function: Callable[..., Any], used: Sequence[Any], count: int) -> Callable[[], object]:

@@ -13,6 +13,7 @@ import time
 from typing import Any, Protocol
 
 from jcuts.tune.device_slices import OpenDevice
+from jcuts.tune.parent.worker_environment import yield_processor
 
 LISTEN = 1 / 20
 """Answers of other processes are heard this often while one waits for a slice [s]."""
@@ -27,6 +28,7 @@ class Process(Protocol):
 
     task: Any
     deadline: float
+    process: Any
 
     def write(self, message: dict[str, Any]) -> None:
         """Writes one line to the process."""
@@ -40,6 +42,7 @@ class SliceTurns:
         self._slices = slices
         self._waiting: collections.deque[Process] = collections.deque()
         self._holder: Process | None = None
+        self._quick: list[Process] = []  # they have the user's priority, which waits for them
         # Processes whose request counts, and whether it does now: not while they wait for a slice or have one.
         self._beside: dict[int, bool] = {}
 
@@ -61,6 +64,8 @@ class SliceTurns:
         """How long to listen to processes [s]: not at all where a slice can be asked for."""
         if not self._slices.sliced:
             return seconds
+        while self._quick and self._slices.beside:
+            yield_processor(self._quick.pop().process.pid)
         return 0.0 if self._waiting and self._holder is None else min(seconds, STOP_WITHIN)
 
     def grant(self) -> None:
@@ -88,6 +93,8 @@ class SliceTurns:
 
     def sent(self, platform: str, worker: Process, request: dict[str, Any]) -> None:
         """A request was handed out."""
+        if self._slices.sliced and not self._slices.beside and worker not in self._quick:
+            self._quick.append(worker)
         if self._slices.sliced and platform != "cpu" and request.get("op") in ON_DEVICE:
             self._beside[id(worker)] = True
             self._slices.begin_beside()

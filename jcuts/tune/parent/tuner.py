@@ -12,19 +12,20 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from jcuts.base.errors import CandidateRejected
 from jcuts.base.settings import Settings
 from jcuts.kernel_ir.program import Program
 from jcuts.tune.baseline import conv_relu_bound
 from jcuts.tune.baseline.interpolate import interpolation_neighbours
-from jcuts.tune.choice import LIBRARY, Choice, Rejection
+from jcuts.tune.choice import LIBRARY, Choice, Rejection, describe
 from jcuts.tune.database import Store
+from jcuts.tune.measure import regime
 from jcuts.tune.parent import extra_kernels, stored_choice_check
 from jcuts.tune.parent.job import TuningJob, make_job
 from jcuts.tune.parent.machine_lock import default_patience, gave_up_waiting, holder, is_mine, measuring_lock
-from jcuts.tune.parent.measure_order import is_close_by_profile, measure_in_order
+from jcuts.tune.parent.measure_order import measure_in_order
+from jcuts.tune.parent.remeasure import to_measure
 from jcuts.tune.parent.rounds import NEGLIGIBLE_LATER, plan_round, worth_measuring
 from jcuts.tune.parent.session_limits import Progress, TuningBudget
 from jcuts.tune.parent.tuning_queue import TuningQueue
@@ -94,16 +95,15 @@ def tune(
         for digest, choice in _check_all(asked_about, store, effort, progress, prepare).items():
             stored[digest], sources[digest] = choice, stored_choice_check.CHECKED_AS[origins[digest]]
     known = {d: choice for d, choice in stored.items() if choice.is_enough(unique[d].mode(settings.mode))}
-    missing = {digest: p for digest, p in unique.items() if digest not in known or known[digest].is_open}
-    if not effort.time.is_limited:
-        close = {digest for digest, choice in known.items() if is_close_by_profile(choice) and not choice.pinned}
-        missing |= {digest: unique[digest] for digest in close}
+    missing, anew = to_measure(known, unique, effort)
     if settings.tune == "auto" and missing:
         partial = {digest: choice for digest, choice in known.items() if choice.is_cut}
         asked = _TuneRequest(
-            store, effort, settings.mode, progress, force, quiet, further, gain, partial, profiled or _unknown
+            store, effort, settings.mode, progress, force, quiet, further, gain, partial, profiled or _unknown, anew
         )
         for problem, choice in _measure_in_rounds(list(missing.values()), asked, prepare):
+            if choice.problem in anew and choice.origin != "measured":  # another process had the machine
+                continue
             known[choice.problem] = choice
             unique[choice.problem] = problem
             sources[choice.problem] = TUNED if choice.origin == "measured" else ""
@@ -129,7 +129,8 @@ def _unknown(_: str) -> None:
 class _TuneRequest:
     """Arguments of one call of `tune`, passed to its steps.
 
-    Attributes: partial: choices that lack candidates because the time was up, by digest.
+    Attributes: partial: choices that lack candidates because the time was up, by digest; anew: those that are measured
+        again although they lack none.
     """
 
     store: Store
@@ -142,11 +143,12 @@ class _TuneRequest:
     gain: Callable[[Problem], float] | None = None
     partial: dict[str, Choice] = field(default_factory=dict)
     profiled: Callable[[str], float | None] = _unknown
+    anew: dict[str, Choice] = field(default_factory=dict)
 
     def stored(self, problem: Problem) -> Choice | None:
         """What another process has found out meanwhile."""
         choice, source = (None, "") if self.force else self.store.choice(problem.digest)
-        if choice is None or source == FOREIGN or choice.is_cut:
+        if choice is None or source == FOREIGN or choice.is_cut or choice == self.anew.get(problem.digest):
             return None
         return choice if choice.is_enough(problem.mode(self.mode)) else None
 
@@ -338,6 +340,8 @@ def _measure_in_turn(session: TuningQueue, asked: _TuneRequest) -> Iterator[tupl
 
     def finished(job: TuningJob) -> tuple[Problem, Choice]:
         mine = job.choice()
+        if mine.origin == "measured":
+            mine = replace(mine, regime=regime.now(job.problem.platform))
         choice = made[job.problem.digest] = asked.better(job.problem, mine)
         if not job.transient and choice is mine:
             asked.store.put(choice)
@@ -383,16 +387,3 @@ def _measure_in_turn(session: TuningQueue, asked: _TuneRequest) -> Iterator[tupl
             yield job.problem, made.get(job.problem.digest) or finished(job)[1]
         if busy and missing and not all(asked.stored(job.problem) for job in missing):
             _log.warning("%s is still measuring: this call goes on with XLA, a later call tunes", busy)
-
-
-def describe(choice: Choice) -> dict[str, Any]:
-    """One line of a choice for tables: name, winner, times and speed-up."""
-    return {
-        "name": choice.name or choice.problem[:12],
-        "winner": choice.winner,
-        "origin": choice.origin,
-        "seconds": choice.seconds(choice.winner),
-        "xla_seconds": choice.seconds(LIBRARY),
-        "speedup": choice.speedup,
-        "rejected": len(choice.rejections),
-    }

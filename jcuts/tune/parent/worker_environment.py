@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -12,6 +13,16 @@ NICE = "JCUTS_WORKER_NICE"
 """Variable that lowers a process's priority by so much."""
 BESIDE = "10"
 """... while the user's program runs: nine times less of a core than that asks for."""
+AFTER_WAIT = 5
+"""... of processes whose work the user's program has waited for in vain: a third of what that gets."""
+
+
+def yield_processor(pid: int) -> None:
+    """Lowers a process's priority (`os.setpriority`): the user's program waits for it no longer."""
+    with contextlib.suppress(OSError, AttributeError):  # it has ended; not a POSIX system
+        os.setpriority(os.PRIO_PROCESS, pid, AFTER_WAIT)
+
+
 # They would raise on purpose-made NaNs, run without compilation, or fill the user's compilation cache.
 _DROPPED = frozenset(
     {
@@ -43,7 +54,8 @@ def environment(platform: str = "cpu") -> dict[str, str]:
     if platform == "cpu":
         env.update({name: value for name, value in WARM_BUFFERS.items() if name not in env})
     current = knobs.current()
-    for name in ("threads", "native", "cache_dir", "cudnn"):  # a `knobs.scope` of the parent is not in its environment
+    # A `knobs.scope` of the parent is not in its environment.
+    for name in ("threads", "native", "cache_dir", "cudnn", "tune_caches"):
         value = getattr(current, name)
         if value is not None:
             env[knobs.variable(name)] = str(value)

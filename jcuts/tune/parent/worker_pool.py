@@ -306,7 +306,7 @@ class WorkerPool:
         if not sys.executable or self.failed_starts >= _MAX_STARTS:
             return None
         try:
-            more = {**self.more.get(group, {}), **({NICE: BESIDE} if self.slices.sliced else {})}
+            more = {**self.more.get(group, {}), **({NICE: BESIDE} if self.slices.beside else {})}
             worker = Worker(self.folder, self.started, self.platform, more)
         except (OSError, ValueError, subprocess.SubprocessError):
             self.failed_starts = _MAX_STARTS

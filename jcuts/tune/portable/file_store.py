@@ -14,6 +14,7 @@ from jcuts.base.errors import CacheError
 from jcuts.tune.database import Store
 from jcuts.tune.database_rows import Row, recorded_schedules, to_text
 from jcuts.tune.portable import row_files
+from jcuts.tune.portable.shipped import ShippedRows
 from jcuts.tune.row_signature import CHECKED_IN, FOREIGN, OTHER_VERSIONS
 
 Noted = set[tuple[str, str]]
@@ -26,7 +27,8 @@ class FileStore(Store):
     What this cache has measured or checked goes first, but for rows that are pinned in a folder.  Rows that are signed
     with the key count as measured; all others are of another cache, and are checked before they count.
 
-    Args: path, device, versions: as of `Store`; folders: of files (`row_files`); key: of the team, None for none.
+    Args: path, device, versions: as of `Store`; folders: of files (`row_files`); key: of the team, None for none;
+    shipped: rows that came with jcuts, which go last.
     """
 
     def __init__(
@@ -37,9 +39,11 @@ class FileStore(Store):
         versions: str,
         folders: Sequence[Path] = (),
         key: bytes | None = None,
+        shipped: ShippedRows | None = None,
     ) -> None:
         super().__init__(path, device=device, versions=versions)
         self._files: dict[tuple[str, str], list[row_files.FileRow]] = {}
+        self._shipped = shipped
         self._wrong: Noted = set()  # choices of files that turned out to be wrong here
         self._noted: list[Noted] = []
         for folder in folders:
@@ -62,7 +66,7 @@ class FileStore(Store):
         for error in errors:
             self._report(error)
         for one in rows:
-            if one.row.device == self.device:
+            if one.row.device in self.devices:
                 self._files.setdefault((one.row.kind, one.row.key), []).append(one)
 
     @contextlib.contextmanager
@@ -106,10 +110,12 @@ class FileStore(Store):
 
     def _rows(self, kind: str, key: str) -> Iterator[tuple[str, dict[str, Any], str]]:
         own = super()._rows(kind, key)
-        files = [] if (kind, key) in self._wrong else self._files.get((kind, key), [])
-        if not files:
+        if (kind, key) in self._wrong:
             return own
+        files = self._files.get((kind, key), [])
         told = [(one.row.versions, one.row.value, CHECKED_IN if one.signed else FOREIGN) for one in files]
+        if self._shipped is not None:
+            told += [(row.versions, row.value, FOREIGN) for row in self._shipped.rows(kind, key)]
         first = [one for one in told if is_pinned(one[1])]
         return itertools.chain(first, own, [one for one in told if not is_pinned(one[1])])
 
@@ -122,6 +128,9 @@ class FileStore(Store):
             if is_pinned(value):
                 believed = source != FOREIGN and (recorded_schedules(value) or kind == "choice")
                 return value, OTHER_VERSIONS if believed else FOREIGN
+        if kind == "choice" and self._shipped is not None and (kind, key) not in self._wrong:
+            for row in self._shipped.rows(kind, key):  # of other schedules
+                return row.value, FOREIGN
         return None, ""
 
 
@@ -142,6 +151,7 @@ def default_store() -> FileStore:
         versions=keys.packages(),
         folders=[Path(name).expanduser() for name in current.databases],
         key=read_key(current.database_key),
+        shipped=ShippedRows() if current.shipped else None,
     )
 
 

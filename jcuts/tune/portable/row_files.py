@@ -59,7 +59,7 @@ def write(folder: Path, rows: Iterable[Row], key: bytes | None = None) -> Writte
             if to_text(known.row.value) == to_text(row.value) and (known.signed or key is None):
                 same += 1
                 continue
-        _write_file(path, _text(row, key))
+        write_text(path, _text(row, key))
         fresh += 1
     return Written(fresh, same)
 
@@ -77,7 +77,8 @@ def signature(row: Row, key: bytes) -> str:
     return hmac.digest(key, text.encode(), "sha256").hex()
 
 
-def _write_file(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file as a whole. Raises: CacheError: it cannot be written."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ from jcuts.codegen.artifact import CompiledKernel
 from jcuts.tune.baseline import autotune_cache, conv_relu_bound
 from jcuts.tune.choice import LIBRARY, SCREENED
 from jcuts.tune.kernel_file import read_kernel, write_kernel
+from jcuts.tune.measure import regime
 from jcuts.tune.measure.cpu_launch import Launcher
 from jcuts.tune.measure.statistics import HOPELESS, Samples
 from jcuts.tune.problem import Candidate, Output, Problem, decode_bytes
@@ -233,7 +234,7 @@ def measure(request: dict[str, Any], announce: Announce) -> dict[str, Any]:
     answers: list[dict[str, Any]] = []
     budget = float(request["seconds"])
     finalists = list(launchers)
-    if len(finalists) > int(request["finalists"]):
+    if len(finalists) > int(request["finalists"]) and regime.caches("cpu") != regime.COLD:
         quick = cpu_timing.screen(launchers, input_sets[0], seconds=budget, announce=announce)
         announce("")
         # By the best time: a short burst of work elsewhere on the machine must not throw out the fastest.

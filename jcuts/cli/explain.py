@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     except Exception as error:
         raise _of_the_user(arguments.function, error) from error
-    from jcuts.report.function_report import NOT_CHECKED, NOT_MEASURED
+    from jcuts.report.report_data import NOT_CHECKED, NOT_MEASURED
     from jcuts.report.rich_tables import report_tables
 
     console().print(report_tables(report))

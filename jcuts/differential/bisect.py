@@ -151,7 +151,7 @@ def pass_names(session: Session, part: Sequence[int]) -> list[str]:
         other = Session(session.folder, "", session.limit)
         other.environment = {**session.environment, "XLA_FLAGS": f"{before} {flags}".strip()}
         with other:
-            other.ask(XLA, window=list(part))
+            other.ask(XLA, window=list(part), compile=True)
         found: dict[str, None] = {}
         for path in sorted(Path(folder).glob("*.txt")):
             match = _DUMPED.search(path.name)

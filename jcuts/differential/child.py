@@ -20,7 +20,7 @@ import numpy as np
 
 from jcuts.base.errors import summary
 from jcuts.differential import judge, program_text
-from jcuts.differential.ways import OP_BY_OP, WAYS, Run
+from jcuts.differential.ways import OP_BY_OP, WAYS, XLA, Run
 from jcuts.trace import jaxapi
 from jcuts.tune.verify.inputs import load
 
@@ -65,9 +65,11 @@ class Server:
         start, stop = request.get("window") or (0, len(self.closed.jaxpr.eqns))
         whole = (start, stop) == (0, len(self.closed.jaxpr.eqns))
         part = self.closed if whole else program_text.window(self.closed, start, stop)
-        sets = self.sets if start == 0 and whole else self._operands(part)
+        if request.get("compile"):
+            return self._compile(part)
+        sets = self.sets if whole else self._operands(part)
         if request.get("save"):
-            return self._save(part, sets, Path(request["save"]))
+            return self._save((start, stop), part, sets, Path(request["save"]))
         if request["way"] == EACH_EQUATION:
             return self._each_equation()
         expected = self._expected((start, stop), part, sets)
@@ -119,14 +121,19 @@ class Server:
             return judge.Verdict(judge.OK).to_dict()
         return {**found[1].to_dict(), "equation": found[0]}
 
-    def _save(self, part: jaxapi.Closed, sets: Sets, target: Path) -> dict[str, Any]:
+    def _compile(self, part: jaxapi.Closed) -> dict[str, Any]:
+        """Compiles a part as XLA ships it, for what the compiler dumps; nothing is run."""
+        types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in part.jaxpr.invars]  # type: ignore[attr-defined]
+        self.say(stage="run", way=XLA)
+        jax.jit(lambda *xs: jaxapi.eval_closed(part, *xs)).lower(*types).compile()
+        return {"status": judge.OK}
+
+    def _save(self, place: tuple[int, int], part: jaxapi.Closed, sets: Sets, target: Path) -> dict[str, Any]:
         """Operands of a part, and its float64 results rounded to their types, as one .npz file."""
-        place = (-1, -1)
         arrays: dict[str, np.ndarray] = {}
         for n, ((_, inputs), expected) in enumerate(zip(sets, self._expected(place, part, sets), strict=True)):
             arrays |= {f"set{n}.in{k}": _plain(x) for k, x in enumerate(inputs)}
             arrays |= {f"set{n}.out{k}": _plain(e.xla) for k, e in enumerate(expected)}
-        self.references.pop(place)
         np.savez(target, **arrays)  # type: ignore[arg-type]
         return {"status": judge.OK}
 

@@ -87,7 +87,7 @@ class Session:
     def ask(self, way: str, *, limit: float | None = None, **request: Any) -> dict[str, Any]:
         """The verdict of a run, or what became of it.
 
-        Args: request: ``window``, ``options``, ``tune``, ``save`` (see `differential.child`).
+        Args: request: ``window``, ``options``, ``tune``, ``save``, ``compile`` (see `differential.child`).
         Returns: ``status`` of `differential.judge`, or ``error``, ``crashes``, ``hangs``, ``no reference``.
         """
         self._start()

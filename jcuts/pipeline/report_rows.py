@@ -113,19 +113,19 @@ def _label(chosen: Any) -> str:
 def candidate_rows(choice: Any) -> tuple[CandidateReport, ...]:
     """Every candidate of a region with its time and why it lost. Args: choice: the tuner's (`tune.choice.Choice`)."""
     times = [m for m in choice.measurements if m.is_contest]
-    best = min((m.seconds for m in times), default=0.0)
+    best = min((m.seconds for m in times), default=0)
     rows = []
     for m in choice.measurements:
         lost = ""
         if m.label != choice.winner:
             if not m.is_contest:
-                lost = f"only looked at ({m.method}): others were faster there"
+                lost = f"only looked at ({m.method}), not in the final comparison"
             elif best and m.seconds > best:
                 lost = f"{m.seconds / best:.2f} times the time of the fastest"
             else:
                 lost = f"within the noise of {choice.margin:.1%} of the winner"
         rows.append(CandidateReport(m.label, m.seconds, m.bound_seconds, m.pul, m.method, lost))
-    rows += [CandidateReport(r.label, None, 0.0, 0.0, "", f"{r.error}: {r.message}") for r in choice.rejections]
+    rows += [CandidateReport(r.label, None, 0, 0, "", f"{r.error}: {r.message}") for r in choice.rejections]
     return tuple(rows)
 
 

@@ -173,7 +173,7 @@ def costliest_first(report: ReportData) -> list[int]:
 
     def cost(number: int) -> float:
         s = report.subsets[number]
-        return (s.xla_seconds or s.seconds or 0.0) * s.count
+        return (s.xla_seconds or s.seconds or 0) * s.count
 
     return sorted(range(len(report.subsets)), key=cost, reverse=True)
 

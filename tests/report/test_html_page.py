@@ -170,7 +170,7 @@ def test_candidates_say_why_they_lost():
     assert [r.lost for r in rows] == [
         "",
         "3.00 times the time of the fastest",
-        "only looked at (screen): others were faster there",
+        "only looked at (screen), not in the final comparison",
         "AccuracyRejected: too far",
     ]
     tied = replace(choice, winner="xla")

@@ -52,10 +52,6 @@ def roofline(report: ReportData) -> str:
         low, high = x.low, x.high
         path = f"M{x(low):.1f} {y(low * peaks['bytes']):.1f}L{x(ridge):.1f} {y(peaks['flop']):.1f}"
         parts.append(f'<path class="roof" clip-path="url(#plot)" d="{path}L{x(high):.1f} {y(peaks["flop"]):.1f}"/>')
-        parts.append(
-            f'<text class="soft" x="{WIDTH - 14}" y="{y(peaks["flop"]) + 14:.1f}" text-anchor="end">'
-            f"{amount(peaks['flop'], 'FLOP/s')} float32, {amount(peaks['bytes'], 'B/s')}</text>"
-        )
     parts += [_kernel(number, s, x, y) for number, s in kernels]
     return (
         f'<svg class="wide" role="img" aria-label="roofline" viewBox="0 0 {WIDTH} {height}">'

@@ -112,6 +112,9 @@ def _roofline(report: ReportData) -> str:
         "A dot is measured, a dash predicted by the performance model, a ring the bound of the schedule: above the "
         "roof where operands fit a cache, or where fewer operations suffice (Winograd)."
     )
+    if report.peaks:
+        flop, moved = (charts.amount(report.peaks[name], unit) for name, unit in (("flop", "FLOP/s"), ("bytes", "B/s")))
+        caption += f" The roof: {flop} in float32, {moved} from memory."
     return f'<h2>Roofline</h2><figure><div class="scroll">{drawn}</div><figcaption>{caption}</figcaption></figure>'
 
 

@@ -45,6 +45,13 @@ def bind(name, *operands, **params):
     return list(results) if primitive.multiple_results else [results]
 
 
+def arity(*counts):
+    """How many operands or results of a scan are of each kind, from jax 0.11 on."""
+    from jax._src import flattree
+
+    return flattree.pack(tuple(flattree.nones(count) for count in counts))
+
+
 def closed(body, *types):
     """The closed jaxpr of a body."""
     return jax.make_jaxpr(body)(*[jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in types])
@@ -173,6 +180,10 @@ class _Printer:
             if isinstance(value, list):
                 return f"[{', '.join(items)}]"
             return f"({', '.join(items)}{',' * (len(items) == 1)})"
+        if any(
+            kind.__name__ == "FlatTree" for kind in type(value).__mro__
+        ):  # a scan's constants, carried and scanned values in jax 0.11
+            return f"arity({', '.join(str(len(part)) for part in value.unpack())})"
         if isinstance(value, frozenset) and not value:
             return "frozenset()"
         if dataclasses.is_dataclass(value) and hasattr(jax.lax, type(value).__name__):

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from jcuts.api import Optimized, optimize
     from jcuts.artifact.load import load, register_targets
     from jcuts.base.run_statistics import stats
+    from jcuts.differential.run import verify
     from jcuts.microbatch.best_batch import best_batch_size
 
-__all__ = ["Optimized", "best_batch_size", "load", "optimize", "register_targets", "stats"]
+__all__ = ["Optimized", "best_batch_size", "load", "optimize", "register_targets", "stats", "verify"]
 __version__ = "0.1.0"
 
 
@@ -33,6 +34,10 @@ def __getattr__(name: str) -> Any:
         from jcuts.artifact import load as loading  # needs neither the planner nor its packages
 
         return getattr(loading, name)
+    if name == "verify":
+        from jcuts.differential.run import verify
+
+        return verify
     if name == "stats":
         from jcuts.base.run_statistics import stats
 

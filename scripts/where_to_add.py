@@ -214,8 +214,13 @@ ROWS: list[tuple[str, str, tuple[str, ...]]] = [
     ("an environment variable", "all `JCUTS_*` in one typed file", ("jcuts/base/knobs.py",)),
     (
         "what `explain` shows",
-        "report data, text, HTML; rich tables",
-        ("jcuts/report/function_report.py", "jcuts/report/rich_tables.py"),
+        "report data; rich tables; the page",
+        ("jcuts/report/report_data.py", "jcuts/report/rich_tables.py", "jcuts/report/html/page.py"),
+    ),
+    (
+        "a way in which `jcuts verify` runs a function, an XLA option that it suspects",
+        "one entry of `WAYS`; an entry of the data file",
+        ("jcuts/differential/ways.py", "jcuts/differential/data"),
     ),
     ("a CLI command", "a module, and its name in `COMMANDS`", ("jcuts/cli/main.py",)),
     ("an error", "one tree below `JcutsError`", ("jcuts/base/errors.py",)),

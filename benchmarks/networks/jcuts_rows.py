@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.networks import baseline  # noqa: E402
 from benchmarks.networks.compiled_program import Stepped, compiled, memory_of, own_arguments  # noqa: E402
 from benchmarks.networks.interleaved_timing import TURNS, interleaved  # noqa: E402
+from benchmarks.networks.result_audit import audit  # noqa: E402
 from benchmarks.networks.row_driver import Driver, read, script, write  # noqa: E402
 from benchmarks.networks.workload_row import Row, all_rows  # noqa: E402
 
@@ -59,10 +60,19 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
         "partition": {"log": lines.texts, "pairs": pairs},
         "programs": interleaved(calls | raced, options.seconds, 3 if options.dry else TURNS),
         **({"memory_bytes": {"plain": plain.memory, "jcuts": memory(ours)}} if options.memory else {}),
+        **({"audit": audited(ours, form)} if options.audit else {}),
         **({"profile": profiled(row, calls | slower_variants(ours, form), report, options)} if options.profile else {}),
         **baseline.environment(),
         "jcuts": fingerprint.versions(),
     }
+
+
+def audited(ours: Stepped, form: Any) -> list[str]:
+    """What is wrong with the program on fresh arguments (`result_audit`), nothing where it is honest."""
+    import jax
+
+    given = form.arguments
+    return audit(lambda *xs: ours.call(*jax.tree.map(jax.numpy.copy, xs)), form.function, given, donates=True)
 
 
 def memory(ours: Stepped) -> dict[str, int]:
@@ -131,7 +141,7 @@ def drive(rows: Sequence[Row], options: argparse.Namespace) -> int:
         if driver.left() <= 0 or (record and not ("failed" in record and options.retry)):
             continue
         words = ["--child", "--out", options.out, "--seconds", options.seconds, "--statistics", row.statistics]
-        words += [f"--{name}" for name in ("dry", "log", "profile", "memory") if getattr(options, name)]
+        words += [f"--{name}" for name in ("dry", "log", "profile", "memory", "audit") if getattr(options, name)]
         need = 5.0 if options.dry else FIRST_NEED
         driver.run_row(target, script("jcuts_rows.py", *words, row), driver.needs(f"jcuts_{row.name}_[0-9]", need))
     return driver.failed
@@ -151,6 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log", action="store_true", help="what a first call does, into the row's log")
     parser.add_argument("--profile", action="store_true", help="kernels of the programs, for `program_profile.py`")
     parser.add_argument("--memory", action="store_true", help="bytes of both programs (compiles once more)")
+    parser.add_argument("--audit", action="store_true", help="results on fresh arguments, against float64")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU: finds typos, not times")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

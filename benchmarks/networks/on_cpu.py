@@ -54,6 +54,7 @@ def one(spec: str) -> dict[str, Any]:
 
     import jcuts
     from benchmarks.networks import workloads
+    from benchmarks.networks.result_audit import audit
     from jcuts.base import fingerprint
     from jcuts.schedule.cpu.bound import host_arch
 
@@ -99,6 +100,7 @@ def one(spec: str) -> dict[str, Any]:
     medians = {name: statistics.median(s) for name, s in samples.items()}
     spread = {n: float(np.quantile(s, 0.75) - np.quantile(s, 0.25)) / medians[n] for n, s in samples.items()}
     best = min((n for n in medians if n != "jcuts"), key=lambda n: medians[n])
+    faults = audit(ours, fn, args)
     report = ours.explain(*args)
     arch = host_arch()
     lower = sum(s.bound_seconds * s.count for s in report.subsets if s.chosen != "xla")
@@ -118,6 +120,7 @@ def one(spec: str) -> dict[str, Any]:
         "first_call_seconds": compile_seconds,
         "max_abs_error": error,
         "largest": largest,
+        "audit": faults,
         "decision": None if decision is None else decision.to_dict(),
         "stages": report.seconds,
         "versions": fingerprint.versions(),

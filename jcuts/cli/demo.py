@@ -32,7 +32,7 @@ class Network(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--network", default="MobileNetV2", help="network of keras.applications; default: %(default)s")
     parser.add_argument("--batch", type=int, default=1, help="images per call; default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=6.0, help="how long to measure; default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=6, help="how long to measure; default: %(default)s")
     parser.add_argument("--mode", choices=MODES, default=Settings().mode, help="default: %(default)s")
     parser.add_argument("--tune", choices=TUNE, default=Settings().tune, help="default: %(default)s")
 

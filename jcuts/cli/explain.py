@@ -57,13 +57,13 @@ def run(arguments: argparse.Namespace) -> int:
     fn = load(arguments.function)
     positional, keywords = example_arguments(arguments.args)
     if arguments.arch is not None:
-        _check_arguments(fn, positional, keywords, arguments)
+        check_arguments(fn, positional, keywords, arguments)
         return explain_arch.run(fn, positional, keywords, arguments)
     if not isinstance(fn, jcuts.Optimized):
         fn = jcuts.optimize(fn, mode=arguments.mode or Settings().mode, tune=arguments.tune)
     else:
         _check_options(fn.settings, arguments)
-    _check_arguments(fn, positional, keywords, arguments)
+    check_arguments(fn, positional, keywords, arguments)
     explain = fn.tune if arguments.tune == "auto" else fn.explain
     try:
         report = explain(*positional, **keywords)
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     except Exception as error:
         raise _of_the_user(arguments.function, error) from error
-    from jcuts.report.function_report import NOT_CHECKED, NOT_MEASURED
+    from jcuts.report.report_data import NOT_CHECKED, NOT_MEASURED
     from jcuts.report.rich_tables import report_tables
 
     console().print(report_tables(report))
@@ -103,7 +103,7 @@ def _check_options(settings: Settings, given: argparse.Namespace) -> None:
             )
 
 
-def _check_arguments(fn: Any, positional: tuple[Any, ...], keywords: dict[str, Any], given: argparse.Namespace) -> None:
+def check_arguments(fn: Any, positional: tuple[Any, ...], keywords: dict[str, Any], given: argparse.Namespace) -> None:
     """Do the example arguments fit the function?  (A function without a signature is tried as it is.)
 
     Raises:

@@ -11,7 +11,7 @@ from jcuts.arch.cpu import CpuArch
 from jcuts.arch.load import load_arch
 from jcuts.base.errors import UsageError
 from jcuts.cli.printing import console, duration, table
-from jcuts.report.function_report import operations_text
+from jcuts.report.report_data import operations_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

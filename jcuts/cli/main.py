@@ -13,8 +13,10 @@ from jcuts.base import knobs
 from jcuts.base.errors import JcutsError
 from jcuts.cli import arch, best_batch, cache, cluster, demo, doctor, explain, microbatch, plan, validate
 from jcuts.cli.artifacts import build, inspect, tune
+from jcuts.cli.comparisons import diff, verify
 
 COMMANDS = {"explain": explain, "cache": cache, "demo": demo, "doctor": doctor}
+COMMANDS |= {"verify": verify, "diff": diff}
 COMMANDS |= {"tune": tune, "build": build, "inspect": inspect}
 COMMANDS |= {"arch": arch, "plan": plan, "cluster": cluster, "validate": validate}
 COMMANDS |= {"microbatch": microbatch, "best-batch": best_batch}

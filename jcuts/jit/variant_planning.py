@@ -26,7 +26,7 @@ from jcuts.pipeline.outcome import Outcome
 from jcuts.primitive import shard_local
 from jcuts.primitive.lowering import Started, plan
 from jcuts.report import measured_sums
-from jcuts.report.function_report import NOT_CHECKED, NOT_MEASURED
+from jcuts.report.report_data import NOT_CHECKED, NOT_MEASURED
 from jcuts.trace import jaxapi
 from jcuts.tune import device_slices, session, time_budget
 from jcuts.tune.baseline import autotune_cache, xla_profile

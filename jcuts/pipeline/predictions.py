@@ -61,7 +61,18 @@ def with_predictions(outcome: Outcome) -> FunctionReport:
         )
         for subset, made in zip(outcome.report.subsets, found, strict=True)
     )
-    return replace(outcome.report, subsets=subsets)
+    programs = tuple(program for program, _ in outcome.winners)
+    return replace(outcome.report, subsets=subsets, peaks=peaks(outcome.report.platform), programs=programs)
+
+
+def peaks(platform: str) -> dict[str, float]:
+    """Ceilings of the roofline: 'flop' [FLOP/s] in float32, 'bytes' [byte/s] of device memory; none where unknown."""
+    if platform == "cpu":
+        return {"flop": host_arch().peak(), "bytes": host_arch().ceiling("dram")}
+    if platform not in xla_devices.NAMES:
+        return {}
+    arch, _ = xla_devices.architecture_of(xla_devices.this())
+    return {"flop": arch.peak(), "bytes": arch.bw_global}
 
 
 def predict(winner: Winner) -> Prediction:

@@ -12,7 +12,16 @@ from jcuts.pipeline import microbatch_convs, rebuild
 from jcuts.pipeline.computation import CHOICES, Computation, Region
 from jcuts.pipeline.outcome import Outcome
 from jcuts.pipeline.state import State
-from jcuts.report.function_report import NO_TIME, NOT_CHECKED, NOT_MEASURED, FunctionReport, RefusalReport, SubsetReport
+from jcuts.report.function_report import FunctionReport
+from jcuts.report.report_data import (
+    NO_TIME,
+    NOT_CHECKED,
+    NOT_MEASURED,
+    CandidateReport,
+    GraphNode,
+    RefusalReport,
+    SubsetReport,
+)
 from jcuts.schedule.bound import roofline_bound as lower_bound
 from jcuts.schedule.cpu import loop_candidates
 from jcuts.trace.source import as_source
@@ -48,6 +57,7 @@ def outcome_of(state: State) -> Outcome:
         postponed=division.postponed or is_postponed(top),
         library=library_work(top),
         unmeasured=unmeasured(top),
+        graph=partition_graph(top),
     )
     if state.settings.strict and (unable := [r for r in report.refusals if r.reason not in CHOICES]):
         first = unable[0]
@@ -75,6 +85,49 @@ def region_rows(top: Computation) -> tuple[tuple[SubsetReport, Region], ...]:
             old = grouped.get(key)
             grouped[key] = (one, subset) if old is None else (_counted(old[0], one), old[1])
     return tuple(grouped.values())
+
+
+def partition_graph(top: Computation) -> tuple[GraphNode, ...]:
+    """The function's equations with their regions; rows are those of `region_rows`.  Bodies of loops are not in it."""
+    keys: dict[str, int] = {}
+    for level in top.walk():
+        for region in level.subsets:
+            keys.setdefault(f"{region.identity} {_label(region.chosen)}", len(keys))
+    found: dict[int, tuple[int, int]] = {}
+    for number, region in enumerate(top.subsets):
+        row = keys[f"{region.identity} {_label(region.chosen)}"]
+        found.update((member, (row, number)) for member in region.members)
+    nodes = []
+    for node in top.graph.nodes:
+        producers = (top.graph.producer(t) for t in node.inputs)
+        reads = tuple(dict.fromkeys(p.number for p in producers if p is not None))
+        left = top.left_out.get(node.number)
+        row, number = found.get(node.number, (-1, -1))
+        nodes.append(GraphNode(node.prim, node.where, row, number, "" if left is None else left.reason, reads))
+    return tuple(nodes)
+
+
+def _label(chosen: Any) -> str:
+    return "xla" if chosen is None else f"{chosen.template}/{chosen.digest[:8]}"
+
+
+def candidate_rows(choice: Any) -> tuple[CandidateReport, ...]:
+    """Every candidate of a region with its time and why it lost. Args: choice: the tuner's (`tune.choice.Choice`)."""
+    times = [m for m in choice.measurements if m.is_contest]
+    best = min((m.seconds for m in times), default=0)
+    rows = []
+    for m in choice.measurements:
+        lost = ""
+        if m.label != choice.winner:
+            if not m.is_contest:
+                lost = f"only looked at ({m.method}), not in the final comparison"
+            elif best and m.seconds > best:
+                lost = f"{m.seconds / best:.2f} times the time of the fastest"
+            else:
+                lost = f"within the noise of {choice.margin:.1%} of the winner"
+        rows.append(CandidateReport(m.label, m.seconds, m.bound_seconds, m.pul, m.method, lost))
+    rows += [CandidateReport(r.label, None, 0, 0, "", f"{r.error}: {r.message}") for r in choice.rejections]
+    return tuple(rows)
 
 
 def refusal_rows(top: Computation) -> tuple[RefusalReport, ...]:
@@ -121,7 +174,7 @@ def subset_report(level: Computation, subset: Region) -> SubsetReport:
     fused = len(nodes) > 1
     kind = ("complex" if is_complex else "simple") + (" (fusion)" if fused else "")
     chosen = subset.chosen
-    label = "xla" if chosen is None else f"{chosen.template}/{chosen.digest[:8]}"
+    label = _label(chosen)
     seconds = xla = None
     why = ""
     rejected: list[str] = []
@@ -165,6 +218,7 @@ def subset_report(level: Computation, subset: Region) -> SubsetReport:
         derived,
         subset.source if chosen is not None else "",
         regime=_regime(subset),
+        candidates=() if subset.choice is None else candidate_rows(subset.choice),
     )
 
 

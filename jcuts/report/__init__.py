@@ -1,1 +1,1 @@
-"""Reports of `explain`: report data, text, HTML (`function_report.py`) and rich tables."""
+"""Reports of `explain`: data (`report_data.py`), text, rich tables, an HTML page (`html`), comparison of two."""

@@ -7,14 +7,19 @@ from typing import Any
 
 from jcuts.base import knobs
 from jcuts.base.errors import IncompleteTuning
-from jcuts.report.function_report import NO_TIME, NOT_CHECKED, NOT_MEASURED, FunctionReport
+from jcuts.report.report_data import (
+    NO_TIME,
+    NOT_CHECKED,
+    NOT_MEASURED,
+    ReportData,
+)
 from jcuts.tune.choice import LIBRARY
 
 MOST_LISTED = 8
 BY_ESTIMATE = "not measured, or not checked here: a kernel would run by estimate"
 
 
-def unmeasured(report: FunctionReport) -> list[str]:
+def unmeasured(report: ReportData) -> list[str]:
     """The regions that nothing usable is known of, each with the reason."""
     found = []
     for subset in report.subsets:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jcuts.report.function_report import FunctionReport, SubsetReport
+from jcuts.report.report_data import ReportData, SubsetReport
 from jcuts.tune.choice import LIBRARY
 
 
 def kernel_sums(
-    report: FunctionReport, counts: Callable[[float, float], bool] = lambda kernel, xla: True
+    report: ReportData, counts: Callable[[float, float], bool] = lambda kernel, xla: True
 ) -> tuple[float, float]:
     """What the kernels of a program were measured to take together, and what they gain on XLA's code [s].
 
@@ -24,7 +24,7 @@ def kernel_sums(
     return sum(ours for ours, _ in pairs), sum(xla - ours for ours, xla in pairs)
 
 
-def total_seconds(report: FunctionReport) -> float:
+def total_seconds(report: ReportData) -> float:
     """What all regions take together, kernel or XLA's code [s]; 0 where no time is known.
 
     A region of unknown time is taken to move its bytes at the mean rate of the others.

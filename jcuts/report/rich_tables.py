@@ -10,9 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from jcuts.microbatch.report import DIVISION_HEADINGS, FRONT_HEADINGS, division_rows, division_total, pareto_rows
-from jcuts.report.function_report import (
+from jcuts.report import verdict
+from jcuts.report.report_data import (
     HEADINGS,
-    FunctionReport,
+    ReportData,
     alone_line,
     dropped,
     guard_line,
@@ -28,9 +29,10 @@ from jcuts.report.function_report import (
 NUMBERS = frozenset({"n", "us", "XLA us", "gain", "predicted us", "bound us", "PUL", "score"})
 
 
-def report_tables(report: FunctionReport) -> RenderableType:
+def report_tables(report: ReportData) -> RenderableType:
     """Everything that ``explain`` prints, top to bottom."""
     parts: list[RenderableType] = [headline(report)]
+    parts.extend(important_regions(report))
     if report.guard is not None:
         parts.extend(Text(line) for line in (guard_line(report), alone_line(report)) if line)
     parts.extend(Text(f"program {name} ruled out: {why}", style="yellow") for name, why in dropped(report))
@@ -57,11 +59,24 @@ def report_tables(report: FunctionReport) -> RenderableType:
     return Group(*parts)
 
 
-def headline(report: FunctionReport) -> Text:
-    """Name, mode, and how much of the work runs in jcuts' kernels."""
+def headline(report: ReportData) -> Text:
+    """Name and verdict; then mode, and how much of the work runs in jcuts' kernels."""
+    said = verdict.verdict(report)
     line = Text(report.name, style="bold")
-    line.append(f": {summary(report)}", style="not bold")
+    line.append(f": {said.text}", style="green" if said.gain else "yellow")
+    line.append(f"\n{summary(report)}", style="not bold")
     return line
+
+
+def important_regions(report: ReportData) -> list[Text]:
+    """A line or two for each of the regions that matter most: gain, operations, times, source line."""
+    lines = []
+    for region in verdict.most_important(report):
+        line = Text(f"  {region.gain:>9}  ", style="green" if region.gained else "dim")
+        line.append(region.operations, style="not dim default")
+        line.append(f"\n{'':13}{region.times}" + (f"; {region.where}" if region.where else ""), style="dim")
+        lines.append(line)
+    return lines
 
 
 # Columns of the subset table that a terminal of this many characters has room for; the others are in the HTML page.
@@ -76,7 +91,7 @@ COLUMNS = (
 class SubsetTable:
     """One row per distinct region, the costliest first; as many columns as the terminal has room for."""
 
-    def __init__(self, report: FunctionReport) -> None:
+    def __init__(self, report: ReportData) -> None:
         self.report = report
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -85,7 +100,7 @@ class SubsetTable:
         yield text_table("Subsets", shown, ([row[k] for k in places] for row in rows(self.report)))
 
 
-def refusal_table(report: FunctionReport) -> Table:
+def refusal_table(report: ReportData) -> Table:
     """Equations left to XLA, and why."""
     cells = [(str(count), op, why, where) for op, why, count, where in refused(report)]
     return text_table("Left to XLA", ("n", "operation", "reason", "where"), cells)

@@ -19,7 +19,7 @@ from benchmarks.networks import roofline as counts
 from benchmarks.networks import run, tables, workloads
 from jcuts.arch.load import load_gpu
 from jcuts.base.settings import Settings
-from jcuts.report.function_report import SubsetReport
+from jcuts.report.report_data import SubsetReport
 
 ROOT = Path(__file__).resolve().parents[2]
 

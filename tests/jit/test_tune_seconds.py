@@ -20,7 +20,8 @@ from jcuts.base.settings import Settings
 from jcuts.jit import decision_cache, end_to_end_benchmark, progress
 from jcuts.jit.decision import Decision
 from jcuts.pipeline import computation, kernel_selection, report_rows
-from jcuts.report.function_report import NO_TIME, FunctionReport
+from jcuts.report.function_report import FunctionReport
+from jcuts.report.report_data import NO_TIME
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace.inline import inline
 from jcuts.tune import expected_gain, session, time_budget

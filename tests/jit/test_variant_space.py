@@ -22,7 +22,8 @@ from jcuts.jit.accuracy import float64_check
 from jcuts.jit.precompile import peak_bytes, precompile_variants
 from jcuts.pipeline import computation
 from jcuts.report import measured_sums
-from jcuts.report.function_report import FunctionReport, RefusalReport, SubsetReport
+from jcuts.report.function_report import FunctionReport
+from jcuts.report.report_data import RefusalReport, SubsetReport
 from jcuts.trace import jaxapi
 from jcuts.tune import time_budget
 from tests.gpu.cases import attention

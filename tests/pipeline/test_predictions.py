@@ -10,7 +10,7 @@ import jcuts
 from jcuts.codegen.cuda import compile as compiler
 from jcuts.codegen.cuda.toolchain.target import CudaTarget
 from jcuts.pipeline.predictions import Prediction, predict
-from jcuts.report.function_report import HEADINGS, rows
+from jcuts.report.report_data import HEADINGS, rows
 from jcuts.schedule.gpu import candidates
 from jcuts.schedule.gpu.machine import GpuMachine
 from jcuts.xla import devices as xla_devices

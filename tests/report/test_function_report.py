@@ -9,8 +9,9 @@ from rich.console import Console
 
 from jcuts.base.errors import UsageError
 from jcuts.pipeline import report_rows
-from jcuts.report import function_report, rich_tables
-from jcuts.report.function_report import FunctionReport, RefusalReport, SubsetReport
+from jcuts.report import report_data, rich_tables
+from jcuts.report.function_report import FunctionReport
+from jcuts.report.report_data import RefusalReport, SubsetReport
 from jcuts.tune.choice import POSTPONED, Choice, Measurement, Rejection
 
 
@@ -114,10 +115,10 @@ def test_all_forms_show_reasons_and_an_honest_headline(tmp_path):
 
 def test_gains_of_kernels_stand_beside_that_of_the_whole_function():
     found = FunctionReport("f", "mixed", "cpu", (subset("contraction/1"), subset("xla", "a tie")))
-    assert function_report.alone_line(found) == ""
+    assert report_data.alone_line(found) == ""
     speed = {"xla": [1.0] * 3, "xla:wide": [3.0] * 3, "jcuts": [0.9] * 3, "jcuts:wide": [1.25] * 3}
     found = found.with_guard({"chosen": "jcuts:wide", "reason": "", "speed": speed})
-    line = function_report.alone_line(found)
+    line = report_data.alone_line(found)
     assert "1 kernel calls" in line and "20.0 us instead of 10.0 us (0.50x)" in line and line.endswith(": 1.25x")
     assert line in str(found) and " ".join(line.split()) in shown(found)
 
@@ -125,7 +126,7 @@ def test_gains_of_kernels_stand_beside_that_of_the_whole_function():
 def test_the_headline_of_a_function_that_runs_kernels():
     found = FunctionReport("f", "mixed", "cpu", (subset("contraction/1"),))
     found = found.with_guard({"chosen": "jcuts", "reason": ""})
-    assert "1 kernel calls, 100% of the FLOP" in function_report.summary(found)
+    assert "1 kernel calls, 100% of the FLOP" in report_data.summary(found)
 
 
 def test_equal_refusals_are_one_line(tmp_path):

@@ -15,7 +15,7 @@ from jcuts.base.settings import Settings, Variant
 from jcuts.jit import decision_cache, end_to_end_benchmark, variant_benchmark, variant_planning, variant_selection
 from jcuts.pipeline import computation
 from jcuts.pipeline import passes as pipeline_passes
-from jcuts.report.function_report import NOT_MEASURED
+from jcuts.report.report_data import NOT_MEASURED
 from jcuts.rewrite.simplify import simplify
 from jcuts.rewrite.splat_constants import MOST, numbers_of, splat_constants
 from jcuts.trace import jaxapi

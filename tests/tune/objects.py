@@ -60,6 +60,23 @@ _BODIES = {
     "segfault": ("  store float %x, ptr null\n  %y = fadd float %x, 1.0", ""),
     "out of bounds": (_RIGHT, "  %far = getelementptr float, ptr %out, i64 4100\n  store float 1.0, ptr %far"),
     "clobbers": (_RIGHT, "  store float 7.0, ptr %in"),
+    "lower precision": (
+        "  %b = bitcast float %x to i32\n  %h = and i32 %b, -65536\n  %xh = bitcast i32 %h to float\n"
+        "  %x2 = fmul float %xh, %xh\n  %y = fadd float %x2, 1.0",
+        "",
+    ),
+    "skipped tile": (
+        f"  %tile = udiv i64 %i, {SIZE // TILES}\n  %skips = icmp eq i64 %tile, 1\n"
+        "  %old.slot = getelementptr float, ptr %out, i64 %i\n  %old = load float, ptr %old.slot\n"
+        "  %x2 = fmul float %x, %x\n  %z = fadd float %x2, 1.0\n  %y = select i1 %skips, float %old, float %z",
+        "",
+    ),
+    "kept result": (
+        "  %old.slot = getelementptr float, ptr %out, i64 %i\n  %old = load float, ptr %old.slot\n"
+        "  %kept = fcmp one float %old, 0.0\n"
+        "  %x2 = fmul float %x, %x\n  %z = fadd float %x2, 1.0\n  %y = select i1 %kept, float %old, float %z",
+        "",
+    ),
     "no nan": (
         "  %ord = fcmp ord float %x, %x\n  %x0 = select i1 %ord, float %x, float 0.0\n"
         "  %x2 = fmul float %x0, %x0\n  %y = fadd float %x2, 1.0",

@@ -20,7 +20,7 @@ import pytest
 from jcuts.base.settings import Settings
 from jcuts.kernel_ir.program import Program
 from jcuts.pipeline import computation, report_rows
-from jcuts.report.function_report import NOT_CHECKED
+from jcuts.report.report_data import NOT_CHECKED
 from jcuts.rewrite.simplify import simplify
 from jcuts.trace.inline import inline
 from jcuts.tune import row_signature, session

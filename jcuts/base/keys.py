@@ -201,11 +201,11 @@ def cpu_kernel(program: str, target: Sequence[str | int]) -> str:
     return digest(program, *target, _compilers("cpu"), fingerprint.cpu())
 
 
-def cuda_kernel(program: str, arch: str, toolchain: str, prefetched: float) -> str:
-    """A kernel for a GPU, in HLO and on disk: program, architecture, compilers, emitter, `cuda_toolchain`, and the most
-    bytes that it prefetches into the L2 cache.
+def cuda_kernel(program: str, arch: str, toolchain: str, prefetches: str) -> str:
+    """A kernel for a GPU, in HLO and on disk: program, architecture, compilers, emitter, `cuda_toolchain`, and
+    the limits of what it prefetches into the L2 cache.
     """
-    return digest("cuda", program, arch, _compilers("cuda"), toolchain, prefetched)
+    return digest("cuda", program, arch, _compilers("cuda"), toolchain, prefetches)
 
 
 def cuda_toolchain(distributions: Sequence[str], assembler: str) -> str:

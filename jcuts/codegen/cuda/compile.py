@@ -32,7 +32,7 @@ from jcuts.kernel_ir.index import Index
 from jcuts.kernel_ir.program import ITEM_SIZE, Buffer, Program
 from jcuts.kernel_ir.verify import verify
 from jcuts.schedule.gpu.families import FAMILIES, TENSOR_CORES
-from jcuts.schedule.gpu.weight_prefetch.operands import most_bytes, prefetched_ranges
+from jcuts.schedule.gpu.weight_prefetch.operands import limits, prefetched_ranges
 
 _lock = threading.RLock()
 _SLOW_PATHS = frozenset({"sin", "cos", "tan"})
@@ -72,8 +72,8 @@ def _toolchain() -> str:
 
 
 def kernel_digest(program: Program, target: CudaTarget) -> str:
-    """Names a kernel in HLO and on disk: program, architecture, compilers, and how much it prefetches."""
-    return keys.cuda_kernel(program.digest, target.arch, _toolchain(), most_bytes())
+    """Names a kernel in HLO and on disk: program, architecture, compilers, limits of prefetches."""
+    return keys.cuda_kernel(program.digest, target.arch, _toolchain(), repr(limits()))
 
 
 def compile_program(program: Program, target: CudaTarget) -> CompiledKernel:

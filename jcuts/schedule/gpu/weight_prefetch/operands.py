@@ -7,7 +7,7 @@ what the kernel in front has just made, as activations are, which would be read 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from jcuts.base import knobs
@@ -22,14 +22,18 @@ DENSE = 2
 
 
 @dataclass(frozen=True)
-class _Limits:
+class PrefetchLimits:
+    """Which operands are prefetched: bytes of one kernel at most, of all its operands together at most, of an operand
+    at least; and bytes of these operands over those of all others and of results, at least.
+    """
+
     most_bytes: float
     largest_bytes: float
     least_bytes: float
     dominance: float
 
 
-_LIMITS = fit.record("gpu/weight_prefetch", "operands", _Limits)
+_FITTED = fit.record("gpu/weight_prefetch", "operands", PrefetchLimits)
 
 
 class PrefetchedRange(NamedTuple):
@@ -47,26 +51,26 @@ def prefetched_ranges(program: Program, whole: Program) -> list[PrefetchedRange]
     Args:
         program: of one kernel; whole: the scheduled program that it is a part of.
     """
-    most = most_bytes()
+    allowed = limits()
     count = family_of(whole).statistics.prefetched_operands
-    if not count or not most:
+    if not count or not allowed.most_bytes:
         return []
     found = sorted(_ranges_read(program, {b.name for b in whole.inputs}), key=lambda one: -one.bytes)
-    taken = [one for one in found[:count] if one.bytes >= _LIMITS.least_bytes]
+    taken = [one for one in found[:count] if one.bytes >= allowed.least_bytes]
     total = sum(one.bytes for one in taken)
     written = {store.buffer for phase in program.phases for store in phase.stores}
     rest = sum(one.bytes for one in found) - total
     rest += sum(b.bytes for b in program.buffers if b.name in written and b.role != "local")
-    if not taken or total > _LIMITS.largest_bytes or total < _LIMITS.dominance * rest:
+    if not taken or total > allowed.largest_bytes or total < allowed.dominance * rest:
         return []
-    share = min(1.0, most / total)
+    share = min(1.0, allowed.most_bytes / total)
     return [one._replace(wanted=int(share * one.bytes)) for one in taken]
 
 
-def most_bytes() -> float:
-    """Bytes that one kernel prefetches at most: ``JCUTS_L2_PREFETCH_MB``, else the fitted number."""
+def limits() -> PrefetchLimits:
+    """The limits of this moment: ``JCUTS_L2_PREFETCH_MB`` in place of the fitted ``most_bytes``, where it is set."""
     chosen = knobs.current().l2_prefetch_mb
-    return _LIMITS.most_bytes if chosen is None else chosen * MEBIBYTE
+    return _FITTED if chosen is None else replace(_FITTED, most_bytes=chosen * MEBIBYTE)
 
 
 def _ranges_read(program: Program, operands: set[str]) -> list[PrefetchedRange]:

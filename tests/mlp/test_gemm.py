@@ -54,7 +54,7 @@ def test_jcuts_kernel_at_the_reports_shapes(shape: tuple[int, int, int]) -> None
     assert difference(alone, given.reference)["max"] <= np.sqrt(shape[2]) * 2**-53
     for block in gemm.BLOCKS:
         assert all(max(gemm.register_tile(p)) <= block for p in gemm.of_block(ranked, block))
-    assert gemm.of_block(ranked, 32)
+    assert any(gemm.of_block(ranked, block) for block in gemm.BLOCKS)  # which, vectors and columns decide
 
 
 def test_the_command(tmp_path: Path) -> None:

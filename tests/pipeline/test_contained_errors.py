@@ -83,7 +83,7 @@ def test_nothing_is_kept_of_a_program_whose_planning_failed(monkeypatch):
     monkeypatch.setenv("JCUTS_RAISE_ERRORS", "0")
     store = MemoryStore()
     kept = []
-    monkeypatch.setattr(store, "put_guard", lambda key, decision: kept.append(key))
+    monkeypatch.setattr(store, "put_guard", lambda key, decision, on_gpu=False: kept.append(key))
     with monkeypatch.context() as patch:
         patch.setattr(pipeline_passes, "optimize_jaxpr", broken)
         Optimized(function, Settings(), {}, store)(X)

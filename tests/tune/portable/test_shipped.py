@@ -102,11 +102,10 @@ def test_a_shipped_choice_is_checked_once_and_not_measured(made, tmp_path, count
 
 
 def test_a_shipped_choice_that_is_wrong_is_tuned(made, tmp_path, counts, caplog):  # noqa: F811
-    folder, first = made
+    folder, _ = made
     edited(folder, lambda choice: relabelled(choice, lambda text: scaled(text, 1 + 1e-4)))
     again = planned(store_of(tmp_path / "tuning.db", folder))
-    assert (again.chosen, again.source) == (first.chosen, TUNED)
-    assert counts["measure"] == 1
+    assert (again.source, counts["measure"]) == (TUNED, 1)
     assert "is not used" in caplog.text
 
 

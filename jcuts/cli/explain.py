@@ -22,17 +22,22 @@ HELP = "what jcuts does to a function, and why"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_function(parser)
+    parser.add_argument("--mode", choices=MODES, help=f"mode for a plain function; default: {Settings().mode}")
+    parser.add_argument("--tune", choices=TUNE, default="cached", help="auto measures first; default: %(default)s")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as one HTML file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    explain_arch.add_arguments(parser)
+
+
+def add_function(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of commands about one call of a function."""
     parser.add_argument("function", metavar="pkg.mod:fn", help="the function, plain or already optimised")
     parser.add_argument(
         "--args",
         metavar="pkg.mod:example",
         help="a tuple of arguments, a dict of keyword arguments, or a function without arguments that returns either",
     )
-    parser.add_argument("--mode", choices=MODES, help=f"mode for a plain function; default: {Settings().mode}")
-    parser.add_argument("--tune", choices=TUNE, default="cached", help="auto measures first; default: %(default)s")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as one HTML file")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    explain_arch.add_arguments(parser)
 
 
 def add_signatures(parser: argparse.ArgumentParser, note: str = "") -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,49 +123,40 @@ def _conv2_policies(found: dict[str, Any]) -> str:
     )
 
 
-def _policies(found: dict[str, Any]) -> str:
-    names = ("undivided", "powerOfTwo", "all")
+def _by_mode(
+    found: dict[str, Any], title: str, legend: Sequence[str], values: Callable[[dict[str, Any]], list[Any]]
+) -> str:
+    """A bar chart of milliseconds for each precision, below each other. Args: values: of a row's bars."""
     return charts.below(
         *(
             bar_chart(
-                f"Convolutions of a training step, {mode}, H200: kernels' times added up",
+                f"{title}, {mode}, H200: kernels' times added up",
                 " ms",
-                names,
-                [(key, [row[name]["ms"] for name in names]) for key, row in rows.items()],
+                tuple(legend),
+                [(key, values(row)) for key, row in rows.items()],
             )
             for mode, rows in found.items()
         )
     )
+
+
+def _policies(found: dict[str, Any]) -> str:
+    names = ("undivided", "powerOfTwo", "all")
+    title = "Convolutions of a training step"
+    return _by_mode(found, title, names, lambda row: [row[name]["ms"] for name in names])
 
 
 def _totals(found: dict[str, Any]) -> str:
     names = ("WR undivided ms", "WR ms", "WD ms")
-    return charts.below(
-        *(
-            bar_chart(
-                f"WR and WD with equal memory in all, {mode}, H200: kernels' times added up",
-                " ms",
-                ("WR, single calls", "WR", "WD"),
-                [(key, [row[name] for name in names]) for key, row in rows.items()],
-            )
-            for mode, rows in found.items()
-        )
-    )
+    title, legend = "WR and WD with equal memory in all", ("WR, single calls", "WR", "WD")
+    return _by_mode(found, title, legend, lambda row: [row[name] for name in names])
 
 
 def _activations(found: dict[str, Any]) -> str:
     names = ("equal limits, undivided ms", "equal limits ms", "together ms")
-    return charts.below(
-        *(
-            bar_chart(
-                f"Memory for activations and workspaces, {mode}, H200: kernels' times added up",
-                " ms",
-                ("equal limits, single calls", "equal limits", "what each step leaves"),
-                [(key, [row[name] for name in names]) for key, row in rows.items()],
-            )
-            for mode, rows in found.items()
-        )
-    )
+    title = "Memory for activations and workspaces"
+    legend = ("equal limits, single calls", "equal limits", "what each step leaves")
+    return _by_mode(found, title, legend, lambda row: [row[name] for name in names])
 
 
 def _division(found: dict[str, Any]) -> str:

@@ -23,12 +23,7 @@ MOST_OUTPUTS = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("function", metavar="pkg.mod:fn", help="the function, plain or already optimised")
-    parser.add_argument(
-        "--args",
-        metavar="pkg.mod:example",
-        help="a tuple of arguments, a dict of keyword arguments, or a function without arguments that returns either",
-    )
+    explain.add_function(parser)
     parser.add_argument("--seeds", type=int, default=3, help="sets of random inputs; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of the first set; default: %(default)s")
     parser.add_argument(
